@@ -1,0 +1,65 @@
+# Everything runs in .venv, which is made when it is missing and brought up to date when
+# pyproject.toml or constraints.txt change. Nothing else has to be set up.
+
+PYTHON ?= python3
+JOBS ?= 2
+# Another index to look for torch in, for example PyTorch's own one with CPU builds.
+TORCH_INDEX ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP_INSTALL = $(BIN)/python -m pip install -qq -c constraints.txt \
+	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+# One thread a worker: with more, two workers on two cores slow each other down.
+# Nothing is fetched from a model hub: offline, a test that tries fails at once.
+TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
+PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -n $(JOBS) --durations=15
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-all lint format docs clean
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@echo
+	@echo "Variables: PYTHON=$(PYTHON) JOBS=$(JOBS) TORCH_INDEX=$(TORCH_INDEX)"
+
+demo: $(VENV)/.demo  ## print the table of activations with measured errors and draw one picture
+	$(BIN)/tg demo
+
+test: $(VENV)/.dev  ## run the tests, without those marked slow or gpu
+	$(PYTEST) -m "not slow and not gpu"
+
+test-all: $(VENV)/.dev  ## run the tests marked slow as well
+	$(PYTEST) -m "not gpu"
+
+lint: $(VENV)/.dev  ## check style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.dev  ## repair style where a tool can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# Not --quiet: what it hides --strict does not count.
+docs: $(VENV)/.dev  ## build the documentation into site/; a broken link is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+clean:  ## remove .venv and everything that was built
+	rm -rf $(VENV) site dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find src tests tools -type d -name __pycache__ -prune -exec rm -rf {} +
+
+# pip comes last when a virtual environment is made, so it stands for a complete one.
+$(BIN)/pip:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.demo: pyproject.toml constraints.txt | $(BIN)/pip
+	@echo "Installing threshold-gating and what the demo needs into $(VENV) (about a minute) ..."
+	@$(PIP_INSTALL) -e '.[demo]'
+	@touch $@
+
+# The development environment holds all that the demo needs, so it stands for both.
+$(VENV)/.dev: pyproject.toml constraints.txt $(wildcard tools/tv-cpu-shim/*) | $(BIN)/pip
+	@echo "Installing threshold-gating and what its tests need into $(VENV) (about two minutes) ..."
+	@$(PIP_INSTALL) ./tools/tv-cpu-shim -e '.[dev]'
+	@touch $(VENV)/.demo $@

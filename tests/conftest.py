@@ -1,0 +1,41 @@
+"""What every test gets: a fixed seed, and NaN in whatever the library leaves unwritten."""
+
+import sys
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    """The same random numbers in every test, whichever ran before and in whichever worker."""
+    torch.manual_seed(0)
+
+
+def _poisoned(allocate):
+    """`allocate`, with NaN in the new tensor when the library itself asked for it."""
+
+    def allocate_and_fill(*args, **kwargs):
+        out = allocate(*args, **kwargs)
+        if torch.compiler.is_compiling():  # a traced graph should hold the library's own steps
+            return out
+        caller = sys._getframe(1).f_globals.get("__name__") or ""
+        if caller.partition(".")[0] == "threshold_gating" and (
+            out.is_floating_point() or out.is_complex()
+        ):
+            with torch.no_grad():
+                out.fill_(float("nan"))
+        return out
+
+    return allocate_and_fill
+
+
+@pytest.fixture(autouse=True)
+def poison(monkeypatch, request):
+    """An output that is allocated but not written is NaN, so it cannot pass a test by luck.
+
+    Tests marked `compile` see torch as it is: Dynamo looks these functions up by name.
+    """
+    if request.node.get_closest_marker("compile") is None:
+        for name in ("empty", "empty_like", "empty_strided"):
+            monkeypatch.setattr(torch, name, _poisoned(getattr(torch, name)))

@@ -1,0 +1,171 @@
+"""Imports point one way, and importing the package needs torch alone and is quick."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = "threshold_gating"
+SOURCE = Path(__file__).parents[1] / "src" / PACKAGE
+
+# What each module may import from the package; a module must stand here before it is written.
+# Mathematics at the bottom, faster forms of it above, models and tools on top.
+_BASE = {"primitive", "instance"}
+_KERNELS = {*_BASE, "taxonomy", "attention", "kernels"}
+_LAYERS = {*_KERNELS, "layers"}
+_RECURRENT = {*_LAYERS, "recurrent"}
+_CONVERSION = {*_RECURRENT, "fitting", "sites", "conversion"}
+ALLOWED = {
+    "primitive": set(),
+    "instance": {"primitive"},
+    "_fitted": _BASE,
+    "taxonomy": {*_BASE, "_fitted"},
+    "attention": _BASE,
+    "kernels": {*_BASE, "taxonomy", "attention"},
+    "fitting": _KERNELS,
+    "theory": {*_KERNELS, "fitting"},
+    "layers": _KERNELS,
+    "recurrent": _LAYERS,
+    "sites": _RECURRENT,
+    "conversion": {*_RECURRENT, "fitting", "sites"},
+    "training": _CONVERSION,
+    "hardware": _CONVERSION,
+    "insight": _CONVERSION,
+    "tables": {*_BASE, "taxonomy"},
+    "cli": None,  # anything
+    "__main__": None,
+    "__init__": None,
+}
+
+# Everything an extra brings. torch takes numpy when it is there and does without when it is not.
+# fmt: off
+EXTRAS = [
+    "matplotlib", "mpmath", "numpy", "onnx", "onnxruntime", "onnxscript", "ray", "safetensors",
+    "scipy", "sklearn", "timm", "tokenizers", "torchvision", "transformers", "triton",
+]
+# fmt: on
+
+
+def imports_of_package(source, module, *, is_package=False):
+    """The modules of the package that `source`, the text of `module`, imports, at any depth."""
+    here = [PACKAGE, *module.split(".")] if module != "__init__" else [PACKAGE]
+    if not is_package:
+        here = here[:-1]
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = here[: len(here) - node.level + 1] if node.level else []
+            base = ".".join([*base, *([node.module] if node.module else [])])
+            names = [f"{base}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for name in names:
+            root, *rest = name.split(".")
+            if root == PACKAGE:
+                # A name that is no module comes from __init__, which imports everything.
+                found.add(rest[0] if rest and rest[0] in ALLOWED else "__init__")
+    return found
+
+
+def violations(module, imported):
+    """What is wrong with `module` importing `imported`, as sentences."""
+    top = module.split(".")[0]
+    if top not in ALLOWED:
+        return [f"{module} is unknown: say in ALLOWED of {Path(__file__).name} what it may import"]
+    if ALLOWED[top] is None:
+        return []
+    wrong = imported - ALLOWED[top] - {top}
+    return [f"{module} imports {name}, against the direction of imports" for name in sorted(wrong)]
+
+
+def modules():
+    """Every source file of the package by the name of its module."""
+    for path in sorted(SOURCE.rglob("*.py")):
+        parts = path.relative_to(SOURCE).with_suffix("").parts
+        inside = parts[-1] == "__init__" and len(parts) > 1
+        yield ".".join(parts[:-1] if inside else parts), path
+
+
+MODULES = dict(modules())
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_point_one_way(module):
+    path = MODULES[module]
+    is_package = path.stem == "__init__"
+    assert not violations(
+        module, imports_of_package(path.read_text(), module, is_package=is_package)
+    )
+
+
+@pytest.mark.parametrize(
+    ("module", "is_package", "line", "imported"),
+    [
+        ("primitive", False, "from threshold_gating import layers", "layers"),
+        ("primitive", False, "from threshold_gating.layers import Activation", "layers"),
+        ("primitive", False, "import threshold_gating.cli as c", "cli"),
+        ("primitive", False, "from . import taxonomy", "taxonomy"),
+        ("primitive", False, "def f():\n    from .kernels import blend", "kernels"),
+        ("taxonomy", False, "from threshold_gating import TG", "__init__"),
+        ("kernels", True, "from ..layers import Activation", "layers"),
+        ("kernels.blend", False, "from .. import layers", "layers"),
+    ],
+)
+def test_a_wrong_import_is_found(module, is_package, line, imported):
+    assert imports_of_package(line, module, is_package=is_package) == {imported}
+    assert violations(module, {imported})
+
+
+def test_a_right_import_is_let_through():
+    source = "import torch\nfrom ..primitive import blend\nfrom .table import PAIRS"
+    imported = imports_of_package(source, "kernels.blend")
+    assert imported == {"primitive", "kernels"}
+    assert not violations("kernels.blend", imported)
+
+
+def test_an_unknown_module_must_be_placed():
+    assert "unknown" in violations("made_up", set())[0]
+
+
+def _python(code):
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+_BLOCK = f"""
+import sys
+class Block:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name.partition(".")[0] in {EXTRAS!r}:
+            raise ModuleNotFoundError(f"{{name}} is blocked", name=name)
+sys.meta_path.insert(0, Block)
+"""
+
+
+def test_importing_needs_torch_alone():
+    _python(_BLOCK + f"import {PACKAGE}")
+
+
+def test_the_block_works():
+    _python(_BLOCK + "try: import matplotlib\nexcept ImportError: pass\nelse: sys.exit(1)")
+
+
+def test_importing_loads_no_extra():
+    """Where the extras are installed they are not touched either."""
+    code = f"import sys, torch; before = set(sys.modules); import {PACKAGE}; "
+    loaded = _python(code + "print(*(set(sys.modules) - before))").split()
+    assert PACKAGE in loaded
+    assert not {name.partition(".")[0] for name in loaded} & set(EXTRAS)
+
+
+def test_importing_takes_under_0_3_s_more_than_torch():
+    code = "import time, torch; t = time.perf_counter(); "
+    code += f"import {PACKAGE}; print(time.perf_counter() - t)"
+    # The least of three: a reading is too long for many reasons, and never too short.
+    assert min(float(_python(code)) for _ in range(3)) < 0.3
