@@ -1,0 +1,317 @@
+"""Table 1 as modules. `Activation` is tier A: one instance applied to each element.
+
+Parameters have the branch or threshold axis first and the sharing group behind it: theta [K-1, G],
+s and c [K, G], tau [G] or, with one tau per threshold, [K-1, G]; G is 1 for a layer, the channels
+or the shape of a neuron's position otherwise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from threshold_gating import kernels, taxonomy
+from threshold_gating.instance import TG
+from threshold_gating.primitive import Anchor, Value
+
+SHARES = ("net", "layer", "channel", "neuron")
+LEARNABLE = ("tau", "theta", "s", "c")
+# exp(7) is 1100 times softer or sharper than the start; further out tau would leave float32.
+_RHO_BOUND = 7.0
+
+
+class _Structure(NamedTuple):
+    """What `blend` may know at compile time; equal for equal shapes of activation.
+
+    An entry of s or c that is 0 or +-1 and not learned is a number, every other one is None and
+    read from a tensor, so that layers which differ only in their values share a compiled graph.
+    """
+
+    hard: bool
+    own_tau: bool
+    form: str
+    owner: tuple[str, ...] | None
+    s: tuple[float | None, ...]
+    c: tuple[float | None, ...]
+    q: tuple[float, ...] | None
+    anchor: tuple[Anchor, ...] | None
+    clamp: tuple[float, float] | None
+    centred: bool
+
+
+class Activation(nn.Module):
+    """y = sum_k g_k(x) (s_k x + c_k) for each element (Eq. 3): any activation, frozen or learned.
+
+    Frozen (the default) it adds nothing to `state_dict`, so checkpoints of the original network
+    load strictly, both ways. Learned, tau = tau0 exp(rho) and theta = theta0 + dtheta start exactly
+    at `init`; rho is used within +-7, so tau stays positive whatever the optimiser does. A learned
+    hard gate keeps the values at its thresholds (`v` instead of `c`), which gives theta a gradient.
+    Gate tensors stay float32 under `.half()` and `.bfloat16()` (1.702 would become 1.7031).
+
+    Args:
+        init: an instance or a key of `TAXONOMY`.
+        share: which elements share parameters: "net" or "layer" (all of them; reuse one module in
+            several places for "net"), "channel", "neuron" (each position).
+        channels: number of channels, or for "neuron" the shape of the positions from `axis` on.
+        axis: where the channels are in the input; 1 for images, -1 for tokens.
+        train: which of "tau", "theta", "s", "c" are learned.
+        inplace: accepted because networks pass it to their activations; nothing is overwritten.
+
+    >>> Activation("silu")(torch.tensor([1.0]))
+    tensor([0.7311])
+    """
+
+    tau0: Tensor
+    theta0: Tensor
+    s: Tensor
+    c: Tensor
+    v: Tensor
+    rho: nn.Parameter
+    dtheta: nn.Parameter
+
+    def __init__(
+        self,
+        init: TG | str = "silu",
+        *,
+        share: str = "layer",
+        channels: int | Sequence[int] | None = None,
+        axis: int = 1,
+        train: Iterable[str] = (),
+        inplace: bool = False,
+        device: Any = None,
+    ) -> None:
+        super().__init__()
+        if not isinstance(init, str | TG):
+            raise TypeError(f"Activation: init is a TG or a key of TAXONOMY; got {init!r}.")
+        self.name = taxonomy.key_of(init) if isinstance(init, str) else taxonomy.name_of(init)
+        record = init if isinstance(init, TG) else taxonomy.TAXONOMY[taxonomy.key_of(init)]
+        self.init = record
+        self.share, self.axis, self.inplace = share, axis, inplace
+        self.group = _group(share, channels)
+        self.learned = _learned(record, train)
+        self._structure = _structure(record, self.learned)
+        self._op = None if self.learned else kernels.native(record)
+        self._reset(device=device)
+
+    def _reset(self, device: Any) -> None:
+        """Make the tensors: parameters and their starts if learned, else what `init` says."""
+        learned, hard = self.learned, self.init.hard
+        constant = "v" if hard and learned else "c"
+        starts = {"tau0": "tau", "theta0": "theta", "s": "s", constant: "c"}
+        if hard:
+            del starts["tau0"]
+        for name, what in starts.items():
+            value = self._start(name, device, torch.float32)
+            if what in learned and name in ("s", constant):
+                setattr(self, name, nn.Parameter(value))
+            else:
+                self.register_buffer(name, value, persistent=what in learned)
+        if "tau" in learned:
+            self.rho = nn.Parameter(torch.zeros_like(self.tau0))
+        if "theta" in learned:
+            self.dtheta = nn.Parameter(torch.zeros_like(self.theta0))
+
+    def _start(self, name: str, device: Any, dtype: torch.dtype) -> Tensor:
+        t = self.init
+        if name == "tau0" and not isinstance(t.tau, tuple):
+            return torch.full(self.group, t.tau, device=device, dtype=dtype)
+        rows = {"tau0": t.tau, "theta0": t.theta, "s": t.s, "c": t.c, "v": _anchored_values(t)}
+        column = torch.tensor(rows[name], device=device, dtype=dtype)
+        return column.view(-1, *(1 for _ in self.group)).repeat(1, *self.group)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Activation:
+        def keep_wide(t: Tensor) -> Tensor:
+            moved = fn(t)
+            narrow = moved.is_floating_point() and moved.element_size() < 4
+            return t.detach().to(moved.device) if narrow else moved
+
+        super()._apply(keep_wide, recurse)  # type: ignore[no-untyped-call]
+        # What `init` says is not in any checkpoint: make it anew, for `to_empty` left it unset and
+        # `double` would have kept only its float32 digits.
+        for name in self._non_persistent_buffers_set:
+            old = getattr(self, name)
+            setattr(self, name, self._start(name, old.device, old.dtype))
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the activation to each element of `x`; shape and dtype are kept."""
+        if (op := kernels.lowered(self._op)) is not None:
+            return op(x)
+        shape = self._shape_in(x)
+        tau, theta, s, c = self._values()
+        form = self._structure
+        return kernels.blend(
+            x,
+            [t.view(shape) for t in tau] if isinstance(tau, list) else _viewed(tau, shape),
+            [_viewed(t, shape) for t in theta],
+            [_viewed(w, shape) for w in s],
+            [_viewed(w, shape) for w in c],
+            form=form.form,
+            owner=form.owner,
+            q=form.q,
+            anchor=form.anchor,
+            clamp=form.clamp,
+            centred=form.centred,
+        )
+
+    def _shape_in(self, x: Tensor) -> tuple[int, ...]:
+        """The shape in which a group's values broadcast against `x`."""
+        if self.share in ("net", "layer"):
+            return ()
+        axis = self.axis + x.dim() if self.axis < 0 else self.axis
+        after = x.dim() - axis - len(self.group)
+        if after < 0 or x.shape[axis : axis + len(self.group)] != self.group:
+            raise ValueError(
+                f"Activation: {self.share} sharing of {self.group} at axis {self.axis} does not "
+                f"fit an input of shape {tuple(x.shape)}; set channels and axis to match it."
+            )
+        return (1,) * axis + self.group + (1,) * after
+
+    def _values(self) -> tuple[Any, list[Tensor], list[Value], list[Value]]:
+        """(tau, theta, s, c) now: structural numbers where they are known, else tensors."""
+        known, learned = self._structure, self.learned
+        theta = list((self.theta0 + self.dtheta if "theta" in learned else self.theta0).unbind(0))
+        s = _filled(known.s, self.s)
+        if known.hard:
+            c = _filled(known.c, self.v if learned else self.c)
+            if learned:
+                c = [_intercept(*p) for p in zip(c, s, _nearest(theta), strict=True)]
+            return math.inf, theta, s, c
+        tau = self.tau0
+        if "tau" in learned:
+            tau = tau * self.rho.clamp(-_RHO_BOUND, _RHO_BOUND).exp()
+        return list(tau.unbind(0)) if known.own_tau else tau, theta, s, _filled(known.c, self.c)
+
+    def instances(self) -> list[TG]:
+        """The instance of each sharing group as it is now, in order."""
+        if not self.learned:
+            return [self.init] * math.prod(self.group)
+        tau, theta, s, c = self._values()
+        taus = tau if isinstance(tau, list) else [tau]
+        columns = [_columns(w, self.group) for w in (taus, theta, s, c)]
+        keep = {k: getattr(self.init, k) for k in ("form", "owner", "clamp")}
+        return [
+            TG(t if len(t) > 1 else t[0], th, sk, ck, **keep)
+            for t, th, sk, ck in zip(*columns, strict=True)
+        ]
+
+    def instance(self, channel: int = 0) -> TG:
+        """The instance of one sharing group as it is now."""
+        return self.instances()[channel]
+
+    def extra_repr(self) -> str:
+        t = self.init
+        row = taxonomy.ROWS.get(self.name) if self.name else None
+        words = [self.name or repr(t), f"K={t.K}"]
+        if self.learned:
+            words.append(f"train=({', '.join(self.learned)})")
+        elif row is not None:
+            words.append("exact" if row.exact else f"sup {row.sup:.1e}")
+        if self.share not in ("net", "layer"):
+            words += [f"share={self.share}", f"channels={'x'.join(map(str, self.group))}"]
+        return ", ".join(words)
+
+
+def _group(share: str, channels: int | Sequence[int] | None) -> tuple[int, ...]:
+    if share == "synapse":
+        raise ValueError(
+            "Activation: an activation acts before the weights and cannot differ per synapse; "
+            "share is 'net', 'layer', 'channel' or 'neuron'."
+        )
+    if share not in SHARES:
+        raise ValueError(f"Activation: share is one of {', '.join(SHARES)}; got {share!r}.")
+    if share in ("net", "layer"):
+        if channels is not None:
+            raise ValueError(f"Activation: share={share!r} takes no channels; got {channels}.")
+        return (1,)
+    shape = (channels,) if isinstance(channels, int) else tuple(channels or ())
+    if not shape or min(shape) < 1 or (share == "channel" and len(shape) > 1):
+        want = "their number" if share == "channel" else "the shape of the positions, as (C, H, W)"
+        raise ValueError(f"Activation: share={share!r} needs channels, {want}; got {channels!r}.")
+    return shape
+
+
+def _learned(t: TG, train: Iterable[str]) -> tuple[str, ...]:
+    names = (train,) if isinstance(train, str) else tuple(train)
+    if unknown := [n for n in names if n not in LEARNABLE]:
+        raise ValueError(f"Activation: train takes {', '.join(LEARNABLE)}; got {unknown[0]!r}.")
+    if t.hard and "tau" in names:
+        raise ValueError(
+            "Activation: a hard gate (tau = inf) has no sharpness to learn; train theta, s, c, or "
+            "start from a soft instance."
+        )
+    if t.K == 1 and {"tau", "theta"} & set(names):
+        raise ValueError("Activation: one branch (K = 1) has no gate to learn; train s, c only.")
+    if names and t.q is not None:
+        raise ValueError(
+            "Activation: instances with quadratic branches stay frozen; train one with affine "
+            "branches instead (for hardswish: 'hardswish_k3')."
+        )
+    return tuple(n for n in LEARNABLE if n in names)
+
+
+def _structure(t: TG, learned: Sequence[str]) -> _Structure:
+    def known(w: Sequence[float], name: str) -> tuple[float | None, ...]:
+        whole = [bool(t.anchor and t.anchor[k]) or bool(t.q and t.q[k]) for k in range(t.K)]
+        return tuple(
+            x
+            if name not in learned and (x in (-1.0, 0.0, 1.0) or (whole[k] and not learned))
+            else None
+            for k, x in enumerate(w)
+        )
+
+    opposite = t.K == 2 and all(abs(w[0]) == abs(w[1]) for w in (t.s, t.c))
+    return _Structure(
+        hard=t.hard,
+        own_tau=isinstance(t.tau, tuple),
+        form=t.form,
+        owner=t.owner,
+        s=known(t.s, "s"),
+        c=known(_anchored_values(t) if t.hard and learned else t.c, "c"),
+        q=t.q,
+        anchor=None if learned else t.anchor,
+        clamp=t.clamp,
+        centred=not t.hard and opposite and (t.s[0] != t.s[1] or t.c[0] != t.c[1]),
+    )
+
+
+def _nearest(theta: Sequence[Any]) -> list[Any]:
+    """The threshold each branch is anchored at: the one below it, for the lowest the one above."""
+    return [theta[0], *theta] if theta else [0.0]
+
+
+def _anchored_values(t: TG) -> tuple[float, ...]:
+    """The value of each branch at its own threshold."""
+    parts = zip(t.s, t.c, _nearest(t.theta), strict=True)
+    return tuple(s * th + c for s, c, th in parts)
+
+
+def _intercept(v: Value, s: Value, theta: Value) -> Value:
+    """c of the branch with slope s through (theta, v)."""
+    return v if not isinstance(s, Tensor) and s == 0 else v - s * theta
+
+
+def _filled(known: Sequence[float | None], tensor: Tensor) -> list[Value]:
+    rows = tensor.unbind(0)
+    return [row if number is None else number for number, row in zip(known, rows, strict=True)]
+
+
+def _viewed(w: Value, shape: tuple[int, ...]) -> Value:
+    return w.view(shape) if isinstance(w, Tensor) else w
+
+
+def _columns(rows: Sequence[Value], group: tuple[int, ...]) -> list[tuple[float, ...]]:
+    """Transpose rows of shape `group` into one tuple of numbers per group member."""
+    full = [
+        (
+            r.detach().double().expand(group) if isinstance(r, Tensor) else torch.full(group, r)
+        ).flatten()
+        for r in rows
+    ]
+    if not full:
+        return [()] * math.prod(group)
+    return [tuple(column) for column in torch.stack([r.double().cpu() for r in full], 1).tolist()]

@@ -1,0 +1,413 @@
+"""Eqs. 2-5 of the paper in plain torch: gates, branches and their blend; what kernels must equal.
+
+A gate says how much of `x` lies in a region, a branch is an affine function of `x`, and
+
+    y = sum_k g_k(x) (s_k x + c_k) = a(x) x + b(x),   a = sum_k g_k s_k,   b = sum_k g_k c_k.
+
+The right-hand form is the one evaluated: a vanishing gate meets a slope, never an overflowed
+branch, so no finite input gives NaN. Branches run low to high in x, everywhere.
+
+Soft gates are the softmax of logits l_1 = 0, l_{k+1} = l_k + u_k with u_k = tau_k (x - theta_k):
+for K = 2 the sigmoid and its complement. The appendix's renormalised product of sigmoids is
+`form="product"`. Hard gates (tau = inf) are comparisons, with an owner per threshold that says on
+which side x == theta lies.
+
+Only operations that are smooth where the gate is are used, so autograd's derivatives are the
+analytic ones to any order; nothing goes through |u|, whose derivative at the threshold is 0.
+16-bit inputs are evaluated in float32 and rounded once.
+
+Python numbers among the parameters are structure, tensors are data: a number 0 removes its term
+and a number 1 its multiplication (which makes ReLU and its kin bitwise torch's), while a tensor's
+values are never looked at, so that one compiled graph serves every layer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+Value = float | Tensor
+Values = Value | Sequence[Value]
+Anchor = tuple[float, float] | None
+
+FORMS = ("softmax", "product")
+# exp underflows to exactly 0 beyond these, so clamping an argument there changes no gate. Without
+# it the running sum of arguments reaches inf - inf for finite x (GELU with K = 5 at 1e38), and the
+# gradient of a saturated gate 0 * inf.
+_UNDERFLOW = {torch.float32: 104.0, torch.float64: 746.0}
+
+
+def gates(
+    x: Tensor,
+    tau: Values,
+    theta: Values,
+    *,
+    form: str = "softmax",
+    owner: Sequence[str] | None = None,
+) -> Tensor:
+    """Membership of each element of `x` in each of the K regions cut by `theta` (Eq. 2).
+
+    Args:
+        x: pre-activations, any shape, floating point.
+        tau: sharpness > 0, one value or, along the first axis, one per threshold (a tensor tau
+            with as many axes as a tensor theta). The number `inf` gives hard gates.
+        theta: K - 1 thresholds along the first axis, low to high; each broadcasts against `x`.
+            Softmax gates take them in any order, product and hard gates non-decreasing only.
+        form: "softmax" or, for K >= 3, the appendix's "product"; they agree for K <= 2.
+        owner: for hard gates, per threshold "lo" (x == theta lies below, the default) or "hi".
+
+    Returns:
+        gates of shape (K, *broadcast shape), low to high; they sum to one.
+
+    >>> gates(torch.tensor([0.0]), 1.0, (0.0,))
+    tensor([[0.5000],
+            [0.5000]])
+    """
+    z = _wide(x)
+    taus, thresholds = _thresholds(z, tau, theta, form)
+    if _is_hard(taus, thresholds):
+        owners = _owners(owner, len(thresholds))
+        above = [_above(z, t, o) for t, o in zip(thresholds, owners, strict=True)]
+        region = sum((a.to(z.dtype) for a in above), torch.zeros_like(z))
+        g = torch.stack([(region == k).to(z.dtype) for k in range(len(above) + 1)])
+        g = torch.where(z.isnan(), z, g)
+    else:
+        g = torch.stack(_soft_gates(_arguments(z, taus, thresholds), form))  # (K, *shape)
+    return g.to(x.dtype)
+
+
+def blend(
+    x: Tensor,
+    tau: Values,
+    theta: Values,
+    s: Values,
+    c: Values,
+    *,
+    v: Tensor | Sequence[Tensor] | None = None,
+    form: str = "softmax",
+    owner: Sequence[str] | None = None,
+    q: Values | None = None,
+    anchor: Sequence[Anchor] | None = None,
+    clamp: tuple[float, float] | None = None,
+    centred: bool | None = None,
+) -> Tensor:
+    """The primitive y = sum_k g_k(x) (s_k x + c_k) (Eq. 3): K branches blended by K gates.
+
+    Args:
+        x, tau, theta, form, owner: as in `gates`.
+        s, c: K slopes and K intercepts along the first axis; each broadcasts against `x`.
+        v: what the branches read instead of `x` (two-input gates: GLU is v * sigmoid(x)); K
+            tensors give each branch its own (max(a, b) is x = a - b with v = (b, a)).
+        q: K quadratic coefficients: the branch becomes q_k x^2 + s_k x + c_k.
+        anchor: per branch None or a point (a_k, y_k) on it. A hard branch is then evaluated from
+            that point, which keeps its digits where s_k x + c_k would cancel (HardSigmoid).
+        clamp: bounds on y, with gradient 0 at and beyond them, as `hardtanh` has.
+        centred: for K = 2 soft gates, evaluate about the midpoint of the branches with tanh
+            instead of sigmoid: free of cancellation where the branches are opposite (Tanh).
+            None decides by the values where they are numbers.
+
+    Returns:
+        y with the dtype of `x` and the broadcast shape.
+
+    >>> blend(torch.tensor([-1.0, 2.0]), float("inf"), (0.0,), (0.0, 1.0), (0.0, 0.0))
+    tensor([0., 2.])
+    """
+    z = _wide(x)
+    taus, thresholds = _thresholds(z, tau, theta, form)
+    K = len(thresholds) + 1
+    curves = [0.0] * K if q is None else _rows("q", q, z, K)
+    slopes, constants = _rows("s", s, z, K), _rows("c", c, z, K)
+    inputs = _branch_inputs(z, v, K)
+    if _is_hard(taus, thresholds):
+        points = (None,) * K if anchor is None else anchor
+        parts = zip(inputs, curves, slopes, constants, points, strict=True)
+        branches = [_branch(*p) for p in parts]
+        y = _select(z, thresholds, _owners(owner, K - 1), branches, _carrier(curves, slopes))
+        if v is not None:
+            y = torch.where(z.isnan(), z, y)
+    else:
+        u = _arguments(z, taus, thresholds)
+        if centred is None:
+            centred = K == 2 and _are_opposite(slopes, constants, curves)
+        if centred:
+            mean = _mean_about_midpoint(u[0])
+        else:
+            weights = (curves, slopes, constants)
+            used = [any(not _is_number(w[k], 0) for w in weights) for k in range(K)]
+            mean = _mean(_soft_gates(u, form, used))
+        y = _average(z, inputs, mean, curves, slopes, constants)
+    if clamp is not None:
+        y = torch.where(y <= clamp[0], clamp[0], torch.where(y >= clamp[1], clamp[1], y))
+    return y.to(x.dtype)
+
+
+def gated_linear(
+    x: Tensor,
+    tau: Values,
+    theta: Values,
+    weight: Tensor,
+    const: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    form: str = "softmax",
+    owner: Sequence[str] | None = None,
+) -> Tensor:
+    """Gates before the sum (Eq. 4): a_j = sum_i sum_k g_k(x_i) (w^k_ji x_i + c^k_ji) + b_j.
+
+    With w^k = s_k W and c^k = c_k W (Eq. 5) this is `blend` followed by the dense layer W. Gates
+    shared by the outputs cost one product of K times the inner size; gates per synapse are
+    evaluated once for each output.
+
+    Args:
+        x: inputs of shape (..., I).
+        tau, theta, form, owner: as in `gates`, each value of a shape that broadcasts to (I,)
+            (shared by all outputs) or of shape (O, I) (one gate per synapse).
+        weight: branch weights of shape (O, K, I).
+        const: branch constants of shape (O, K, I), or None for zero.
+        bias: shape (O,), or None.
+
+    Returns:
+        shape (..., O).
+    """
+    K = _length(theta) + 1
+    if weight.dim() != 3 or tuple(weight.shape[1:]) != (K, x.shape[-1]):
+        raise ValueError(
+            f"gated_linear: {K - 1} thresholds and x of shape {tuple(x.shape)} need a weight of "
+            f"shape (O, {K}, {x.shape[-1]}), that is (O, K, I); got {tuple(weight.shape)}."
+        )
+    if const is not None and const.shape != weight.shape:
+        raise ValueError(
+            f"gated_linear: const has the shape of weight, {tuple(weight.shape)}; "
+            f"got {tuple(const.shape)}."
+        )
+    each = theta.unbind(0) if isinstance(theta, Tensor) and theta.dim() else theta
+    per_synapse = isinstance(each, Sequence) and any(
+        isinstance(t, Tensor) and t.dim() == 2 for t in each
+    )
+    z = x.unsqueeze(-2) if per_synapse else x
+    g = gates(z, tau, theta, form=form, owner=owner).movedim(0, -2)  # (..., [O,] K, I)
+    gx = g * z.unsqueeze(-2)
+    if per_synapse:
+        y = (gx * weight).sum((-1, -2)) + (0 if const is None else (g * const).sum((-1, -2)))
+    else:
+        y = gx.flatten(-2) @ weight.flatten(1).T
+        y = y if const is None else y + g.flatten(-2) @ const.flatten(1).T
+    return y if bias is None else y + bias
+
+
+def _wide(x: Tensor) -> Tensor:
+    """`x` in the dtype it is computed in: float32 for 16-bit floats."""
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        given = str(x.dtype) if isinstance(x, Tensor) else type(x).__name__
+        raise TypeError(f"gates need a real floating-point tensor, got {given}; convert it first.")
+    return x.float() if x.element_size() < 4 else x
+
+
+def _length(w: Values) -> int:
+    return len(w) if isinstance(w, Sequence) or (isinstance(w, Tensor) and w.dim()) else 1
+
+
+def _rows(name: str, w: Values, x: Tensor, n: int) -> list[Value]:
+    """The n entries of `w` along its first axis: numbers as they are, tensors in x's dtype."""
+    each = w.unbind(0) if isinstance(w, Tensor) and w.dim() else w
+    each = each if isinstance(each, Sequence) else (each,)
+    if len(each) != n:
+        raise ValueError(
+            f"{name} needs {n} entries along its first axis to fit the thresholds; got {len(each)}."
+        )
+    return [r.to(x.dtype) if isinstance(r, Tensor) else float(r) for r in each]
+
+
+def _thresholds(
+    x: Tensor, tau: Values, theta: Values, form: str
+) -> tuple[list[Value], list[Value]]:
+    """(tau_k, theta_k) for each threshold, numbers checked, tensors taken as they are."""
+    if form not in FORMS:
+        raise ValueError(f"form is 'softmax' or 'product'; got {form!r}.")
+    n = _length(theta)
+    own = isinstance(tau, Tensor) and isinstance(theta, Tensor) and tau.dim() == theta.dim()
+    if own or isinstance(tau, Sequence):
+        taus = _rows("tau", tau, x, n)
+    else:
+        taus = [tau.to(x.dtype) if isinstance(tau, Tensor) else float(tau)] * max(n, 1)
+    if any(not isinstance(t, Tensor) and not t > 0 for t in taus):
+        raise ValueError(f"tau must be positive (inf for a hard gate); got {tau!r}.")
+    thresholds = _rows("theta", theta, x, n)
+    numbers = [t for t in thresholds if not isinstance(t, Tensor)]
+    if (form == "product" or _is_hard(taus, thresholds)) and numbers != sorted(numbers):
+        raise ValueError(
+            f"hard and product-form gates need non-decreasing thresholds; got theta={theta!r}."
+        )
+    return taus, thresholds
+
+
+def _is_hard(taus: Sequence[Value], thresholds: Sequence[Value]) -> bool:
+    """Hard gates are asked for by the number inf; a tensor is data and never inspected."""
+    return not thresholds or (not isinstance(taus[0], Tensor) and taus[0] == math.inf)
+
+
+def _is_number(w: Value, value: float) -> bool:
+    return not isinstance(w, Tensor) and w == value
+
+
+def _owners(owner: Sequence[str] | None, n: int) -> Sequence[str]:
+    owners = ("lo",) * n if owner is None else owner
+    if len(owners) != n or not set(owners) <= {"lo", "hi"}:
+        raise ValueError(f"owner is 'lo' or 'hi' for each of the {n} thresholds; got {owner!r}.")
+    return owners
+
+
+def _above(x: Tensor, theta: Value, owner: str) -> Tensor:
+    return x > theta if owner == "lo" else x >= theta
+
+
+def _below(x: Tensor, theta: Value, owner: str) -> Tensor:
+    return x <= theta if owner == "lo" else x < theta
+
+
+def _arguments(x: Tensor, taus: Sequence[Value], thresholds: Sequence[Value]) -> list[Tensor]:
+    """u_k = tau_k (x - theta_k), within the range where a gate can move."""
+    bound = _UNDERFLOW[x.dtype]
+    shifted = [x if _is_number(t, 0) else x - t for t in thresholds]
+    scaled = [z if _is_number(t, 1) else t * z for t, z in zip(taus, shifted, strict=False)]
+    return [u.clamp(-bound, bound) for u in scaled]
+
+
+def _soft_gates(
+    u: Sequence[Tensor], form: str, used: Sequence[bool] = (True, True)
+) -> list[Tensor]:
+    """The K gates; for K = 2 one that is not used is not evaluated (its place holds the other)."""
+    if len(u) == 1:
+        high = torch.sigmoid(u[0]) if used[1] else None
+        low = torch.sigmoid(-u[0]) if used[0] or high is None else high
+        return [low, low if high is None else high]
+    if form == "softmax":
+        logits = [torch.zeros_like(u[0]), u[0]]
+        for z in u[1:]:
+            logits.append(logits[-1] + z)
+    else:  # log of sigma(u_{k-1}) sigma(-u_k); the softmax renormalises, without a 0/0
+        below, above = [logsigmoid(-z) for z in u], [logsigmoid(z) for z in u]
+        inner = [a + b for a, b in zip(above, below[1:], strict=False)]
+        logits = [below[0], *inner, above[-1]]
+    same_shape = torch.broadcast_tensors(*logits)  # type: ignore[no-untyped-call]
+    return list(torch.stack(same_shape).softmax(0).unbind(0))
+
+
+def _branch_inputs(x: Tensor, v: Tensor | Sequence[Tensor] | None, K: int) -> list[Tensor]:
+    """What each branch reads, in the computing dtype; the same object where it is shared."""
+    if v is None or isinstance(v, Tensor):
+        return [x if v is None else v.to(x.dtype)] * K
+    if len(v) != K:
+        raise ValueError(f"v is one tensor or one for each of the K = {K} branches; got {len(v)}.")
+    return [z.to(x.dtype) for z in v]
+
+
+def _are_opposite(*pairs: Sequence[Value]) -> bool:
+    """Whether two branches of numbers have equal or opposite coefficients, but are not equal."""
+    if any(isinstance(w, Tensor) for pair in pairs for w in pair):
+        return False
+    return any(lo != hi for lo, hi in pairs) and all(abs(lo) == abs(hi) for lo, hi in pairs)
+
+
+def _mean(g: Sequence[Tensor]) -> Callable[[Sequence[Value]], Value]:
+    """w -> sum_k g_k w_k; equal numbers need no gates, since these sum to one."""
+
+    def mean(w: Sequence[Value]) -> Value:
+        if not any(isinstance(wk, Tensor) for wk in w) and len(set(w)) == 1:
+            return w[0]
+        terms = [
+            gk if _is_number(wk, 1) else wk * gk
+            for wk, gk in zip(w, g, strict=True)
+            if not _is_number(wk, 0)
+        ]
+        return sum(terms[1:], terms[0])
+
+    return mean
+
+
+def _mean_about_midpoint(u: Tensor) -> Callable[[Sequence[Value]], Value]:
+    """The same for K = 2, as (w_lo + w_hi)/2 + (w_hi - w_lo)/2 tanh(u/2)."""
+    swing = torch.tanh(u / 2)
+
+    def mean(w: Sequence[Value]) -> Value:
+        middle, half = (w[0] + w[1]) / 2, (w[1] - w[0]) / 2
+        if _is_number(half, 0):
+            return middle
+        moved = swing if _is_number(half, 1) else half * swing
+        return moved if _is_number(middle, 0) else middle + moved
+
+    return mean
+
+
+def _average(
+    x: Tensor,
+    inputs: Sequence[Tensor],
+    mean: Callable[[Sequence[Value]], Value],
+    curves: Sequence[Value],
+    slopes: Sequence[Value],
+    constants: Sequence[Value],
+) -> Tensor:
+    """Soft gates: y = (mean(q) v + mean(s)) v + mean(c)."""
+    if all(v is inputs[0] for v in inputs):
+        y = _polynomial(inputs[0], mean(curves), mean(slopes), mean(constants))
+    else:
+        y = mean([_branch(*p) for p in zip(inputs, curves, slopes, constants, strict=True)])
+    # Equal constant branches do not depend on x; NaN is passed on all the same.
+    return y if isinstance(y, Tensor) else torch.where(x.isnan(), x, y)
+
+
+def _polynomial(v: Tensor, q: Value, s: Value, c: Value) -> Value:
+    """(q v + s) v + c without the steps that numbers make void."""
+    slope = s if _is_number(q, 0) else q * v if _is_number(s, 0) else q * v + s
+    if _is_number(slope, 0):
+        return c
+    y = v if _is_number(slope, 1) else v * slope
+    return y if _is_number(c, 0) else y + c
+
+
+def _branch(v: Tensor, q: Value, s: Value, c: Value, anchor: Anchor = None) -> Value:
+    """One branch: from its anchor a as (v - a)(q (v - b)) or s (v - a), else the polynomial.
+
+    A coefficient that is 1/n divides by n there, as torch's hardsigmoid and hardswish do.
+    """
+    if anchor is None:
+        return _polynomial(v, q, s, c)
+    if isinstance(q, Tensor) or isinstance(s, Tensor):
+        raise TypeError("an anchored branch has numbers for s and q; got a tensor.")
+    a, y = anchor
+    lead = q or s
+    z = (v - a) if q == 0 else (v - a) * _polynomial(v, 0.0, 1.0, a + s / q)
+    z = z / (1 / lead) if (1 / lead).is_integer() else z * lead
+    return z if y == 0 else z + y
+
+
+def _carrier(curves: Sequence[Value], slopes: Sequence[Value]) -> int | None:
+    """The first branch that depends on its input, or None."""
+    flat = [_is_number(q, 0) and _is_number(s, 0) for q, s in zip(curves, slopes, strict=True)]
+    return flat.index(False) if False in flat else None
+
+
+def _select(
+    x: Tensor,
+    thresholds: Sequence[Value],
+    owners: Sequence[str],
+    branches: Sequence[Value],
+    carrier: int | None,
+) -> Tensor:
+    """Hard gates: the branch of the region x lies in.
+
+    NaN fails every comparison, so it stays where the selection starts: in a branch that carries
+    its input on. Without such a branch it is put back at the end.
+    """
+    start = carrier or 0
+    first = branches[start]
+    y = first if isinstance(first, Tensor) else torch.full_like(x, first)
+    for k in range(start, len(thresholds)):
+        y = torch.where(_above(x, thresholds[k], owners[k]), branches[k + 1], y)
+    for k in range(start - 1, -1, -1):
+        y = torch.where(_below(x, thresholds[k], owners[k]), branches[k], y)
+    return torch.where(x.isnan(), x, y) if carrier is None else y

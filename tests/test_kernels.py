@@ -1,0 +1,133 @@
+"""The choice of backend, and the lowering to torch's ops."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from threshold_gating import Activation, kernels
+from threshold_gating.instance import TG
+from threshold_gating.taxonomy import (
+    ROWS,
+    TAXONOMY,
+    hardshrink,
+    hardtanh,
+    leaky_relu,
+    softshrink,
+    threshold,
+)
+
+LOWERED = [key for key, t in TAXONOMY.items() if kernels.native(t) is not None]
+
+
+@pytest.mark.parametrize("key", LOWERED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_lowered_instance_is_torchs_own_op(key, dtype):
+    x = torch.randn(1003).to(dtype)
+    assert ROWS[key].exact
+    assert torch.equal(kernels.native(TAXONOMY[key])(x), ROWS[key].f(x))
+
+
+@pytest.mark.parametrize(
+    ("t", "f"),
+    [
+        (leaky_relu(0.3), lambda x: F.leaky_relu(x, 0.3)),
+        (threshold(0.4, -2), lambda x: F.threshold(x, 0.4, -2)),
+        (hardtanh(-0.3, 2), lambda x: F.hardtanh(x, -0.3, 2)),
+        (hardshrink(0.2), lambda x: F.hardshrink(x, 0.2)),
+        (softshrink(0.7), lambda x: F.softshrink(x, 0.7)),
+        (TG(float("inf"), 0, (1, 1), (0, 0), clamp=(-2, 3)), lambda x: F.hardtanh(x, -2, 3)),
+    ],
+)
+def test_parameters_of_a_lowered_family_reach_the_op(t, f):
+    x = torch.randn(1003)
+    assert torch.equal(kernels.native(t)(x), f(x))
+    assert torch.equal(t(x), f(x))
+
+
+def test_the_rows_people_use_most_are_lowered():
+    wanted = {"relu", "leaky_relu", "silu", "sigmoid", "tanh", "mish", "hardtanh", "relu6"}
+    assert wanted | {"hardsigmoid", "hardswish", "hardshrink", "softshrink"} <= set(LOWERED)
+
+
+def test_no_approximation_is_lowered():
+    assert not [key for key in LOWERED if not ROWS[key].exact]
+    assert kernels.native(TAXONOMY["gelu"]) is None
+    assert kernels.native(TAXONOMY["quick_gelu"]) is None  # torch has no such op
+
+
+def test_a_parameter_that_differs_by_a_little_is_not_lowered():
+    for key in LOWERED:
+        t = TAXONOMY[key]
+        data = t.to_dict()
+        data["c"] = [c + 1e-6 for c in data["c"]]
+        data.pop("anchor", None)
+        off = TG.from_dict(data)
+        op = kernels.native(off)
+        x = torch.linspace(-8, 8, 1001, dtype=torch.float64)
+        assert op is None or (op(x) - off(x)).abs().max() < 1e-12, key
+
+
+def test_use_acts_at_once_and_a_with_block_restores():
+    before = kernels.backend()
+    with kernels.use("reference"):
+        assert kernels.backend() == "reference"
+        with kernels.use("native"):
+            assert kernels.backend() == "native"
+        assert kernels.backend() == "reference"
+    assert kernels.backend() == before
+    kernels.use("reference")
+    assert kernels.backend() == "reference"
+    kernels.use(before)
+
+
+def test_a_with_block_restores_after_an_error():
+    with pytest.raises(KeyError), kernels.use("reference"):
+        raise KeyError
+    assert kernels.backend() == "auto"
+
+
+def test_native_off_really_evaluates_the_gates():
+    act = Activation("silu")
+    act.tau0.fill_(3.0)  # break the gate: only a path that evaluates it can notice
+    x = torch.randn(100)
+    assert torch.equal(act(x), F.silu(x))  # auto: torch's op
+    with kernels.use("reference"):
+        torch.testing.assert_close(act(x), x * torch.sigmoid(3 * x))
+
+
+def test_native_refuses_an_instance_that_torch_does_not_have():
+    with kernels.use("native"):
+        assert torch.equal(Activation("relu")(torch.ones(1)), torch.ones(1))
+        for act in (Activation("gelu"), Activation("relu", train="s")):
+            with pytest.raises(kernels.BackendError) as caught:
+                act(torch.ones(1))
+            assert str(caught.value) == (
+                "this instance has no native op (it is learned, approximate or not one of torch's); "
+                "use the backend 'auto' or 'reference' for it."
+            )
+
+
+def test_an_unknown_backend_is_refused_and_changes_nothing():
+    with pytest.raises(kernels.BackendError) as caught:
+        kernels.use("triton")
+    assert str(caught.value) == (
+        "no backend 'triton' (tg.kernels.use or the environment's TG_BACKEND); "
+        "this version has auto, native, reference."
+    )
+    assert kernels.backend() == "auto"
+
+
+def test_the_environment_sets_the_first_choice():
+    code = "import threshold_gating as tg; print(tg.kernels.backend())"
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "TG_BACKEND": "reference"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert run.stdout == "reference\n"
