@@ -1,0 +1,260 @@
+"""The command `tg`: the taxonomy as a table, the state of an installation, a demonstration."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from difflib import get_close_matches
+from importlib import metadata
+from pathlib import Path
+from textwrap import dedent, fill
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from threshold_gating import __version__, kernels, taxonomy
+from threshold_gating.insight import EXACT_BELOW, plot_instances
+from threshold_gating.layers import Activation
+from threshold_gating.tables import FORMATS, WIDTH, Entry, as_text
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line `argv` (by default the process's own); returns the exit code."""
+    words = sys.argv[1:] if argv is None else argv
+    try:
+        code = _run(words)
+        sys.stdout.flush()  # here, where a reader that has gone is caught, not at exit
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # The interpreter flushes once more at exit; give it somewhere to write.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141  # what a shell reports for a program that the closed pipe ended
+    return code
+
+
+def _run(words: Sequence[str]) -> int:
+    parser = _parser()
+    # Options before the command take no value, so the first other word is the command.
+    command = next((word for word in words if not word.startswith("-")), None)
+    if command is not None and command not in COMMANDS:
+        near = get_close_matches(command, COMMANDS, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(COMMANDS)}."
+        parser.error(f"no command {command!r}; {hint}")
+    args = parser.parse_args(words)
+    if command is None:
+        parser.print_help()
+        return 2
+    return COMMANDS[command](args)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="tg", description="Neural nonlinearities as one tunable gate."
+    )
+    parser.add_argument("--version", action="version", version=f"tg {__version__}")
+    commands = parser.add_subparsers(metavar="command")
+
+    table = commands.add_parser("table", help="activations as instances, with their errors")
+    table.add_argument("names", nargs="*", metavar="NAME", help="rows to show (default: Table 2)")
+    table.add_argument("--all", action="store_true", help="every row, then what has none and why")
+    table.add_argument("--format", choices=FORMATS, default="text", help="(default: text)")
+
+    env = commands.add_parser("env", help="versions, devices, and each backend tried out")
+    env.add_argument("--json", action="store_true", help="for other programs")
+
+    demo = commands.add_parser("demo", help="Table 2 measured now, and a picture")
+    demo.add_argument("--out", type=Path, default=Path(), metavar="DIR", help="(default: here)")
+    return parser
+
+
+# tg table
+
+
+def _table(args: argparse.Namespace) -> int:
+    if args.all and args.names:
+        print("tg table: give names or --all, not both.", file=sys.stderr)
+        return 2
+    names, known = [], True
+    for name in args.names:
+        try:
+            names.append(taxonomy.key_of(name))
+        except ValueError as error:
+            print(f"tg table: {error}", file=sys.stderr)
+            known = False
+    if not known:
+        return 2
+    keys = taxonomy.TAXONOMY if args.all else names or taxonomy.TABLE2
+    entries = [Entry(key, taxonomy.TAXONOMY[key], taxonomy.ROWS[key]) for key in keys]
+    print(FORMATS[args.format](entries, taxonomy.NOT_REPRESENTABLE if args.all else {}))
+    return 0
+
+
+# tg env
+
+_OPTIONAL = (
+    *("matplotlib", "onnx", "onnxruntime", "ray", "scipy", "timm", "torchvision"),
+    *("transformers", "triton"),
+)
+_TRIED = ("relu", "silu", "tanh", "mish")  # each has a native op, so every backend runs them
+# Values and gradients of order 10 in float32, a few roundings of 6e-7 each; a wrong formula is
+# off by far more.
+_WORKS_BELOW = 1e-5
+
+
+def _env(args: argparse.Namespace) -> int:
+    devices = {"cpu": f"{platform.machine()}, {torch.get_num_threads()} threads"}
+    if torch.cuda.is_available():
+        devices["cuda"] = torch.cuda.get_device_name()
+    tried = {name: {d: try_backend(name, d) for d in devices} for name in kernels.BACKENDS}
+    works = all(result["works"] for on in tried.values() for result in on.values())
+    if args.json:
+        facts = {"versions": _versions(), "devices": devices, "backends": tried}
+        print(json.dumps({**facts, "backend": kernels.backend()}, indent=2))
+        return 0 if works else 1
+    for name, version in _versions().items():
+        print(f"{name:<16}  {version or 'not installed'}")
+    print("\ndevices:")
+    for device, words in devices.items():
+        print(f"{device:<16}  {words}")
+    print("\nbackends, forward and backward in float32 against torch in float64:")
+    for name, on in tried.items():
+        chosen = " (in use)" if name == kernels.backend() else ""
+        for device, result in on.items():
+            print(f"{name + chosen:<16}  {device:<4}  {result['message']}")
+    return 0 if works else 1
+
+
+def _versions() -> dict[str, str | None]:
+    """Read from the installed metadata: importing some of these takes seconds."""
+    versions: dict[str, str | None] = {
+        "threshold_gating": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+    for name in _OPTIONAL:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            versions[name] = None
+    return versions
+
+
+def try_backend(name: str, device: str = "cpu") -> dict[str, Any]:
+    """Run a backend, values and gradients, and say how far it is from torch in float64."""
+    x = torch.linspace(-8, 8, 1003, dtype=torch.float64)
+    try:
+        with kernels.use(name):
+            error = max(_distance(key, x, device) for key in _TRIED)
+    except Exception as failure:  # whatever it is, the report is what was asked for
+        message = f"fails: {type(failure).__name__}: {failure}"
+        return {"works": False, "max_error": None, "message": message}
+    works = error < _WORKS_BELOW  # False for NaN
+    message = f"{'works' if works else 'gives wrong values'} (max error {error:.1e})"
+    return {"works": works, "max_error": error, "message": message}
+
+
+def _distance(key: str, x: Tensor, device: str) -> float:
+    got = _with_gradient(Activation(key).to(device), x.to(device, torch.float32))
+    # The same inputs in both: those of float32.
+    wanted = _with_gradient(taxonomy.ROWS[key].f, x.float().double())
+    return max((g.cpu().double() - w).abs().max().item() for g, w in zip(got, wanted, strict=True))
+
+
+def _with_gradient(f: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
+    x = x.clone().requires_grad_()
+    y = f(x)
+    return y.detach(), torch.autograd.grad(y.sum(), x)[0]
+
+
+# tg demo
+
+_PICTURED = ("relu", "silu", "tanh", "gelu", "hardtanh", "mish")
+_INTRODUCTION = """
+    A neural network alternates sums with an activation, a function that bends each number x;
+    without it all layers together would be one straight line. Activations look like many unrelated
+    formulas. They are one part with different settings:
+
+        y = g_1(x) (s_1 x + c_1) + ... + g_K(x) (s_K x + c_K)
+
+    Each s x + c is a straight line, a branch. Each gate g(x) says how much its branch counts at x:
+    gates lie between 0 and 1 and add up to 1. The thresholds theta are where one branch hands over
+    to the next, the sharpness tau is how abruptly: tau = inf is a switch. ReLU is two branches, 0
+    and x, with a switch at 0; SiLU is the same two branches with a soft gate.
+
+    The table is Table 2 of the paper as this library runs it. Every row was compared with torch's
+    own function just now, in float64: "exact" means that no difference beyond rounding was found.
+"""
+
+
+def _demo(args: argparse.Namespace) -> int:
+    print(dedent(_INTRODUCTION).strip("\n"), end="\n\n", flush=True)
+    entries = [measured(key) for key in taxonomy.TABLE2]
+    print(as_text(entries, {}), end="\n\n", flush=True)
+    _print_float32([entry for entry in entries if entry.row.exact])
+    wrong = [e.name for e in entries if taxonomy.ROWS[e.name].exact and not e.row.exact]
+    if wrong:
+        print(f"tg demo: not exact, against what is claimed: {', '.join(wrong)}.", file=sys.stderr)
+    path = args.out / "tg_demo.png"
+    print(f"\nDrawing the gates, branches and errors of {', '.join(_PICTURED)} ...", flush=True)
+    return _draw(path) or (1 if wrong else 0)
+
+
+def measured(name: str) -> Entry:
+    """The row of `name` with errors measured now instead of those on record."""
+    t, row = taxonomy.TAXONOMY[name], taxonomy.ROWS[name]
+    error = taxonomy.measure(t, row.f)
+    exact = row.exact and error.sup < EXACT_BELOW
+    return Entry(name, t, replace(row, exact=exact, **error._asdict()))
+
+
+def _print_float32(entries: Sequence[Entry]) -> None:
+    sizes = torch.logspace(-38, 38, 10_000)
+    x = torch.cat([torch.linspace(-20, 20, 400_001), sizes, -sizes])
+    text = (
+        "The exact rows once more, in float32 with the gates really evaluated (torch's own ops are "
+        "off). Largest difference to torch over 400,001 inputs spaced evenly on [-20, 20] and "
+        "20,000 spaced geometrically from 1e-38 to 1e38, of either sign:"
+    )
+    print(fill(text, WIDTH))
+    for name, t, row in entries:
+        y = row.f(x)
+        with kernels.use("reference"):
+            difference = (Activation(t)(x) - y).abs()
+        worst = int(difference.argmax())
+        where = f"{difference[worst]:.1e} at x = {x[worst]:.4g}, where y = {y[worst]:.4g}"
+        print(f"    {name:<18} {where if difference[worst] else 'none'}", flush=True)
+
+
+def _draw(path: Path) -> int:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        plot_instances(_PICTURED, path)
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in ("matplotlib", "numpy"):
+            raise
+        print(
+            f"tg demo: the picture needs {package}, which is not installed: "
+            "pip install 'threshold-gating[demo]'",
+            file=sys.stderr,
+        )
+        return 1
+    except OSError as error:
+        print(f"tg demo: cannot write {path}: {error}", file=sys.stderr)
+        return 1
+    print(f"Written to {path.resolve()}")
+    return 0
+
+
+COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
+    "table": _table,
+    "env": _env,
+    "demo": _demo,
+}
