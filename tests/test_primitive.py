@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from threshold_gating.instance import TG
 from threshold_gating.primitive import blend, gated_linear, gates
+from threshold_gating.taxonomy import ROWS, TAXONOMY
 
 INF = math.inf
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -238,6 +239,31 @@ def test_two_input_gates_are_the_gated_linear_units(dtype):
     torch.testing.assert_close(silu(b, a), F.glu(torch.cat([a, b]), 0), **close)
     torch.testing.assert_close(silu(b, (a.float() * b.float())), (F.silu(b) * a).to(dtype), **close)
     torch.testing.assert_close(relu(b, a * b), F.relu(b) * a, **close)
+
+
+def test_geglu_inherits_the_error_of_gelu_times_the_other_input():
+    a, b = torch.randn(2, 1003, dtype=torch.float64)
+    error = (TAXONOMY["gelu"](b, a * b) - F.gelu(b) * a).abs()
+    assert (error <= ROWS["gelu"].sup * 1.01 * a.abs()).all()  # sup is stated to three digits
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_prelu_is_a_hard_gate_with_a_slope_per_channel(dtype):
+    x, slope = torch.randn(5, 7, 9).to(dtype), torch.randn(7).to(dtype)
+    x[0, 0, :3] = torch.tensor([0.0, math.nan, INF])
+
+    def gated(x, slope):
+        return blend(x, INF, (0.0,), (slope.view(7, 1), 1.0), (0.0, 0.0))
+
+    assert torch.equal(gated(x, slope).nan_to_num(9.0), F.prelu(x, slope).nan_to_num(9.0))
+    x, wanted = x.nan_to_num(), []
+    for f in (gated, F.prelu):
+        inputs = x.clone().requires_grad_(), slope.clone().requires_grad_()
+        wanted.append(torch.autograd.grad(f(*inputs).sum(), inputs))
+    assert torch.equal(wanted[0][0], wanted[1][0])
+    # sums of 45 terms in another order; torch rounds them in the dtype
+    close = {"rtol": 50 * torch.finfo(dtype).eps, "atol": 50 * torch.finfo(dtype).eps}
+    torch.testing.assert_close(wanted[0][1], wanted[1][1], **close)
 
 
 def test_the_maximum_is_a_hard_gate_with_an_input_for_each_branch():
