@@ -28,13 +28,17 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
-from torch.nn.functional import logsigmoid
 
 Value = float | Tensor
 Values = Value | Sequence[Value]
 Anchor = tuple[float, float] | None
 
 FORMS = ("softmax", "product")
+# The ops themselves: whoever intercepts torch.sigmoid and its like in a network around us must not
+# see the gate's own arithmetic.
+_sigmoid, _tanh = torch.ops.aten.sigmoid.default, torch.ops.aten.tanh.default
+_logsigmoid, _clamp = torch.ops.aten.log_sigmoid.default, torch.ops.aten.clamp.default
+_softmax = torch.ops.aten.softmax.int
 # exp underflows to exactly 0 beyond these, so clamping an argument there changes no gate. Without
 # it the running sum of arguments reaches inf - inf for finite x (GELU with K = 5 at 1e38), and the
 # gradient of a saturated gate 0 * inf.
@@ -274,7 +278,7 @@ def _arguments(x: Tensor, taus: Sequence[Value], thresholds: Sequence[Value]) ->
     bound = _UNDERFLOW[x.dtype]
     shifted = [x if _is_number(t, 0) else x - t for t in thresholds]
     scaled = [z if _is_number(t, 1) else t * z for t, z in zip(taus, shifted, strict=False)]
-    return [u.clamp(-bound, bound) for u in scaled]
+    return [_clamp(u, -bound, bound) for u in scaled]
 
 
 def _soft_gates(
@@ -282,19 +286,19 @@ def _soft_gates(
 ) -> list[Tensor]:
     """The K gates; for K = 2 one that is not used is not evaluated (its place holds the other)."""
     if len(u) == 1:
-        high = torch.sigmoid(u[0]) if used[1] else None
-        low = torch.sigmoid(-u[0]) if used[0] or high is None else high
+        high = _sigmoid(u[0]) if used[1] else None
+        low = _sigmoid(-u[0]) if used[0] or high is None else high
         return [low, low if high is None else high]
     if form == "softmax":
         logits = [torch.zeros_like(u[0]), u[0]]
         for z in u[1:]:
             logits.append(logits[-1] + z)
     else:  # log of sigma(u_{k-1}) sigma(-u_k); the softmax renormalises, without a 0/0
-        below, above = [logsigmoid(-z) for z in u], [logsigmoid(z) for z in u]
+        below, above = [_logsigmoid(-z) for z in u], [_logsigmoid(z) for z in u]
         inner = [a + b for a, b in zip(above, below[1:], strict=False)]
         logits = [below[0], *inner, above[-1]]
     same_shape = torch.broadcast_tensors(*logits)  # type: ignore[no-untyped-call]
-    return list(torch.stack(same_shape).softmax(0).unbind(0))
+    return list(_softmax(torch.stack(same_shape), 0).unbind(0))
 
 
 def _branch_inputs(x: Tensor, v: Tensor | Sequence[Tensor] | None, K: int) -> list[Tensor]:
@@ -331,7 +335,7 @@ def _mean(g: Sequence[Tensor]) -> Callable[[Sequence[Value]], Value]:
 
 def _mean_about_midpoint(u: Tensor) -> Callable[[Sequence[Value]], Value]:
     """The same for K = 2, as (w_lo + w_hi)/2 + (w_hi - w_lo)/2 tanh(u/2)."""
-    swing = torch.tanh(u / 2)
+    swing: Tensor = _tanh(u / 2)
 
     def mean(w: Sequence[Value]) -> Value:
         middle, half = (w[0] + w[1]) / 2, (w[1] - w[0]) / 2
