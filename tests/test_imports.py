@@ -14,22 +14,26 @@ SOURCE = Path(__file__).parents[1] / "src" / PACKAGE
 # Mathematics at the bottom, faster forms of it above, models and tools on top.
 _BASE = {"primitive", "instance"}
 _KERNELS = {*_BASE, "taxonomy", "attention", "kernels"}
+_FITTING = {*_KERNELS, "shape"}
 _LAYERS = {*_KERNELS, "layers"}
 _RECURRENT = {*_LAYERS, "recurrent"}
-_CONVERSION = {*_RECURRENT, "fitting", "sites", "conversion"}
+_SITES = {*_RECURRENT, "fitting", "sites"}
+_CONVERSION = {*_SITES, "conversion"}
 ALLOWED = {
     "primitive": set(),
     "instance": {"primitive"},
     "_fitted": _BASE,
     "taxonomy": {*_BASE, "_fitted"},
     "attention": _BASE,
-    "kernels": {*_BASE, "taxonomy", "attention"},
-    "fitting": _KERNELS,
-    "theory": {*_KERNELS, "fitting"},
+    "kernels": _KERNELS,
+    "shape": set(),
+    "fitting": _FITTING,
     "layers": _KERNELS,
+    "meanfield": {*_LAYERS, "shape"},
+    "theory": {*_LAYERS, *_FITTING, "fitting", "meanfield"},
     "recurrent": _LAYERS,
-    "sites": _RECURRENT,
-    "conversion": {*_RECURRENT, "fitting", "sites"},
+    "sites": _SITES,
+    "conversion": _CONVERSION,
     "training": _CONVERSION,
     "hardware": _CONVERSION,
     "insight": _CONVERSION,

@@ -1,10 +1,12 @@
 """The README says what is so: its code runs, its names are the public ones, its table is printed.
 
 Every ```python block runs, in order, in one namespace. A ```text block that is announced by the
-line `<!-- output -->` is what the block before it prints. The pages under docs/ are run likewise.
+line `<!-- output -->` is what the block before it prints. The pages under docs/ are run likewise;
+blocks of `>>>` lines are doctests.
 """
 
 import contextlib
+import doctest
 import io
 import re
 from pathlib import Path
@@ -26,6 +28,8 @@ _BLOCK = re.compile(
 def blocks(text):
     """(line of the fence, code, printed text or None) of every Python block of a page."""
     for block in _BLOCK.finditer(text):
+        if block["code"].startswith(">>>"):
+            continue
         yield text.count("\n", 0, block.start()) + 1, block["code"], block["output"]
 
 
@@ -56,6 +60,15 @@ def readme():
 def test_every_block_runs_and_prints_what_the_page_says(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # a block may write files
     run(page.read_text(), page.name)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_every_doctest_of_a_page_prints_what_it_says(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    lines = len(re.findall(r"^>>> ", page.read_text(), re.MULTILINE))
+    failed, tried = doctest.testfile(str(page), module_relative=False, optionflags=doctest.ELLIPSIS)
+    assert failed == 0
+    assert tried == lines
 
 
 def test_hello_world_starts_within_the_first_30_lines(readme):
