@@ -6,6 +6,11 @@ import pytest
 import torch
 
 
+# `with torch.device(...)` remembers, at its first use, which functions allocate: let it see torch's.
+with torch.device("cpu"):
+    torch.empty(0)
+
+
 @pytest.fixture(autouse=True)
 def seed():
     """The same random numbers in every test, whichever ran before and in whichever worker."""

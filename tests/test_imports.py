@@ -38,6 +38,8 @@ ALLOWED = {
     "hardware": _CONVERSION,
     "insight": _CONVERSION,
     "tables": {*_BASE, "taxonomy"},
+    "expressions": set(),
+    "explaining": None,
     "cli": None,  # anything
     "__main__": None,
     "__init__": None,

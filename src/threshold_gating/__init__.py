@@ -1,22 +1,43 @@
 """Neural nonlinearity as one tunable gate: y = sum_k g_k(x) (s_k x + c_k)."""
 
-from threshold_gating import kernels, layers, primitive, taxonomy
+from threshold_gating import (
+    attention,
+    fitting,
+    kernels,
+    layers,
+    primitive,
+    recurrent,
+    taxonomy,
+    theory,
+)
+from threshold_gating.attention import softmax
+from threshold_gating.fitting import fit, match
 from threshold_gating.instance import TG
 from threshold_gating.layers import Activation
 from threshold_gating.primitive import blend, gates
+from threshold_gating.recurrent import GRU, LSTM
 from threshold_gating.taxonomy import TAXONOMY, family
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "GRU",
+    "LSTM",
     "TAXONOMY",
     "TG",
     "Activation",
+    "attention",
     "blend",
     "family",
+    "fit",
+    "fitting",
     "gates",
     "kernels",
     "layers",
+    "match",
     "primitive",
+    "recurrent",
+    "softmax",
     "taxonomy",
+    "theory",
 ]

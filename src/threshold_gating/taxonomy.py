@@ -159,7 +159,7 @@ def measure(t: TG, f: Callable[[Tensor], Tensor]) -> Error:
     weight = torch.exp(-(x**2) / 2)
     weight = weight / weight.sum()
     rms, size = ((weight * z**2).sum().sqrt().item() for z in (t(x) - f(x), f(x)))
-    return Error(sup, rms, rms / size)
+    return Error(sup, rms, rms / size if size else (math.inf if rms else 0.0))
 
 
 def key_of(name: str) -> str:
