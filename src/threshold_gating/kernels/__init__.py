@@ -15,9 +15,20 @@ import torch
 from torch import Tensor
 
 from threshold_gating import primitive
+from threshold_gating.instance import TG
 from threshold_gating.kernels.lowering import Op, native
 
-__all__ = ["BACKENDS", "BackendError", "backend", "blend", "lowered", "native", "use"]
+__all__ = [
+    "BACKENDS",
+    "BackendError",
+    "backend",
+    "blend",
+    "evaluate",
+    "lowered",
+    "native",
+    "takes_native",
+    "use",
+]
 
 BACKENDS = ("auto", "native", "reference")
 
@@ -76,11 +87,21 @@ def lowered(op: Op | None) -> Op | None:
             "this instance has no native op (it is learned, approximate or not one of torch's); "
             "use the backend 'auto' or 'reference' for it."
         )
+    return op if takes_native() else None
+
+
+def takes_native() -> bool:
+    """Whether torch's own ops may run where they compute the same."""
     # An exported graph is for people and other tools to read: it holds the gates.
-    takes = _backend == "native" or (_backend == "auto" and not torch.compiler.is_exporting())
-    return op if takes else None
+    return _backend == "native" or (_backend == "auto" and not torch.compiler.is_exporting())
 
 
 def blend(x: Tensor, *parameters: Any, **options: Any) -> Tensor:
     """`primitive.blend` (Eq. 3), the gates themselves, by the fastest way that evaluates them."""
     return primitive.blend(x, *parameters, **options)
+
+
+def evaluate(t: TG, x: Tensor, v: Tensor | None = None, op: Op | None = None) -> Tensor:
+    """A frozen instance at `x` by the backend in force; `op` is its `native`, if it has one."""
+    chosen = lowered(op) if v is None else None
+    return t(x, v) if chosen is None else chosen(x)

@@ -1,0 +1,309 @@
+"""Where the nonlinearities of a network are and what is to stand there, before anything is changed.
+
+A site is named "layer1.0.act" (a module), "layer1.0.act#1" (its second call), "layer1.0:relu#0"
+(the first relu called by layer1.0) or ":relu#0" (called by the network itself).
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Container, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from threshold_gating import kernels, sites, taxonomy
+from threshold_gating.instance import TG
+from threshold_gating.layers import Activation
+
+Choice = TG | str | int | None
+Function = Callable[[Tensor], Tensor]
+
+
+class ConversionError(ValueError):
+    """A network, or a part of it, that cannot be converted; `site` names the place."""
+
+    def __init__(self, message: str, site: str = "") -> None:
+        super().__init__(message)
+        self.site = site
+
+
+@dataclass(frozen=True)
+class Site:
+    """One place where a nonlinearity happens, and the instance that stands there.
+
+    `t` is None where the nonlinearity is not one element-wise function (softmax, attention, GLU).
+    `sup` is the largest error of `t` over the line, 0.0 where it is exact.
+    """
+
+    name: str
+    kind: str
+    t: TG | None = None
+    exact: bool = True
+    sup: float = 0.0
+    parameters: tuple[Any, ...] = ()
+    op: Callable[[Tensor], Tensor] | None = field(default=None, repr=False, compare=False)
+
+
+class Plan(NamedTuple):
+    """What to convert: whole modules by the sites of their calls, and calls by their owner.
+
+    A module without sites, and a call that is None, are left alone on request. `calls` is None
+    where the network was not run: calls are then answered as they come.
+    """
+
+    modules: dict[nn.Module, list[Site]]
+    calls: dict[str, dict[str, Site | None]] | None
+
+
+def make_plan(model: nn.Module, wishes: Mapping[str, Choice] | None, inputs: Any) -> Plan:
+    """Find every nonlinearity of `model` and decide what stands there; `model` is not changed."""
+    refuse(model)
+    chosen = _Choices(wishes)
+    modules = _module_sites(model, chosen)
+    calls: dict[str, dict[str, Site | None]] | None = None
+    if inputs is not None:
+        calls = {}
+        with Tracer(model, modules, _collector(calls, chosen)) as tracer, torch.no_grad():
+            _run(model, inputs)
+        for module, made in modules.items():
+            _name_calls(module, made, tracer.calls[module], chosen)
+        # This one packs its input for a fused path of its layers, which gates do not take; being
+        # an owner keeps it from that, as it kept it here.
+        packing = [n for n, m in model.named_modules() if isinstance(m, nn.TransformerEncoder)]
+        calls.update({name: calls.get(name, {}) for name in packing if calls})
+    chosen.check_used()
+    if calls is not None and not modules and not calls:
+        raise ConversionError(
+            f"nothing to convert in {type(model).__name__}: it ran without a nonlinearity."
+        )
+    return Plan(modules, calls)
+
+
+def run(model: nn.Module, inputs: Any) -> Any:
+    """Call `model` on a tensor, a tuple of arguments or a dict of keyword arguments."""
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
+
+
+def _run(model: nn.Module, inputs: Any) -> None:
+    try:
+        run(model, inputs)
+    except ConversionError:
+        raise
+    except Exception as error:
+        raise ConversionError(
+            f"{type(model).__name__} does not run on the inputs given "
+            f"({type(error).__name__}: {error}); give a tensor, a tuple of arguments or a dict of "
+            "keyword arguments that it takes."
+        ) from error
+
+
+def refuse(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ConversionError(
+                f"{name or 'the network'} is a scripted module, whose inside cannot be changed; "
+                "convert the network it was scripted from.",
+                name,
+            )
+        if "quantized" in type(module).__module__.split("."):
+            raise ConversionError(
+                f"{name or 'the network'} is quantised ({type(module).__name__}); convert the "
+                "network before it is quantised.",
+                name,
+            )
+
+
+class _Choices:
+    """What the caller wants at which site, and whether every wish was met."""
+
+    def __init__(self, given: Mapping[str, Choice] | None) -> None:
+        self.given = dict(given or {})
+        self.used: set[str] = set()
+
+    def at(self, name: str, default: sites.Recognised, f: Function) -> sites.Recognised | None:
+        """What stands at the element-wise site `name` for `f`; None leaves it alone."""
+        wish = self._wish(name)
+        if wish is None:
+            return default
+        if self.given[wish] is None:
+            return None
+        t = _instance(self.given[wish], default, f, name)
+        return default if t == default.t else sites.judged(t, f)
+
+    def leaves(self, name: str) -> bool:
+        """Whether a site that is not element-wise is left alone; no other wish can be met there."""
+        wish = self._wish(name)
+        if wish is not None and self.given[wish] is not None and not wish.startswith("re:"):
+            raise ConversionError(
+                f"{name} is not one element-wise function, so no instance can be chosen for it; "
+                "give None to leave it alone.",
+                name,
+            )
+        return wish is not None and self.given[wish] is None
+
+    def _wish(self, name: str) -> str | None:
+        patterns = [k for k in self.given if k.startswith("re:") and re.fullmatch(k[3:], name)]
+        self.used.update(patterns)
+        if name in self.given:
+            self.used.add(name)
+            return name
+        return patterns[-1] if patterns else None
+
+    def check_used(self) -> None:
+        if unused := [k for k in self.given if k not in self.used]:
+            raise ConversionError(
+                f"sites: {unused[0]!r} matches no site of this network; "
+                "`tg.audit(model, inputs)` lists them.",
+                unused[0],
+            )
+
+
+def _instance(choice: Choice, default: sites.Recognised, f: Function, name: str) -> TG:
+    if isinstance(choice, TG):
+        return choice
+    if isinstance(choice, str):
+        return taxonomy.TAXONOMY[taxonomy.key_of(choice)]
+    if isinstance(choice, bool) or not isinstance(choice, int) or choice < 2:
+        raise ConversionError(
+            f"{name}: sites takes a TG, a key of TAXONOMY, a number of branches K >= 2 or None; "
+            f"got {choice!r}.",
+            name,
+        )
+    if default.exact and choice == default.t.K:
+        return default.t
+    base = taxonomy.name_of(default.t)
+    if base is not None and f"{base}_k{choice}" in taxonomy.TAXONOMY:
+        return taxonomy.TAXONOMY[f"{base}_k{choice}"]
+    from threshold_gating.fitting import fit  # scipy, only where a fit is needed
+
+    return fit(f, over="line", K=choice).t
+
+
+def _module_sites(model: nn.Module, chosen: _Choices) -> dict[nn.Module, list[Site]]:
+    found = {}
+    for name, module in model.named_modules():
+        if module is model:
+            continue
+        try:
+            known = _recognised(module)
+        except ValueError as error:
+            raise ConversionError(f"{name} ({type(module).__name__}): {error}", name) from error
+        if known is not None:
+            kind = taxonomy.name_of(known.t) or type(module).__name__.lower()
+            what = chosen.at(name, known, module.forward)
+            found[module] = [Site(name, kind, *what)] if what is not None else []
+    return found
+
+
+def _name_calls(module: nn.Module, made: list[Site], calls: int, chosen: _Choices) -> None:
+    """Give each further call of a module that is used several times a site of its own."""
+    if not made or made[0].t is None:
+        return
+    first, known = made[0], sites.Recognised(made[0].t, made[0].exact, made[0].sup)
+    for k in range(1, calls):
+        name = f"{first.name}#{k}"
+        what = chosen.at(name, known, module.forward) or known
+        made.append(Site(name, first.kind, *what))
+
+
+def _recognised(module: nn.Module) -> sites.Recognised | None:
+    """The element-wise function that a module without parts and weights is, or None."""
+    if isinstance(module, Activation) or any(True for _ in module.children()):
+        return None
+    if any(True for _ in module.parameters()) or any(True for _ in module.buffers()):
+        return None
+    training, module.training = module.training, False  # a dropout is the identity
+    try:
+        with torch.device("cpu"):
+            return sites.recognise(module.forward) if sites.is_bent(module.forward) else None
+    finally:
+        module.training = training
+
+
+class Tracer(TorchFunctionMode):
+    """While it is on, reports each nonlinear call of torch with the module that makes it.
+
+    Args:
+        model: the network whose names are reported.
+        whole: modules that are nonlinearities themselves; what they call is not reported, they are
+            counted in `calls`.
+        report: called with (name of the call, kind, function, args, kwargs) before the call.
+    """
+
+    def __init__(
+        self, model: nn.Module, whole: Container[nn.Module], report: Callable[..., None]
+    ) -> None:
+        super().__init__()
+        self.names = {module: name for name, module in model.named_modules()}
+        self.whole, self.report = whole, report
+        self.calls: Counter[nn.Module] = Counter()
+        self.stack: list[tuple[nn.Module, Counter[str]]] = []
+
+    def __enter__(self) -> Tracer:
+        register = nn.modules.module
+        self.hooks = [
+            register.register_module_forward_pre_hook(self._enter),
+            register.register_module_forward_hook(self._leave, always_call=True),
+        ]
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        for hook in self.hooks:
+            hook.remove()
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        if module not in self.names:  # made on the way: its calls are those of who made it
+            return
+        self.stack.append((module, Counter()))
+        if module in self.whole:
+            self.calls[module] += 1
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self.stack and self.stack[-1][0] is module:
+            self.stack.pop()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        kind = sites.read(func, args, kwargs) if self.stack else None
+        if kind is not None and not any(module in self.whole for module, _ in self.stack):
+            module, counts = self.stack[-1]
+            name = f"{self.names[module]}:{kind}#{counts[kind]}"
+            counts[kind] += 1
+            self.report(name, kind, func, args, kwargs)
+        return func(*args, **kwargs)
+
+
+def _collector(
+    found: dict[str, dict[str, Site | None]], chosen: _Choices
+) -> Callable[[str, str, Any, Any, Any], None]:
+    """Collects calls as owner -> {"relu#0": site, or None to leave the call alone}."""
+
+    def collect(name: str, kind: str, func: Any, args: Any, kwargs: Any) -> None:
+        owner, _, call = name.rpartition(":")
+        if call not in found.setdefault(owner, {}):
+            found[owner][call] = _call_site(name, kind, args, kwargs, chosen)
+
+    return collect
+
+
+def _call_site(name: str, kind: str, args: Any, kwargs: Any, chosen: _Choices) -> Site | None:
+    if kind in sites.WHOLE:
+        return None if chosen.leaves(name) else Site(name, kind)
+    parameters = sites.KINDS[kind].read(*args, **kwargs).parameters
+    try:
+        known = sites.of_call(kind, parameters)
+    except ValueError as error:
+        raise ConversionError(f"{name}: {error}", name) from error
+    what = chosen.at(name, known, sites.function(kind, parameters))
+    if what is None:
+        return None
+    return Site(name, kind, *what, parameters, kernels.native(what.t))

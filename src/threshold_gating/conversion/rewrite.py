@@ -1,0 +1,143 @@
+"""Convert a network to gates: `convert`, its in-place twin `convert_`, and `revert`.
+
+A module that is an element-wise activation becomes an `Activation`; every other nonlinear call
+(`F.relu(x)`, `x.softmax(-1)`, attention, a recurrent layer's own) is answered by gates where it is
+made. Weights, their names, the type, hooks and training mode of every
+module stay as they were.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from threshold_gating.conversion.answering import LEAVE, disown, own
+from threshold_gating.conversion.plan import Choice, Plan, Site, make_plan
+from threshold_gating.layers import Activation
+
+
+def convert(
+    model: nn.Module,
+    sites: Mapping[str, Choice] | None = None,
+    *,
+    inputs: Any = None,
+) -> nn.Module:
+    """A copy of `model` in which every nonlinearity is a gate; `model` is left as it was.
+
+    Args:
+        model: any network.
+        sites: what to put at a site other than the default: {name or "re:pattern": TG, a key of
+            `TAXONOMY`, a number of branches K, or None to leave the site alone}. A name beats a
+            pattern, a later pattern an earlier one; one that matches nothing is an error.
+        inputs: a tensor, a tuple of arguments or a dict of keyword arguments to run the network
+            on. With them every call is found and the places are known by name; without them
+            modules are converted now and calls when they happen.
+    """
+    return convert_(copy.deepcopy(model), sites, inputs=inputs)
+
+
+def convert_(
+    model: nn.Module,
+    sites: Mapping[str, Choice] | None = None,
+    *,
+    inputs: Any = None,
+) -> nn.Module:
+    """`convert` in place: no weight is copied. If anything fails, `model` is left as it was."""
+    plan = make_plan(model, sites, inputs)
+    try:
+        apply_plan(model, plan)
+    except BaseException:
+        revert(model)
+        raise
+    return model
+
+
+def apply_plan(model: nn.Module, plan: Plan) -> None:
+    """Make the changes of a plan."""
+    made: dict[nn.Module, nn.Module] = {}
+    devices = _devices(model)
+    for parent, name, child in _children(model):
+        if plan.modules.get(child):
+            if child not in made:
+                made[child] = _replacement(child, plan.modules[child], devices[child])
+            parent._modules[name] = made[child]
+    for module, calls in plan.modules.items():
+        if not calls:  # left alone, also by an owner around it
+            own(module, {LEAVE: None})
+    if plan.calls is None:
+        own(model, None)
+    for owner, found in (plan.calls or {}).items():
+        own(model.get_submodule(owner), found)
+
+
+def revert(model: nn.Module) -> nn.Module:
+    """Undo `convert_` in place; the weights are those of now."""
+    for module in list(model.modules()):
+        disown(module)
+    for parent, name, child in _children(model):
+        original = child.__dict__.get("replaced")
+        if original is not None:
+            original.train(child.training)
+            parent._modules[name] = original
+    return model
+
+
+def _children(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
+    """(parent, name, child) for every registration, a shared module under each of its names."""
+    for parent in list(model.modules()):
+        for name, child in list(parent._modules.items()):
+            if child is not None:
+                yield parent, name, child
+
+
+def _devices(model: nn.Module) -> dict[nn.Module, torch.device]:
+    """For each module the device it works on: that of a tensor near it, towards the root."""
+    found: dict[str, torch.device] = {}
+    devices = {}
+    for name, module in model.named_modules():
+        above = found.get(name.rpartition(".")[0], torch.device("cpu")) if name else None
+        own = next((t.device for t in (*module.parameters(), *module.buffers())), above)
+        # accelerate keeps offloaded weights on meta and works elsewhere; a CPU scalar fits any.
+        offloaded = own is not None and own.type == "meta" and hasattr(module, "_hf_hook")
+        found[name] = torch.device("cpu") if own is None or offloaded else own
+        devices[module] = found[name]
+    return devices
+
+
+class PerCall(nn.Module):
+    """An activation that is used several times in a run, with an instance for each time."""
+
+    def __init__(self, calls: list[Activation]) -> None:
+        super().__init__()
+        self.calls = nn.ModuleList(calls)
+        self.next = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The next call; after the last one the first is next again."""
+        act = self.calls[self.next]
+        self.next = (self.next + 1) % len(self.calls)
+        return cast(Tensor, act(x))
+
+
+_HOOKS = (
+    *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
+    *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
+    *("_backward_hooks", "_backward_pre_hooks", "_is_full_backward_hook"),
+)
+
+
+def _replacement(module: nn.Module, calls: list[Site], device: torch.device) -> nn.Module:
+    acts = [Activation(site.t, device=device) for site in calls if site.t is not None]
+    for act, site in zip(acts, calls, strict=True):
+        act.__dict__["site"] = site
+    differ = len({site.t for site in calls}) > 1
+    new: nn.Module = PerCall(acts) if differ else acts[0]
+    for hooks in _HOOKS:
+        setattr(new, hooks, getattr(module, hooks))
+    # Beside the registered parts: what was replaced is not a part of the network any more.
+    new.__dict__["replaced"] = module
+    return new.train(module.training)

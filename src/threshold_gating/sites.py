@@ -1,0 +1,335 @@
+"""What counts as a nonlinearity and how it is read: calls of torch, and functions by what they do.
+
+A call such as `F.leaky_relu(x, 0.2)` or `x.sigmoid_()` has a kind ("leaky_relu"), an input and
+parameters; `KINDS` says which instance that is. `FUNCTIONS` has every spelling torch offers, in
+place or not. What is not one element-wise function (softmax, attention, GLU, PReLU, LSTM) is
+evaluated as a whole by `WHOLE`. `recognise` finds the instance of any element-wise callable from
+its values.
+"""
+
+from __future__ import annotations
+
+import math
+import types
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from threshold_gating import attention, kernels, recurrent, taxonomy
+from threshold_gating.instance import TG
+from threshold_gating.taxonomy import TAXONOMY
+
+Function = Callable[..., Any]
+
+
+class Call(NamedTuple):
+    """A call of torch as read: its input, its parameters, whether it overwrites the input."""
+
+    x: Tensor
+    parameters: tuple[Any, ...]
+    inplace: bool = False
+
+
+class Kind(NamedTuple):
+    """How to read a call, and the instance that its parameters make."""
+
+    read: Callable[..., Call]
+    make: Callable[..., TG]
+
+
+class Recognised(NamedTuple):
+    """An element-wise function and the instance that stands for it."""
+
+    t: TG
+    exact: bool
+    sup: float
+
+
+def _with(make: Callable[..., TG], **defaults: float) -> Kind:
+    """A kind whose call takes numbers and `inplace` after the input, by position or by name."""
+    names = [*defaults, "inplace"]
+
+    def read(input: Tensor, *given: Any, **named: Any) -> Call:
+        values = {**defaults, **dict(zip(names, given, strict=False)), **named}
+        inplace = bool(values.pop("inplace", False))
+        return Call(input, tuple(float(values[name]) for name in defaults), inplace)
+
+    return Kind(read, make)
+
+
+def _gelu(approximate: str) -> TG:
+    return TAXONOMY["gelu" if approximate == "none" else "gelu_tanh"]
+
+
+def _elu(alpha: float) -> TG:
+    return TAXONOMY["elu"] if alpha == 1 else _fitted(lambda x: F.elu(x, alpha)).t
+
+
+def _softplus(beta: float, threshold: float) -> TG:
+    return taxonomy.softplus(beta)
+
+
+def _rrelu(lower: float, upper: float, training: float) -> TG:
+    if training:
+        raise ValueError("rrelu in training mode draws its slopes at random; convert it in eval().")
+    return taxonomy.leaky_relu((lower + upper) / 2)
+
+
+def _clamp(low: float | None, high: float | None) -> TG:
+    """torch's clamp: its gradient at a bound is that of the inside, unlike hardtanh's."""
+    inf = float("inf")
+    if high is None:
+        return TG(inf, low or 0.0, (0, 1), (low or 0.0, 0), owner=("hi",))
+    if low is None:
+        return TG(inf, high, (1, 0), (0, high))
+    return TG(inf, (low, high), (0, 1, 0), (low, 0, high), owner=("hi", "lo"))
+
+
+def _row(key: str) -> Callable[[], TG]:
+    return lambda: TAXONOMY[key]
+
+
+KINDS: dict[str, Kind] = {
+    **{
+        key: _with(_row(key))
+        for key in (
+            *("relu", "relu6", "silu", "mish", "sigmoid", "tanh", "selu", "erf"),
+            *("hardsigmoid", "hardswish", "tanhshrink", "logsigmoid"),
+        )
+    },
+    "leaky_relu": _with(taxonomy.leaky_relu, negative_slope=0.01),
+    "hardtanh": _with(taxonomy.hardtanh, min_val=-1.0, max_val=1.0),
+    "threshold": _with(taxonomy.threshold, threshold=0.0, value=0.0),
+    "hardshrink": _with(taxonomy.hardshrink, lambd=0.5),
+    "softshrink": _with(taxonomy.softshrink, lambd=0.5),
+    "elu": _with(_elu, alpha=1.0),
+    "celu": _with(taxonomy.celu, alpha=1.0),
+    "softplus": _with(_softplus, beta=1.0, threshold=20.0),
+    "rrelu": _with(_rrelu, lower=1 / 8, upper=1 / 3, training=False),
+    "gelu": Kind(lambda input, *, approximate="none": Call(input, (approximate,)), _gelu),
+    "clamp": Kind(lambda input, min=None, max=None: Call(input, (min, max)), _clamp),
+    "clamp_min": Kind(lambda input, min: Call(input, (min, None)), _clamp),
+    "clamp_max": Kind(lambda input, max: Call(input, (None, max)), _clamp),
+}
+# The kinds whose instance is only approximate; all others are exact for every parameter.
+APPROXIMATE = frozenset(("gelu", "elu", "selu", "celu", "softplus", "logsigmoid", "erf"))
+
+
+def _softmax(
+    input: Tensor, dim: int | None = None, *rest: Any, dtype: Any = None, **more: Any
+) -> Tensor:
+    if rest and isinstance(rest[-1], torch.dtype):  # torch.softmax(x, dim, dtype), by position
+        dtype = rest[-1]
+    axis = (0 if input.dim() in (0, 1, 3) else 1) if dim is None else dim  # F.softmax's old rule
+    return attention.softmax(input, axis, dtype)
+
+
+def _glu(input: Tensor, dim: int = -1) -> Tensor:
+    a, b = input.chunk(2, dim)
+    return TAXONOMY["silu"](b, a)  # the gate of SiLU over another input
+
+
+def _prelu(input: Tensor, weight: Tensor) -> Tensor:
+    per_channel = weight.numel() > 1
+    slope = weight.view(-1, *(1 for _ in input.shape[2:])) if per_channel else weight.view(())
+    return kernels.blend(input, float("inf"), (0.0,), (slope, 1.0), (0.0, 0.0))
+
+
+# A copy of torch's function whose softmax and attention are ours. The original stops at its first
+# line to ask whoever intercepts it, so its inside could not be reached.
+_multi_head_attention = types.FunctionType(
+    F.multi_head_attention_forward.__code__,
+    {
+        **vars(F),
+        "has_torch_function": lambda tensors: False,
+        "softmax": _softmax,
+        "scaled_dot_product_attention": attention.scaled_dot_product_attention,
+    },
+    "multi_head_attention_forward",
+    F.multi_head_attention_forward.__defaults__,
+)
+
+# What is not one element-wise function, evaluated by gates as a whole.
+WHOLE: dict[str, Callable[..., Any]] = {
+    "softmax": _softmax,
+    "softmin": lambda input, dim=None, **more: _softmax(-input, dim, **more),
+    "glu": _glu,
+    "prelu": _prelu,
+    "scaled_dot_product_attention": attention.scaled_dot_product_attention,
+    "multi_head_attention_forward": _multi_head_attention,
+    **{function.__name__: gated for function, gated in recurrent.FUNCTIONS.items()},
+}
+
+
+def _spellings(kind: str) -> dict[Function, tuple[str, bool]]:
+    """Every function of torch that makes a call of `kind`, with whether it writes in place."""
+    other = {"sigmoid": "expit", "clamp": "clip"}.get(kind, kind)
+    return {
+        getattr(home, name + mark): (kind, bool(mark))
+        for name in (kind, other)
+        for mark in ("", "_")
+        for home in (F, torch, Tensor, torch.special)
+        if callable(getattr(home, name + mark, None))
+    }
+
+
+FUNCTIONS: dict[Function, tuple[str, bool]] = {
+    function: what for kind in (*KINDS, *WHOLE) for function, what in _spellings(kind).items()
+}
+
+
+def read(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    """The kind of nonlinearity that a call of torch is, or None if it is none."""
+    kind, _ = FUNCTIONS.get(function, (None, False))
+    x = args[0] if args else kwargs.get("input", kwargs.get("query"))
+    if kind is None or not isinstance(x, Tensor) or not x.is_floating_point():
+        return None
+    if kind.startswith("clamp"):
+        bounds = KINDS[kind].read(*args, **kwargs).parameters
+        return kind if all(b is None or isinstance(b, int | float) for b in bounds) else None
+    return kind
+
+
+class _Recorder(TorchFunctionMode):
+    """Notes the nonlinear calls made while it is on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[str, Call | None, Any]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        y = func(*args, **kwargs)
+        kind = read(func, args, kwargs)
+        if kind is not None:
+            call = KINDS[kind].read(*args, **kwargs) if kind in KINDS else None
+            self.calls.append((kind, call, y))
+        return y
+
+
+def _probe() -> Tensor:
+    """Points that tell activations apart: dense where they bend, torch's own kinks among them."""
+    fine = torch.linspace(-12, 12, 1201, dtype=torch.float64)
+    kinks = torch.tensor([-6, -3, -1, -0.5, 0, 0.1, 0.5, 1, 3, 6, -40, 40, 1e3, -1e3]).double()
+    return torch.cat([fine, kinks, fine * 1e-3])
+
+
+def is_elementwise(f: Callable[[Tensor], Any]) -> bool:
+    """Whether `f` acts on each element alone: order, shape and company do not matter."""
+    x = _probe()[:1200]
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
+    try:
+        with torch.no_grad():
+            y = f(x.clone())
+            if not isinstance(y, Tensor) or y.shape != x.shape or not y.is_floating_point():
+                return False
+            again, image = f(x[order]), f(x.view(2, 3, 10, 20).clone())
+            half = f(x[:600].clone())  # a mean over all elements does not see their order
+    except Exception:  # it is not a function of one tensor, and whatever it says does not matter
+        return False
+    pairs = ((again, y[order]), (image.flatten(), y), (half, y[:600]))
+    return all(torch.allclose(a, b, rtol=1e-12, atol=0, equal_nan=True) for a, b in pairs)
+
+
+def is_bent(f: Callable[[Tensor], Any]) -> bool:
+    """Whether `f` is element-wise and not just a straight line."""
+    if not is_elementwise(f):
+        return False
+    x = _probe()
+    with torch.no_grad():
+        y = f(x.clone())
+        a, b = f(torch.tensor([0.0, 1.0], dtype=x.dtype)).tolist()
+    return not torch.allclose(y, a + (b - a) * x, rtol=1e-12, atol=1e-12)
+
+
+def recognise(f: Callable[[Tensor], Tensor]) -> Recognised:
+    """The instance of an element-wise function, exact if one is (float64, 1e-12), else fitted.
+
+    Tried in turn: the one call of torch that `f` makes, the rows of the taxonomy, the families
+    with a parameter (read off the values), what the fitted rows stand for, a new fit over the line.
+    """
+    x = _probe()
+    with torch.no_grad():
+        with _Recorder() as recorder:
+            y = f(x.clone())
+
+        def agrees(g: Callable[[Tensor], Tensor]) -> bool:
+            return torch.allclose(y, g(x), rtol=1e-12, atol=1e-12, equal_nan=True)
+
+        for t in (*_called(recorder, y), *_exact_rows(), *_read_off(f)):
+            if agrees(t):
+                return Recognised(t, True, 0.0)
+        for key in ("gelu", "gelu_tanh", "elu", "selu", "softplus", "logsigmoid", "erf"):
+            row = taxonomy.ROWS[key]
+            if agrees(row.f):
+                return Recognised(TAXONOMY[key], False, row.sup)
+        for t in _called(recorder, y):
+            return Recognised(t, False, taxonomy.measure(t, f).sup)
+    return _fitted(f)
+
+
+def function(kind: str, parameters: tuple[Any, ...]) -> Callable[[Tensor], Tensor]:
+    """The element-wise function that a call of `kind` with these parameters is."""
+    if kind == "gelu":
+        return lambda x: F.gelu(x, approximate=parameters[0])
+    if kind.startswith("clamp"):
+        return lambda x: torch.clamp(x, *parameters)
+    if kind == "rrelu":
+        return lambda x: F.rrelu(x, *parameters[:2])
+    original = getattr(F, kind, None) or getattr(torch, kind)
+    return lambda x: original(x, *parameters)
+
+
+def of_call(kind: str, parameters: tuple[Any, ...]) -> Recognised:
+    """The instance of a call; its error is on record where its row is, else it is measured."""
+    t = KINDS[kind].make(*parameters)
+    return (
+        Recognised(t, True, 0.0)
+        if kind not in APPROXIMATE
+        else judged(t, function(kind, parameters))
+    )
+
+
+def judged(t: TG, f: Callable[[Tensor], Tensor]) -> Recognised:
+    """`t` as a stand-in for `f`: exact if it is so to rounding, else with its error."""
+    sup = taxonomy.measure(t, f).sup
+    exact = sup < 1e-10  # the line goes to 1e4, where float64 has 2e-12 to give
+    return Recognised(t, exact, 0.0 if exact else sup)
+
+
+def _fitted(f: Callable[[Tensor], Tensor]) -> Recognised:
+    from threshold_gating.fitting import fit  # scipy, only where a fit is needed
+
+    found = fit(f, over="line", K=5)
+    return Recognised(found.t, False, found.sup)
+
+
+def _called(recorder: _Recorder, y: Tensor) -> list[TG]:
+    """The instance of the call that made `y`, if one call of torch alone did."""
+    if len(recorder.calls) != 1:
+        return []
+    kind, call, result = recorder.calls[0]
+    return [KINDS[kind].make(*call.parameters)] if call is not None and result is y else []
+
+
+def _exact_rows() -> list[TG]:
+    rows = taxonomy.ROWS.items()
+    return [TAXONOMY[key] for key, row in rows if row.exact and TAXONOMY[key].clamp is None]
+
+
+def _read_off(f: Callable[[Tensor], Tensor]) -> list[TG]:
+    """Members of the families with a parameter that `f` might be, by a few of its values."""
+    at = torch.tensor([-1e4, -1.0, 1.0, 1e4], dtype=torch.float64)
+    low, left, right, high = f(at).tolist()
+    found = [taxonomy.leaky_relu(-left)]
+    if 0.5 < right < 1:
+        found.append(taxonomy.swish(-math.log(1 / right - 1)))
+    if low < high and abs(low) < 1e4:
+        found.append(taxonomy.hardtanh(low, high))
+    if 0 < 1e4 - high < 1e4:
+        found.append(taxonomy.softshrink(1e4 - high))
+    return found

@@ -1,0 +1,147 @@
+"""What is found in a network, what the caller may choose, and what is refused."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from threshold_gating import TAXONOMY, TG
+from threshold_gating.conversion import ConversionError, convert, convert_
+from threshold_gating.conversion.plan import make_plan
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.act, self.gelu = nn.ReLU(), nn.GELU()
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x):
+        x = self.gelu(self.b(self.drop(self.act(self.act(self.a(x))))))
+        return F.silu(x) + F.silu(x + 1) + x.softmax(-1)
+
+
+X = torch.randn(2, 4)
+
+
+def names(plan):
+    modules = [site.name for sites in plan.modules.values() for site in sites]
+    calls = [f"{owner}:{call}" for owner, found in plan.calls.items() for call in found]
+    return modules, calls
+
+
+def test_sites_are_named_by_module_and_call():
+    modules, calls = names(make_plan(Net(), None, X))
+    assert modules == ["act", "act#1", "gelu"]
+    assert calls == [":silu#0", ":silu#1", ":softmax#0"]
+
+
+def test_an_exact_name_beats_a_pattern_and_the_last_pattern_wins():
+    wishes = {"re:.*silu.*": "gelu", "re::silu#.": "quick_gelu", ":silu#1": "mish"}
+    plan = make_plan(Net(), wishes, X)
+    assert plan.calls[""]["silu#0"].t == TAXONOMY["quick_gelu"]
+    assert plan.calls[""]["silu#1"].t == TAXONOMY["mish"]
+
+
+def test_a_number_of_branches_takes_the_row_or_a_fit():
+    plan = make_plan(Net(), {"gelu": 3, ":silu#0": 2}, X)
+    site = next(s[0] for s in plan.modules.values() if s[0].name == "gelu")
+    assert site.t == TAXONOMY["gelu_k3"]
+    assert not site.exact
+    assert site.sup == pytest.approx(4.21e-3, rel=1e-2)
+    assert plan.calls[""]["silu#0"].t == TAXONOMY["silu"]
+    assert plan.calls[""]["silu#0"].exact
+
+
+def test_none_leaves_a_site_alone():
+    model = Net().eval()
+    gated = convert(model, {"act": None, "gelu": None, ":softmax#0": None}, inputs=X)
+    assert isinstance(gated.act, nn.ReLU)
+    assert gated.tg_sites["softmax#0"] is None
+    with torch.no_grad():
+        torch.testing.assert_close(gated(X), model(X))
+        torch.testing.assert_close(convert(model, {"act": None, "gelu": None})(X), model(X))
+
+
+def test_an_instance_of_the_callers_own_is_judged_against_the_function():
+    exact, off = TG(1, 0, (0, 1), (0, 0)), TG(1.1, 0, (0, 1), (0, 0))
+    plan = make_plan(Net(), {":silu#0": exact, ":silu#1": off}, X)
+    assert plan.calls[""]["silu#0"].exact
+    assert not plan.calls[""]["silu#1"].exact
+    x = torch.linspace(-9, 9, 100_001, dtype=torch.float64)
+    assert plan.calls[""]["silu#1"].sup == pytest.approx((off(x) - F.silu(x)).abs().max().item())
+
+
+class Scaled(nn.Module):
+    def forward(self, x):
+        return 3 * x
+
+
+class Sine(nn.Module):
+    def forward(self, x):
+        return torch.sin(x)
+
+
+def test_modules_that_only_scale_are_no_nonlinearity():
+    model = nn.Sequential(nn.Linear(4, 4), Scaled(), nn.ReLU())
+    assert names(make_plan(model, None, X))[0] == ["2"]
+
+
+def scripted():
+    return torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
+
+
+class Quantized(nn.Module):
+    __module__ = "torch.ao.nn.quantized.modules"
+
+
+MESSAGES = [
+    (lambda: convert(nn.Linear(4, 4), inputs=X), "nothing to convert in Linear: it ran without a nonlinearity."),
+    (lambda: convert(Net(), {"nothing": "relu"}, inputs=X), "sites: 'nothing' matches no site of this network; `tg.audit(model, inputs)` lists them."),
+    (lambda: convert(Net(), {"re:layer.*": None}), "sites: 're:layer.*' matches no site of this network; `tg.audit(model, inputs)` lists them."),
+    (lambda: convert(Net(), {"act": 1}, inputs=X), "act: sites takes a TG, a key of TAXONOMY, a number of branches K >= 2 or None; got 1."),
+    (lambda: convert(Net(), {"act": 2.5}, inputs=X), "act: sites takes a TG, a key of TAXONOMY, a number of branches K >= 2 or None; got 2.5."),
+    (lambda: convert(Net(), {":softmax#0": "relu"}, inputs=X), ":softmax#0 is not one element-wise function, so no instance can be chosen for it; give None to leave it alone."),
+    (lambda: convert(Net(), inputs=torch.randn(2, 5)), "Net does not run on the inputs given (RuntimeError: mat1 and mat2 shapes cannot be multiplied (2x5 and 4x4)); give a tensor, a tuple of arguments or a dict of keyword arguments that it takes."),
+    (lambda: convert(Net(), inputs={"y": X}), "Net does not run on the inputs given (TypeError: Net.forward() got an unexpected keyword argument 'y'); give a tensor, a tuple of arguments or a dict of keyword arguments that it takes."),
+    (lambda: convert_(nn.Sequential(Quantized())), "0 is quantised (Quantized); convert the network before it is quantised."),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "message"), MESSAGES, ids=range(len(MESSAGES)))
+def test_bad_input_is_answered_with_what_would_work(call, message):
+    with pytest.raises(ConversionError) as caught:
+        call()
+    assert str(caught.value) == message
+
+
+def test_a_scripted_module_is_refused():
+    with pytest.warns(DeprecationWarning, match="deprecated"):
+        model = scripted()
+    with pytest.raises(ConversionError) as caught:
+        convert_(model)
+    assert str(caught.value) == (
+        "the network is a scripted module, whose inside cannot be changed; "
+        "convert the network it was scripted from."
+    )
+
+
+def test_a_function_without_instance_is_refused_by_name_and_the_network_untouched():
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), Sine())
+    with pytest.raises(ConversionError) as caught:
+        convert_(model, inputs=X)
+    assert caught.value.site == "2"
+    assert str(caught.value).startswith("2 (Sine): ")
+    assert type(model[1]) is nn.ReLU
+
+
+def test_a_network_that_fails_half_way_is_left_as_it_was(monkeypatch):
+    from threshold_gating.conversion import rewrite
+
+    model = Net()
+    before = [type(m) for m in model.modules()]
+    monkeypatch.setattr(rewrite, "own", lambda *a: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        convert_(model, inputs=X)
+    assert [type(m) for m in model.modules()] == before

@@ -1,0 +1,389 @@
+"""convert, convert_ and revert: the same function, the same keys, nothing lost."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from threshold_gating import TAXONOMY, TG, Activation, kernels
+from threshold_gating.conversion import ConversionError, convert, convert_, revert
+from threshold_gating.conversion.rewrite import PerCall
+
+
+@pytest.fixture(autouse=True)
+def reference():
+    """Gates are really evaluated in every test of this file, unless it says otherwise."""
+    with kernels.use("reference"):
+        yield
+
+
+class Functional(nn.Module):
+    """Calls of every kind, in place and not, inside and outside modules."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3, padding=1)
+        self.act = nn.ReLU(inplace=True)
+        self.prelu = nn.PReLU(8)
+        self.linear = nn.Linear(8, 8)
+        self.softmax = nn.Softmax(-1)
+
+    def forward(self, x):
+        x = F.silu(self.prelu(self.act(self.conv(x))), inplace=True)
+        x = self.linear(x.flatten(2).transpose(1, 2)).relu_()
+        x = torch.tanh(x) * x.sigmoid() + F.hardtanh(x, -0.5, 0.5) + x.clamp(min=0.1)
+        x = F.glu(torch.cat([x, F.leaky_relu(x, 0.2)], -1)) + F.relu6(x).add(1)
+        if x.mean() > -1e9:  # control flow in Python is no obstacle
+            x = F.scaled_dot_product_attention(x, x, x)
+        return self.softmax(x) + torch.softmax(x, 1) + x.softmax(-1)
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mha = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+
+    def forward(self, x):
+        return self.layer(self.mha(x, x, x, need_weights=False)[0] + self.mha(x, x, x)[0])
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(8, 4, num_layers=2, bidirectional=True, batch_first=True)
+        self.gru = nn.GRU(8, 8, batch_first=True)
+        self.cell = nn.LSTMCell(8, 8)
+
+    def forward(self, x):
+        x = self.gru(self.lstm(x)[0])[0]
+        return self.cell(x[:, -1])[0]
+
+
+class Block(nn.Module):
+    """One activation, used twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.act = nn.Linear(4, 4), nn.Linear(4, 4), nn.ReLU()
+
+    def forward(self, x):
+        return self.act(self.b(self.act(self.a(x))))
+
+
+NETWORKS = [
+    (Functional, (2, 3, 6, 6)),
+    (Attention, (2, 5, 8)),
+    (Recurrent, (3, 7, 8)),
+    (Block, (2, 4)),
+]
+
+
+@pytest.mark.parametrize("given", [True, False], ids=["inputs", "none"])
+@pytest.mark.parametrize(("network", "shape"), NETWORKS, ids=[n.__name__ for n, _ in NETWORKS])
+def test_an_exact_network_computes_the_same(network, shape, given):
+    model, x = network().eval().double(), torch.randn(shape, dtype=torch.float64)
+    gated = convert(model, inputs=x if given else None)
+    with torch.no_grad():
+        torch.testing.assert_close(gated(x), model(x), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("network", "shape"), NETWORKS, ids=[n.__name__ for n, _ in NETWORKS])
+def test_gradients_of_inputs_and_weights_are_the_same(network, shape):
+    model, x = network().eval().double(), torch.randn(shape, dtype=torch.float64)
+    gated = convert(model, inputs=x)
+    gradients = []
+    for net in (model, gated):
+        z = x.clone().requires_grad_()
+        net(z).square().sum().backward()
+        gradients.append([z.grad, *(p.grad for p in net.parameters())])
+    for want, have in zip(*gradients, strict=True):
+        torch.testing.assert_close(have, want, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(("network", "shape"), NETWORKS, ids=[n.__name__ for n, _ in NETWORKS])
+def test_keys_types_and_modes_stay(network, shape):
+    model = network().train()
+    model.requires_grad_(False)
+    gated = convert(model, inputs=torch.randn(shape))
+    assert list(gated.state_dict()) == list(model.state_dict())
+    assert isinstance(gated, network)
+    assert type(gated).__name__ == network.__name__
+    assert all(m.training for m in gated.modules())
+    assert not any(p.requires_grad for p in gated.parameters())
+    gated.load_state_dict(model.state_dict())
+    model.load_state_dict(gated.state_dict())
+
+
+@pytest.mark.parametrize(("network", "shape"), NETWORKS, ids=[n.__name__ for n, _ in NETWORKS])
+def test_copies_pickles_and_checkpoints_compute_the_same(network, shape):
+    x = torch.randn(shape)
+    gated = convert(network().eval(), inputs=x)
+    file = io.BytesIO()
+    torch.save(gated.state_dict(), file)
+    file.seek(0)
+    fresh = convert(network().eval(), inputs=x)
+    fresh.load_state_dict(torch.load(file, weights_only=True))
+    with torch.no_grad():
+        want = gated(x)
+        for other in (copy.deepcopy(gated), pickle.loads(pickle.dumps(gated)), fresh):
+            assert torch.equal(other(x), want)
+
+
+@pytest.mark.parametrize(("network", "shape"), NETWORKS, ids=[n.__name__ for n, _ in NETWORKS])
+def test_revert_gives_the_network_back_with_the_weights_of_now(network, shape):
+    model, x = network().eval(), torch.randn(shape)
+    gated = convert(model, inputs=x)
+    with torch.no_grad():
+        for p, q in zip(model.parameters(), gated.parameters(), strict=True):
+            q.add_(0.01)
+            p.add_(0.01)
+        back = revert(gated)
+        assert torch.equal(back(x), model(x))
+    assert [type(m) for m in back.modules()] == [type(m) for m in model.modules()]
+
+
+def test_convert_leaves_the_original_alone_and_convert_in_place_copies_nothing():
+    model = Functional().eval()
+    x = torch.randn(2, 3, 6, 6)
+    before = [type(m) for m in model.modules()]
+    convert(model, inputs=x)
+    assert [type(m) for m in model.modules()] == before
+    pointers = [p.data_ptr() for p in model.parameters()]
+    assert convert_(model, inputs=x) is model
+    assert [p.data_ptr() for p in model.parameters()] == pointers
+
+
+def test_breaking_a_gate_moves_the_output():
+    x = torch.randn(2, 3, 6, 6)
+    model = Functional().eval()
+    gated = convert(model, inputs=x)
+    sites = dict(gated.tg_sites)
+    with torch.no_grad():
+        want = gated(x)
+        for name, site in sites.items():
+            if site.t is None:
+                continue
+            data = site.t.to_dict()
+            data["c"] = [c + 0.1 for c in data["c"]]
+            data.pop("anchor", None)
+            broken = type(site)(
+                site.name, site.kind, TG.from_dict(data), parameters=site.parameters
+            )
+            gated.tg_sites[name] = broken
+            assert not torch.allclose(gated(x), want), name
+            gated.tg_sites[name] = site
+
+
+def test_in_place_calls_write_into_their_input():
+    class InPlace(nn.Module):
+        def forward(self, x):
+            y = x * 1
+            F.relu_(y)
+            y.sub_(0.5)
+            y.tanh_()
+            torch.sigmoid(y, out=y)
+            return y
+
+    x = torch.randn(63)
+    gated = convert(InPlace(), inputs=x)
+    with torch.no_grad():
+        torch.testing.assert_close(gated(x), InPlace()(x))
+
+
+def test_shared_activations_stay_shared():
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    model.append(model[1])
+    gated = convert(model)
+    assert isinstance(gated[1], Activation)
+    assert gated[1] is gated[3]
+
+
+def test_a_shared_activation_can_have_an_instance_for_each_call():
+    model, x = Block(), torch.randn(3, 4)
+    gated = convert(model, {"act#1": "silu"}, inputs=x)
+    assert isinstance(gated.act, PerCall)
+    for _ in range(2):  # the count starts again with each run
+        torch.testing.assert_close(gated(x), F.silu(model.b(F.relu(model.a(x)))))
+    assert type(revert(gated).act) is nn.ReLU
+
+
+def test_hooks_keep_firing():
+    seen = []
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    model[1].register_forward_hook(lambda *a: seen.append("module"))
+    model.register_forward_pre_hook(lambda *a: seen.append("root"))
+    convert(model)(torch.randn(2, 4))
+    assert seen == ["root", "module"]
+
+
+def test_an_activation_that_is_held_but_never_called_is_no_obstacle():
+    class Idle(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.act = nn.SiLU()
+
+        def forward(self, x):
+            return F.silu(x)
+
+    x = torch.randn(5)
+    gated = convert(Idle(), inputs=x)
+    assert isinstance(gated.act, Activation)
+    assert list(gated.tg_sites) == ["silu#0"]
+    torch.testing.assert_close(gated(x), F.silu(x))
+
+
+def test_calls_of_a_module_made_on_the_way_are_those_of_its_maker():
+    class Maker(nn.Module):
+        def forward(self, x):
+            return nn.SiLU()(x) + F.silu(x)
+
+    x = torch.randn(5)
+    gated = convert(Maker(), inputs=x)
+    assert list(gated.tg_sites) == ["silu#0", "silu#1"]
+    torch.testing.assert_close(gated(x), 2 * F.silu(x))
+
+
+def test_half_precision_and_meta_networks_convert():
+    model = Functional().eval().bfloat16()
+    x = torch.randn(2, 3, 6, 6).bfloat16()
+    gated = convert(model, inputs=x)
+    with torch.no_grad():
+        # bf16 rounds each step at 2^-8; some twenty of them, on outputs of order 1
+        torch.testing.assert_close(gated(x), model(x), rtol=0.1, atol=0.1)
+    with torch.device("meta"):
+        model = Functional()
+    convert_(model)
+    assert model.act.theta0.is_meta
+    model.to_empty(device="cpu")
+    model.load_state_dict(Functional().state_dict())
+    assert model.act(torch.tensor([-1.0, 2.0])).tolist() == [0.0, 2.0]
+
+
+def test_the_fused_path_of_an_encoder_does_not_slip_past():
+    encoder = nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 2, enable_nested_tensor=True
+    ).eval()
+    x, pad = torch.randn(3, 5, 16), torch.zeros(3, 5, dtype=torch.bool)
+    pad[1, 3:] = True
+    gated = convert(encoder, inputs={"src": x, "src_key_padding_mask": pad})
+    with torch.no_grad():
+        live = ~pad[..., None]
+        want = encoder(x)
+        torch.testing.assert_close(gated(x), want)
+        assert (gated(x, src_key_padding_mask=pad) * live).isfinite().all()
+        gated.layers[0].tg_sites["relu#0"] = (
+            gated.layers[0].tg_sites["relu#0"].__class__("x", "relu", TAXONOMY["tanh"])
+        )
+        assert not torch.allclose(gated(x), want)
+
+
+def test_a_path_that_was_not_run_is_refused_loudly():
+    class Branching(nn.Module):
+        def forward(self, x):
+            return torch.relu(x) if x.sum() > 0 else torch.tanh(x)
+
+    gated = convert(Branching(), inputs=torch.ones(3))
+    assert gated(torch.ones(3)).tolist() == [1.0, 1.0, 1.0]
+    with pytest.raises(ConversionError) as caught:
+        gated(-torch.ones(3))
+    assert str(caught.value) == (
+        "the call tanh#0 was not made when the network was converted (then: relu#0); "
+        "convert it with inputs that take the same path."
+    )
+
+
+def test_a_parameter_that_changes_is_refused_loudly():
+    class Changing(nn.Module):
+        slope = 0.1
+
+        def forward(self, x):
+            return F.leaky_relu(x, self.slope)
+
+    gated = convert(Changing(), inputs=torch.ones(3))
+    gated.slope = 0.2
+    with pytest.raises(
+        ConversionError, match=r"was converted with \(0.1,\) and is called with \(0.2,\)"
+    ):
+        gated(torch.ones(3))
+
+
+def test_a_forward_set_on_the_instance_is_wrapped():
+    """accelerate puts its own forward there, which a swapped class would not reach."""
+    model = Functional().eval()
+    original = model.forward
+    model.forward = lambda *args: original(*args)
+    x = torch.randn(2, 3, 6, 6)
+    with torch.no_grad():
+        want = model(x)
+    convert_(model, inputs=x)
+    model.tg_sites["tanh#0"] = None
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), want)
+    model.tg_sites.clear()
+    with pytest.raises(ConversionError):
+        model(x)
+    revert(model)
+    with torch.no_grad():
+        assert torch.equal(model(x), want)
+
+
+def test_accelerate_dispatched_networks_convert():
+    accelerate = pytest.importorskip("accelerate")
+    model = Functional().eval()
+    x = torch.randn(2, 3, 6, 6)
+    with torch.no_grad():
+        want = model(x)
+    accelerate.dispatch_model(model, device_map={"": "cpu"}, force_hooks=True)
+    convert_(model, inputs=x)
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), want)
+    model.tg_sites.clear()
+    with pytest.raises(ConversionError):
+        model(x)
+
+
+@pytest.mark.compile
+def test_a_converted_network_compiles_whole_and_keeps_its_gates():
+    class Small(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.block = nn.Linear(4, 4), Block()
+
+        def forward(self, x):
+            return self.block(F.gelu(self.linear(x))) * torch.sigmoid(x)
+
+    torch._dynamo.reset()
+    x = torch.randn(3, 4)
+    model = Small().eval()
+    gated = convert(model, inputs=x)
+    compiled = torch.compile(gated, fullgraph=True)
+    torch.testing.assert_close(compiled(x), gated(x))
+    names = [name for name, _ in gated.named_parameters()]
+    assert names == [name for name, _ in model.named_parameters()]
+
+
+def test_an_exported_network_holds_no_activation():
+    x = torch.randn(2, 5, 8)
+    gated = convert(Attention().eval(), inputs=x)
+    with kernels.use("auto"):
+        program = torch.export.export(gated, (x,), strict=False)
+    ops = {str(n.target) for n in program.graph.nodes if n.op == "call_function"}
+    assert not {o for o in ops if "relu" in o or "softmax" in o or "attention" in o}
+    torch.testing.assert_close(program.module()(x), gated(x))
+
+
+def test_timm_networks_convert():
+    timm = pytest.importorskip("timm")
+    for name in ("test_resnet", "test_efficientnet"):
+        model = timm.create_model(name).eval()
+        x = torch.randn(2, 3, 96, 96)
+        gated = convert(model, inputs=x)
+        with torch.no_grad():
+            want, have = model(x), gated(x)
+        # exact rows, so only rounding: 3e-6 of the largest output
+        assert (have - want).abs().max() <= 3e-6 * want.abs().max()
