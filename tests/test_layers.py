@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from threshold_gating import TAXONOMY, TG, Activation, kernels
+from threshold_gating.conversion import convert
 from threshold_gating.taxonomy import ROWS
 
 INF = math.inf
@@ -140,6 +141,19 @@ def test_tau_stays_positive_wherever_the_optimiser_goes():
             act.rho.fill_(rho)
         assert 0 < act.instance().tau < INF
         assert act(torch.randn(5)).isfinite().all()
+
+
+def test_a_learned_tau_inside_a_converted_network_is_its_own_business():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.act = Activation("silu", train=("tau",))
+
+        def forward(self, x):
+            return torch.relu(self.act(x))
+
+    x = torch.randn(5)
+    torch.testing.assert_close(convert(Net(), inputs=x)(x), Net()(x))
 
 
 def test_gate_tensors_stay_float32_in_16_bit_models_and_become_float64():

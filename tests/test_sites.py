@@ -164,7 +164,8 @@ def test_the_instance_of_a_call_is_the_function_called(function, args, kwargs):
 
 def test_clamp_keeps_torchs_gradient_at_its_bounds():
     bounds = torch.tensor([-1.0, 0.0, 2.0])
-    for low, high in ((-1.0, 2.0), (-1.0, None), (None, 2.0)):
+    inf = float("inf")
+    for low, high in ((-1.0, 2.0), (-1.0, None), (None, 2.0), (-1.0, inf), (-inf, inf)):
         x, z = bounds.clone().requires_grad_(), bounds.clone().requires_grad_()
         sites.of_call("clamp", (low, high)).t(x).sum().backward()
         torch.clamp(z, low, high).sum().backward()

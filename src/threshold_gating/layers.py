@@ -139,7 +139,9 @@ class Activation(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the activation to each element of `x`; shape and dtype are kept."""
-        if (op := kernels.lowered(self._op)) is not None:
+        # The backend is asked first: with native off, whether there is an op must not matter to a
+        # compiled graph.
+        if kernels.takes_native() and (op := kernels.lowered(self._op)) is not None:
             return op(x)
         shape = self._shape_in(x)
         tau, theta, s, c = self._values()
@@ -183,7 +185,8 @@ class Activation(nn.Module):
             return math.inf, theta, s, c
         tau = self.tau0
         if "tau" in learned:
-            tau = tau * self.rho.clamp(-_RHO_BOUND, _RHO_BOUND).exp()
+            # the op itself: a converted network around us answers torch.clamp
+            tau = tau * torch.ops.aten.clamp.default(self.rho, -_RHO_BOUND, _RHO_BOUND).exp()
         return list(tau.unbind(0)) if known.own_tau else tau, theta, s, _filled(known.c, self.c)
 
     def instances(self) -> list[TG]:

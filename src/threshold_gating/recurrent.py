@@ -64,6 +64,11 @@ class _Cell(NamedTuple):
 _Build = Callable[[_Weights, Gates], _Cell]
 
 
+def _blend(t: TG, x: Tensor) -> Tensor:
+    extra = {"form": t.form, "owner": t.owner, "q": t.q, "anchor": t.anchor, "clamp": t.clamp}
+    return kernels.blend(x, t.tau, t.theta, t.s, t.c, **extra)
+
+
 def _evaluator(instances: Sequence[TG]) -> Callable[[Tensor], Sequence[Tensor]]:
     """(B, n H) -> n times (B, H), one instance each; equal neighbours are evaluated in one call."""
     runs: list[tuple[TG, int]] = []
@@ -71,13 +76,13 @@ def _evaluator(instances: Sequence[TG]) -> Callable[[Tensor], Sequence[Tensor]]:
         same = runs.pop()[1] if runs and runs[-1][0] == t else 0
         runs.append((t, same + 1))
     if len(runs) == 1:
-        return lambda a: kernels.blend(a, **vars(t)).chunk(len(instances), -1)
+        return lambda a: _blend(t, a).chunk(len(instances), -1)
 
     def evaluate(a: Tensor) -> list[Tensor]:
         width = a.shape[-1] // len(instances)
         parts = a.split_with_sizes([n * width for _, n in runs], -1)
         pairs = zip(runs, parts, strict=True)
-        return [y for (t, n), part in pairs for y in kernels.blend(part, **vars(t)).chunk(n, -1)]
+        return [y for (t, n), part in pairs for y in _blend(t, part).chunk(n, -1)]
 
     return evaluate
 
@@ -196,7 +201,7 @@ def _by_layer(params: Sequence[Any], has_biases: bool, count: int) -> list[_Weig
 def _cast(x: Tensor, *tensors: Tensor) -> list[Tensor]:
     """All in the type of autocast where it is on, as torch's fused ops do."""
     device = x.device.type
-    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+    if device == "meta" or not torch.is_autocast_enabled(device):
         return [x, *tensors]
     dtype = torch.get_autocast_dtype(device)
     return [t.to(dtype) for t in (x, *tensors)]

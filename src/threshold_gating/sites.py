@@ -81,12 +81,15 @@ def _rrelu(lower: float, upper: float, training: float) -> TG:
 
 def _clamp(low: float | None, high: float | None) -> TG:
     """torch's clamp: its gradient at a bound is that of the inside, unlike hardtanh's."""
-    inf = float("inf")
-    if high is None:
-        return TG(inf, low or 0.0, (0, 1), (low or 0.0, 0), owner=("hi",))
-    if low is None:
-        return TG(inf, high, (1, 0), (0, high))
-    return TG(inf, (low, high), (0, 1, 0), (low, 0, high), owner=("hi", "lo"))
+    below = [low] if low is not None and low != -math.inf else []
+    above = [high] if high is not None and high != math.inf else []
+    return TG(
+        math.inf,
+        [*below, *above],
+        [0] * len(below) + [1] + [0] * len(above),
+        [*below, 0, *above],
+        owner=["hi"] * len(below) + ["lo"] * len(above),
+    )
 
 
 def _row(key: str) -> Callable[[], TG]:
