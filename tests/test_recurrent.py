@@ -306,7 +306,9 @@ def test_the_gates_run_once_a_step_with_native_off_and_not_at_all_with_native_on
 ):
     seen = []
     blend = kernels.blend
-    monkeypatch.setattr(kernels, "blend", lambda x, **p: seen.append(x.shape) or blend(x, **p))
+    monkeypatch.setattr(
+        kernels, "blend", lambda x, *a, **p: seen.append(x.shape) or blend(x, *a, **p)
+    )
     ours = pair(kind, num_layers=2, bidirectional=True)[1]
     x = torch.randn(T, B, D, dtype=torch.float64)
     ours(x)

@@ -1,13 +1,17 @@
-"""The command `tg`: the taxonomy as a table, the state of an installation, a demonstration."""
+"""The command `tg`: tables, explanations, the state of an installation, a demonstration."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
+import re
+import shlex
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
 from dataclasses import replace
 from difflib import get_close_matches
 from importlib import metadata
@@ -18,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from threshold_gating import __version__, kernels, taxonomy
-from threshold_gating.insight import EXACT_BELOW, plot_instances
+from threshold_gating import __version__, explaining, kernels, taxonomy
+from threshold_gating.insight import EXACT_BELOW, plot_explanation, plot_instances
 from threshold_gating.layers import Activation
 from threshold_gating.tables import FORMATS, WIDTH, Entry, as_text
 
@@ -66,12 +70,74 @@ def _parser() -> argparse.ArgumentParser:
     table.add_argument("--all", action="store_true", help="every row, then what has none and why")
     table.add_argument("--format", choices=FORMATS, default="text", help="(default: text)")
 
+    _add_explain(commands)
+
     env = commands.add_parser("env", help="versions, devices, and each backend tried out")
     env.add_argument("--json", action="store_true", help="for other programs")
 
     demo = commands.add_parser("demo", help="Table 2 measured now, and a picture")
     demo.add_argument("--out", type=Path, default=Path(), metavar="DIR", help="(default: here)")
     return parser
+
+
+def _add_explain(commands: Any) -> None:
+    parser = commands.add_parser(
+        "explain",
+        help="family, fits and theory of any activation",
+        description="Family, fits and theory of any activation, and a picture of them.",
+        epilog=dedent(_EXPLAIN_EXAMPLES),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "what",
+        metavar="WHAT",
+        help="a name (gelu), an expression in x, or FILE.py:NAME for a function or module of your "
+        "own (FILE.py is imported, which runs what it says)",
+    )
+    parser.add_argument(
+        "--k",
+        type=_branches,
+        nargs="+",
+        default=[2, 3, 4, 5],
+        metavar="K",
+        help="how many branches to fit with, after WHAT (default: 2 3 4 5)",
+    )
+    parser.add_argument(
+        "--at", type=_finite, default=0.0, metavar="X", help="centre of the theory (default: 0)"
+    )
+    parser.add_argument("--out", type=_picture, metavar="FILE", help="a picture, .png or .svg")
+    parser.add_argument("--json", action="store_true", help="for other programs, with every digit")
+
+
+_EXPLAIN_EXAMPLES = """
+    examples:
+      tg explain gelu
+      tg explain "x*sigmoid(1.3*x)" --out swish.png
+      tg explain "(-x)*sigmoid(x)" --k 3 5 --at 1   (one that begins with - needs the brackets)
+      tg explain activations.py:MyActivation --json
+"""
+
+
+def _branches(word: str) -> int:
+    if not (word.isascii() and word.isdigit() and 2 <= int(word) <= 8):
+        raise argparse.ArgumentTypeError(f"K is a number from 2 to 8; got {word!r}")
+    return int(word)
+
+
+def _finite(word: str) -> float:
+    try:
+        value = float(word)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"X is a finite number; got {word!r}")
+    return value
+
+
+def _picture(word: str) -> Path:
+    if Path(word).suffix.lower() not in (".png", ".svg"):
+        raise argparse.ArgumentTypeError(f"FILE ends in .png or .svg; got {word!r}")
+    return Path(word)
 
 
 # tg table
@@ -94,6 +160,48 @@ def _table(args: argparse.Namespace) -> int:
     entries = [Entry(key, taxonomy.TAXONOMY[key], taxonomy.ROWS[key]) for key in keys]
     print(FORMATS[args.format](entries, taxonomy.NOT_REPRESENTABLE if args.all else {}))
     return 0
+
+
+# tg explain
+
+
+def _explain(args: argparse.Namespace) -> int:
+    try:
+        with redirect_stdout(sys.stderr):  # what a user's own file prints is not the report
+            report = explaining.report(args.what, args.k, args.at, _tell)
+    except ValueError as error:
+        print(f"tg explain: {error}", file=sys.stderr)
+        return 2
+    if not args.json:
+        print(explaining.as_text(report), end="\n\n", flush=True)
+    code = 0
+    if report.missing:
+        _say_missing("explain", "the fits need", report.missing, "fit")
+        code = 1
+    drawn = None
+    if args.out is not None:
+        if _write_explanation(report, args.out):
+            drawn = str(args.out.resolve())
+        else:
+            code = 1
+    if args.json:
+        print(explaining.as_json(report, drawn))
+    elif drawn:
+        print(f"Written to {drawn}")
+    elif args.out is None:
+        name = re.sub(r"\W+", "_", report.target.name).strip("_")[:40] or "picture"
+        print(f"For a picture: tg explain {shlex.quote(args.what)} --out {name}.png")
+    return code
+
+
+def _tell(line: str) -> None:
+    if sys.stderr.isatty():
+        print(f"tg explain: {line}", file=sys.stderr, flush=True)
+
+
+def _write_explanation(report: explaining.Report, path: Path) -> bool:
+    f, fits, theory = report.target.f, report.fits, report.explanation
+    return _written("explain", path, lambda: plot_explanation(f, fits, theory, path), "plot")
 
 
 # tg env
@@ -233,28 +341,43 @@ def _print_float32(entries: Sequence[Entry]) -> None:
 
 
 def _draw(path: Path) -> int:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        plot_instances(_PICTURED, path)
-    except ModuleNotFoundError as error:
-        package = (error.name or "").partition(".")[0]
-        if package not in ("matplotlib", "numpy"):
-            raise
-        print(
-            f"tg demo: the picture needs {package}, which is not installed: "
-            "pip install 'threshold-gating[demo]'",
-            file=sys.stderr,
-        )
-        return 1
-    except OSError as error:
-        print(f"tg demo: cannot write {path}: {error}", file=sys.stderr)
+    if not _written("demo", path, lambda: plot_instances(_PICTURED, path), "demo"):
         return 1
     print(f"Written to {path.resolve()}")
     return 0
 
 
+# Pictures
+
+
+def _written(command: str, path: Path, draw: Callable[[], object], extra: str) -> bool:
+    """Whether `draw` could write to `path`; if not, the reason is printed."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draw()
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in ("matplotlib", "numpy"):
+            raise
+        _say_missing(command, "the picture needs", package, extra)
+        return False
+    except OSError as error:
+        print(f"tg {command}: cannot write {path}: {error}", file=sys.stderr)
+        return False
+    return True
+
+
+def _say_missing(command: str, what: str, package: str, extra: str) -> None:
+    print(
+        f"tg {command}: {what} {package}, which is not installed: "
+        f"pip install 'threshold-gating[{extra}]'",
+        file=sys.stderr,
+    )
+
+
 COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "table": _table,
+    "explain": _explain,
     "env": _env,
     "demo": _demo,
 }
