@@ -1,6 +1,20 @@
-"""Convert a network to gates and prove that nothing was lost."""
+"""Convert a network to gates, prove that nothing was lost, keep and reload the result."""
 
+from threshold_gating.conversion.checkpoint import load, save
+from threshold_gating.conversion.config import Checkpoint
+from threshold_gating.conversion.files import CheckpointError, load_weights
 from threshold_gating.conversion.plan import ConversionError, Site
 from threshold_gating.conversion.rewrite import convert, convert_, revert
 
-__all__ = ["ConversionError", "Site", "convert", "convert_", "revert"]
+__all__ = [
+    "Checkpoint",
+    "CheckpointError",
+    "ConversionError",
+    "Site",
+    "convert",
+    "convert_",
+    "load",
+    "load_weights",
+    "revert",
+    "save",
+]

@@ -1,0 +1,314 @@
+"""Save a converted network and load it again: `tg_config.json`, and safetensors beside it.
+
+The config says what stands at each site; the tensors are the network's (`model.safetensors`) or
+only the learned ones of its gates (`gates.safetensors`).
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import os
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar, overload
+
+import torch
+from torch import Tensor, nn
+
+from threshold_gating import recurrent
+from threshold_gating.conversion import config, files, rewrite
+from threshold_gating.conversion.answering import own
+from threshold_gating.conversion.config import SCHEMA, Checkpoint
+from threshold_gating.conversion.files import CheckpointError, load_weights
+from threshold_gating.conversion.plan import refuse
+from threshold_gating.layers import Activation
+
+__all__ = ["SCHEMA", "Checkpoint", "CheckpointError", "load", "load_weights", "save"]
+
+_Model = TypeVar("_Model", bound=nn.Module)
+
+
+def save(model: nn.Module, directory: str | os.PathLike[str], *, gates_only: bool = False) -> Path:
+    """Write a converted network into `directory`, which is made where it does not exist.
+
+    Args:
+        model: a network with gates. Tensors that share their memory are stored once.
+        directory: a checkpoint that is there already stays whole until the new one is.
+        gates_only: leave out the weights. Then only learned gates make a file of tensors.
+
+    Returns:
+        the directory.
+    """
+    model, directory = _inner(model), Path(directory)
+    about = config.describe(model)
+    if not any(about[kind] for kind in config.STRUCTURE):
+        raise CheckpointError(
+            f"save: no gate in {type(model).__name__}; convert it first, or save its state_dict."
+        )
+    stored, about["aliases"] = _once(_learned(model) if gates_only else model.state_dict())
+    about["gates_only"] = gates_only
+    name = files.GATES if gates_only else files.WEIGHTS
+    directory.mkdir(parents=True, exist_ok=True)
+    mark = f".{os.getpid()}-{secrets.token_hex(4)}.tmp"
+    new = {n: directory / (n + mark) for n in ((name,) if stored else ()) + (files.CONFIG,)}
+    try:
+        written = {"file": name, **files.write_tensors(stored, new[name])} if stored else None
+        text = json.dumps({**about, "weights": written}, indent=1, allow_nan=False)
+        new[files.CONFIG].write_text(text + "\n", "utf-8")
+        files.sync(new[files.CONFIG])
+        files.put_in_place(directory, new, _current(directory))
+    finally:
+        for path in new.values():
+            path.unlink(missing_ok=True)
+    return directory
+
+
+def _inner(model: nn.Module) -> nn.Module:
+    """The network itself, without what torch.compile and data parallelism put around it."""
+    around = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+    while isinstance(model, around) or "_orig_mod" in model._modules:
+        model = model.get_submodule("module" if isinstance(model, around) else "_orig_mod")
+    return model
+
+
+def _current(directory: Path) -> Mapping[str, Any] | None:
+    try:
+        return config.read(directory).weights
+    except CheckpointError:
+        return None
+
+
+def _learned(model: nn.Module) -> dict[str, Tensor]:
+    """What is learned of the gates, by the keys of the network's state_dict."""
+    each = (act.state_dict(prefix=prefix) for prefix, act in config.activations(model))
+    return dict(itertools.chain.from_iterable(state.items() for state in each))
+
+
+def _once(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Tensors ready to be written, and the further names of those that have several."""
+    stored: dict[str, Tensor] = {}
+    aliases: dict[str, str] = {}
+    first: dict[Any, str] = {}
+    storages = set()
+    for name, t in tensors.items():
+        if not isinstance(t, Tensor):
+            raise CheckpointError(
+                f"save: {name!r} in the state_dict is no tensor; safetensors holds nothing else."
+            )
+        if t.is_meta:
+            raise CheckpointError(
+                f"save: {name!r} is on the meta device and has no values; load weights first, or "
+                "pass gates_only=True."
+            )
+        view = (t.device, t.data_ptr(), t.shape, t.stride(), t.dtype)
+        if t.numel() and first.setdefault(view, name) != name:
+            aliases[name] = first[view]
+            continue
+        storage = (t.device, t.untyped_storage().data_ptr())
+        # safetensors takes no two views of one memory, even where they differ.
+        own = t.detach().clone() if storage in storages else t.detach()
+        stored[name] = own.cpu().contiguous()
+        storages.add(storage)
+    return stored, aliases
+
+
+@overload
+def load(
+    directory: str | os.PathLike[str], model: None = None, *, strict: bool = True
+) -> Checkpoint: ...
+@overload
+def load(directory: str | os.PathLike[str], model: _Model, *, strict: bool = True) -> _Model: ...
+def load(
+    directory: str | os.PathLike[str], model: nn.Module | None = None, *, strict: bool = True
+) -> nn.Module | Checkpoint:
+    """Make `model` the network that was saved, in place; without one, say what was saved.
+
+    If anything does not fit, `model` is left as it was.
+
+    Args:
+        directory: where `save` wrote.
+        model: a network of the same architecture, converted or not. One that is converted in the
+            same way keeps its tensors (an optimiser's); one on the meta device gets those loaded.
+        strict: every tensor must be on both sides, of the same dtype, in the very file that was
+            saved. False leaves alone what only one side has, casts, and takes another file.
+    """
+    saved = config.read(Path(directory))
+    if model is None:
+        return saved
+    inner = _inner(model)
+    refuse(inner)
+    path, tensors = _tensors(saved, strict)
+    before = [(m, type(m), _shallow(vars(m))) for m in inner.modules()]
+    try:
+        _rebuild(inner, saved)
+        state = _fitting(inner, saved, path, tensors, strict)
+        _fill(inner, state, whole=not saved.gates_only)
+    except BaseException:
+        for module, kind, attributes in before:
+            module.__class__ = kind
+            vars(module).clear()
+            vars(module).update(attributes)
+        raise
+    for name, p in config.gate_parameters(inner):
+        p.requires_grad_(name in saved.trainable)
+    return model
+
+
+def _shallow(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    own = ("_modules", "_parameters", "_buffers")
+    return {k: copy.copy(v) if k in own else v for k, v in attributes.items()}
+
+
+def _tensors(saved: Checkpoint, strict: bool) -> tuple[Path, dict[str, Tensor]]:
+    """The tensors under all their names, and the file they are from."""
+    if saved.weights is None:
+        return saved.directory / files.CONFIG, {}
+    path = files.find_tensors(saved.directory, saved.weights, strict)
+    tensors = files.read_tensors(path)
+    with config.reading(str(path)):
+        tensors.update({alias: tensors[name] for alias, name in saved.aliases.items()})
+    return path, tensors
+
+
+def _rebuild(model: nn.Module, saved: Checkpoint) -> None:
+    """Bring the gates on record, and no others, into `model`."""
+    on_meta = any(act.theta0.is_meta for _, act in config.activations(model))
+    if not on_meta and config.structure(model) == saved.structure:
+        return  # it is so already
+    rewrite.revert(model)
+    _check_modules(model, saved)
+    at, devices = dict(model.named_modules()), rewrite._devices(model)
+    swaps = {}
+    for entry in saved.modules:
+        old = at[entry.names[0]]
+        device = torch.device("cpu") if devices[old].type == "meta" else devices[old]
+        swaps[old] = _replacement(old, entry.holds, device)
+    for parent, name, child in rewrite._children(model):
+        parent._modules[name] = swaps.get(child, child)
+    for entry in saved.owners:
+        own(at[entry.names[0]], entry.holds)
+    for entry in saved.recurrent:
+        at[entry.names[0]].__dict__["gates"] = dict(entry.holds)
+
+
+def _check_modules(model: nn.Module, saved: Checkpoint) -> None:
+    """Every module on record is in an unconverted network, as what it was, and no gates beside."""
+    names, at = config.names_of(model), dict(model.named_modules(remove_duplicate=False))
+
+    def wrong(what: str) -> CheckpointError:
+        return CheckpointError(
+            f"{saved.directory / files.CONFIG}: {what} in {type(model).__name__}; the checkpoint "
+            f"is of {saved.model}, load it into a network of the same architecture."
+        )
+
+    for entry in (*saved.modules, *saved.owners, *saved.recurrent):
+        if unknown := [name for name in entry.names if name not in at]:
+            raise wrong(f"there is no {unknown[0]!r}")
+        if tuple(names[at[entry.names[0]]]) != entry.names:
+            raise wrong(f"{entry.names[0]!r} is not shared as it was ({', '.join(entry.names)})")
+    for entry in saved.modules:
+        module = at[entry.names[0]]
+        bare = next(module.children(), None) is None and not module.state_dict()
+        if module is model or not (bare or isinstance(module, Activation)):
+            raise wrong(
+                f"{entry.names[0]!r} cannot become an activation: it is the whole or has parts"
+            )
+    for entry in saved.recurrent:
+        layer = at[entry.names[0]]
+        if not isinstance(layer, recurrent._Gated) or set(layer.gates) != set(entry.holds):
+            raise wrong(f"{entry.names[0]!r} has no gates {', '.join(entry.holds)}")
+    recorded = {at[entry.names[0]] for entry in (*saved.modules, *saved.recurrent)}
+    for module, (name, *_) in names.items():
+        if isinstance(module, Activation | recurrent._Gated) and module not in recorded:
+            raise wrong(f"{name!r} has gates of its own and none on record")
+
+
+def _replacement(old: nn.Module, calls: list[Any], device: torch.device) -> nn.Module:
+    if isinstance(old, Activation) and _is_made_so(old, calls):
+        return old
+    acts = [config.activation(site, make, device) for site, make in calls]
+    for act, (site, _) in zip(acts, calls, strict=True):
+        act.__dict__["site"] = site
+    new: nn.Module = rewrite.PerCall(acts) if len(acts) > 1 else acts[0]
+    for hooks in rewrite._HOOKS:
+        setattr(new, hooks, getattr(old, hooks))
+    if not isinstance(old, Activation):  # the network's own one is not there to come back
+        new.__dict__["replaced"] = old
+    return new.train(old.training)
+
+
+def _is_made_so(act: Activation, calls: list[Any]) -> bool:
+    wanted = [(site.t, make) for site, make in calls]
+    return not act.theta0.is_meta and [(act.init, config.make_of(act))] == wanted
+
+
+def _fitting(
+    model: nn.Module, saved: Checkpoint, path: Path, tensors: Mapping[str, Tensor], strict: bool
+) -> dict[str, Tensor]:
+    """The tensors to load; all that the network needs, each as it needs it."""
+    have: dict[str, Any] = model.state_dict(keep_vars=True)
+    network, same = type(model).__name__, "load it into a network of the same architecture"
+    missing = [k for k in (_learned(model) if saved.gates_only else have) if k not in tensors]
+    if missing and strict:
+        raise CheckpointError(
+            f"{path}: no tensor {missing[0]!r}, which {network} has ({len(missing)} missing); "
+            f"{same}, or pass strict=False."
+        )
+    unexpected = [k for k in tensors if k not in have]
+    if unexpected and strict:
+        raise CheckpointError(
+            f"{path}: no {unexpected[0]!r} in {network} ({len(unexpected)} without a place); "
+            f"{same}, or pass strict=False."
+        )
+    state = {name: tensors[name] for name in have if name in tensors}
+    for name, t in state.items():
+        _check_tensor(f"{path}: {name!r}", t, have[name], network, strict)
+    first: dict[int, str] = {}
+    for name, t in state.items():
+        other = state[first.setdefault(id(have[name]), name)]
+        if t is not other and not torch.equal(t, other):
+            raise CheckpointError(
+                f"{path}: {first[id(have[name])]!r} and {name!r} differ, and are one tensor in "
+                f"{network}; {same}."
+            )
+    return state
+
+
+def _check_tensor(what: str, t: Tensor, want: Tensor, network: str, strict: bool) -> None:
+    if t.shape != want.shape:
+        raise CheckpointError(
+            f"{what} is {tuple(t.shape)}, and {tuple(want.shape)} in {network}; load it into a "
+            "network of the same sizes."
+        )
+    if t.dtype != want.dtype and strict:
+        raise CheckpointError(
+            f"{what} is {t.dtype}, and {want.dtype} in {network}; call model.to({t.dtype}) first, "
+            "or pass strict=False to cast."
+        )
+
+
+def _fill(model: nn.Module, state: dict[str, Tensor], whole: bool) -> None:
+    """Copy the tensors in; where the network has no memory for them yet, give it these."""
+    have: dict[str, Any] = model.state_dict(keep_vars=True)
+    everything = itertools.chain(model.named_parameters(), model.named_buffers())
+    lost = [name for name, t in everything if t.is_meta and name not in state]
+    if whole and lost:
+        raise CheckpointError(
+            f"load: {lost[0]!r} of {type(model).__name__} is on the meta device and not in the "
+            "checkpoint, so it would have no values; make the network on a real device."
+        )
+    if not any(have[name].is_meta for name in state):
+        model.load_state_dict(state, strict=False)
+        return
+    made: dict[int, Tensor] = {}  # what is tied stays one tensor
+    for name, t in state.items():
+        like = have[name]
+        if id(like) not in made:
+            own = t.to(like.dtype, copy=True)  # not a window on the file
+            is_parameter = isinstance(like, nn.Parameter)
+            made[id(like)] = nn.Parameter(own, like.requires_grad) if is_parameter else own
+    assigned = {name: made[id(have[name])] for name in state}
+    model.load_state_dict(assigned, strict=False, assign=True)
