@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import threshold_gating
-from threshold_gating import TAXONOMY, TG, cli, kernels, taxonomy
+from threshold_gating import TAXONOMY, TG, cli, explaining, kernels, taxonomy
 from threshold_gating.cli import main
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -80,7 +80,7 @@ def test_an_unknown_command_gets_the_nearest(tg):
 def test_a_command_like_no_other_gets_the_list(tg):
     code, _, err = tg("qqq")
     assert code == 2
-    assert err.endswith("tg: error: no command 'qqq'; there are table, env, demo.\n")
+    assert err.endswith("tg: error: no command 'qqq'; there are table, explain, env, demo.\n")
 
 
 def test_interruption_ends_with_130_and_no_traceback(tg, monkeypatch):
@@ -216,6 +216,161 @@ def test_names_and_all_together_are_refused(tg):
     code, out, err = tg("table", "relu", "--all")
     assert (code, out) == (2, "")
     assert err == "tg table: give names or --all, not both.\n"
+
+
+# tg explain
+
+
+def test_explain_prints_the_report_and_how_to_get_a_picture(tg):
+    pytest.importorskip("scipy")
+    code, out, err = tg("explain", "x*sigmoid(1.3*x)")
+    assert (code, err) == (0, "")
+    assert out.startswith("x*sigmoid(1.3*x)\n  family        multiplicative")
+    assert "\n  exact, K = 2  TG(tau=1.3, theta=(0.0,), s=(0.0, 1.0), c=(0.0, 0.0))\n" in out
+    assert "\n  edge of chaos " in out
+    assert out.endswith(
+        "\n\nFor a picture: tg explain 'x*sigmoid(1.3*x)' --out x_sigmoid_1_3_x.png\n"
+    )
+
+
+@pytest.mark.parametrize(("suffix", "start"), [("png", PNG), ("svg", b"<?xml")])
+def test_explain_draws_a_picture(tg, tmp_path, suffix, start):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "new" / f"silu.{suffix}"
+    code, out, err = tg("explain", "silu", "--k", "2", "--out", str(path))
+    assert (code, err) == (0, "")
+    assert out.endswith(f"\n\nWritten to {path}\n")
+    assert path.read_bytes().startswith(start)
+
+
+def test_explain_as_json_is_json_alone(tg, tmp_path):
+    pytest.importorskip("scipy")
+    (tmp_path / "own.py").write_text(
+        "print('loading')\ndef f(x):\n    print('called')\n    return x.relu()"
+    )
+    words = ["--k", "3", "2", "--at", "-1.5", "--json"]
+    code, out, err = tg("explain", f"{tmp_path / 'own.py'}:f", *words)
+    data = json.loads(out)
+    assert (code, data["picture"], data["theory"]["derivatives"]["at"]) == (0, None, -1.5)
+    assert [each["K"] for each in data["fits"]] == [2, 3]
+    assert TG.from_dict(data["fits"][0]["instance"]) == TAXONOMY["relu"]
+    assert err.startswith("loading\ncalled\n")  # what the user's own code prints goes elsewhere
+
+
+def test_explain_as_json_names_the_picture(tg, tmp_path):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "sin.svg"
+    code, out, _ = tg("explain", "sin", "--json", "--out", str(path))
+    assert (code, json.loads(out)["picture"]) == (0, str(path))
+    assert path.exists()
+
+
+def test_progress_is_for_terminals(tg, monkeypatch):
+    pytest.importorskip("scipy")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    _, _, err = tg("explain", "relu", "--k", "2", "3")
+    first, second = err.splitlines()
+    assert re.fullmatch(r"tg explain: K = 2: sup 0, \d+\.\d s", first)
+    assert second == "tg explain: K = 3: exact with K = 2 already"
+
+
+# (what, how the message begins)
+NOT_EXPLAINED = [
+    ("slu", "no activation 'slu'; did you mean 'silu', 'selu', 'dsilu'? There are the names"),
+    (
+        "x*sigmod(x)",
+        "no function 'sigmod'; did you mean 'sigmoid'?\n    x*sigmod(x)\n      ^^^^^^\n",
+    ),
+    ("log(x)", "log(x) is NaN at x = -16 (33 of 65 points in [-16, 16] are not finite); a finite"),
+    ("none.py:f", "no file 'none.py'"),
+]
+
+
+@pytest.mark.parametrize(("what", "message"), NOT_EXPLAINED)
+def test_what_cannot_be_explained_ends_with_2_and_no_traceback(tg, what, message):
+    code, out, err = tg("explain", what)
+    assert (code, out) == (2, "")
+    assert err.startswith(f"tg explain: {message}")
+
+
+# (options, the error)
+WRONG_OPTIONS = [
+    (["--k", "1"], "argument --k: K is a number from 2 to 8; got '1'"),
+    (["--k", "two"], "argument --k: K is a number from 2 to 8; got 'two'"),
+    (["--at", "nan"], "argument --at: X is a finite number; got 'nan'"),
+    (["--at", "left"], "argument --at: X is a finite number; got 'left'"),
+    (["--out", "mish.jpg"], "argument --out: FILE ends in .png or .svg; got 'mish.jpg'"),
+]
+
+
+@pytest.mark.parametrize(("options", "error"), WRONG_OPTIONS)
+def test_wrong_options_of_explain_are_refused_at_once(tg, options, error):
+    code, out, err = tg("explain", "gelu", *options)
+    assert (code, out) == (2, "")
+    assert err.endswith(f"tg explain: error: {error}\n")
+
+
+def test_the_help_says_that_a_file_is_run(tg):
+    assert "FILE.py is imported, which runs what it says" in " ".join(
+        tg("explain", "--help")[1].split()
+    )
+
+
+@pytest.fixture
+def no_fits(monkeypatch):
+    def missing(*args, **options):
+        raise ModuleNotFoundError("fit needs scipy") from ModuleNotFoundError("", name="scipy")
+
+    monkeypatch.setattr(explaining, "fit", missing)
+
+
+@pytest.mark.usefixtures("no_fits")
+def test_without_scipy_explain_says_how_to_get_it_and_loses_nothing_else(tg, tmp_path):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "gelu.png"
+    code, out, err = tg("explain", "gelu", "--out", str(path))
+    assert code == 1
+    assert "\n  fits          none: they need scipy.\n" in out
+    assert "\n  edge of chaos " in out
+    assert err == (
+        "tg explain: the fits need scipy, which is not installed: "
+        "pip install 'threshold-gating[fit]'\n"
+    )
+    assert path.read_bytes().startswith(PNG)
+    code, out, _ = tg("explain", "gelu", "--json")
+    assert (code, json.loads(out)["missing"]) == (1, "scipy")
+
+
+@pytest.mark.parametrize("words", [[], ["--json"]])
+def test_without_matplotlib_explain_says_how_to_get_it(tg, tmp_path, monkeypatch, words):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    code, out, err = tg("explain", "sin", "--out", str(tmp_path / "sin.png"), *words)
+    assert code == 1
+    assert "oscillating" in out
+    assert err == (
+        "tg explain: the picture needs matplotlib, which is not installed: "
+        "pip install 'threshold-gating[plot]'\n"
+    )
+
+
+def test_a_picture_that_cannot_be_written_is_said(tg, tmp_path):
+    pytest.importorskip("matplotlib")
+    (tmp_path / "file").touch()
+    path = tmp_path / "file" / "sin.png"
+    code, out, err = tg("explain", "sin", "--out", str(path))
+    assert code == 1
+    assert "oscillating" in out
+    assert err.startswith(f"tg explain: cannot write {path}: ")
+
+
+def test_the_command_line_loads_no_extra():
+    """The first answer must not wait for scipy and matplotlib."""
+    code = "import sys, torch; before = set(sys.modules); import threshold_gating.cli; "
+    code += "print(*{name.partition('.')[0] for name in set(sys.modules) - before})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "threshold_gating" in done.stdout.split()
+    assert not {"scipy", "matplotlib", "numpy"} & set(done.stdout.split())
 
 
 # tg env

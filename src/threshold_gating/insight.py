@@ -275,8 +275,12 @@ def _window(c: Curve, e: Explanation, best: Fit | None) -> Tensor:
         if line.slope is not None and line.intercept is not None:
             off = (c(side) - (line.slope * side + line.intercept)).abs()
             reach = max([reach, *out[off > 0.03 * off.max()][-1:].tolist()])
-    # An even number of steps puts a point on 0, where most functions have their kink.
-    return torch.linspace(-reach, reach, 2001, dtype=torch.float64)
+    return _points(reach)
+
+
+def _points(reach: float) -> Tensor:
+    """2001 points from -reach to reach, one of them 0, where most functions have their kink."""
+    return reach * (torch.arange(-1000, 1001, dtype=torch.float64) / 1000)
 
 
 def _count(t: TG) -> str:
@@ -331,8 +335,7 @@ def plot_instances(names: Sequence[str], path: str | Path) -> Path:
     keys = [taxonomy.key_of(name) for name in names]
     rows = [(key, taxonomy.TAXONOMY[key], taxonomy.ROWS[key].f) for key in keys]
     reach = max([4.0, *(1.3 * abs(theta) for _, t, _ in rows for theta in t.theta)])
-    # An even number of steps puts a point on 0, where most functions have their kink.
-    x = torch.linspace(-reach, reach, 2001, dtype=torch.float64)
+    x = _points(reach)
     figure = Figure(figsize=(2.5 * len(rows) + 0.8, 8.6), dpi=110, layout="constrained")
     axes = figure.subplots(3, len(rows), sharex=True, sharey="row", squeeze=False)
     for column, (name, t, f) in zip(axes.T, rows, strict=True):

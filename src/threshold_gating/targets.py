@@ -1,0 +1,128 @@
+"""What `tg explain` is asked about: a function by its name, by a formula, or in a file."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import traceback
+from collections.abc import Callable
+from difflib import get_close_matches
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from threshold_gating import expressions
+from threshold_gating.taxonomy import ROWS, TAXONOMY
+
+Function = Callable[[Tensor], Tensor]
+
+_SPELLED = {"snake": "x + sin(x)**2"}
+
+
+class Target(NamedTuple):
+    """The function that was asked for, and how to call it."""
+
+    name: str
+    f: Function
+
+
+def target(what: str) -> Target:
+    """The function that `what` names: a key, a torch name, an expression, or FILE.py:NAME.
+
+    Raises ValueError where there is none, with the nearest that there is.
+    """
+    path, _, attribute = what.rpartition(":")
+    if what.endswith(".py") or path.endswith(".py"):
+        return _from_file(*(Path(what), "") if what.endswith(".py") else (Path(path), attribute))
+    plain = what.strip().lower().replace("-", "_")
+    together = {key.replace("_", ""): key for key in TAXONOMY}  # LeakyReLU is leaky_relu
+    key = plain if plain in TAXONOMY else together.get(plain)
+    if key is not None:
+        return Target(key, _named(ROWS[key].f, key))
+    known = expressions.FUNCTIONS.get(plain)
+    if plain in _SPELLED or (known is not None and known.takes(1)):
+        formula = _SPELLED.get(plain, f"{plain}(x)")
+        return Target(plain, _named(expressions.parse(formula), plain))
+    if what.isidentifier() and what not in ("x", *expressions.CONSTANTS):
+        names = {*TAXONOMY, *expressions.FUNCTIONS}
+        near = get_close_matches(plain, sorted(names), n=3, cutoff=0.5)
+        hint = f"did you mean {', '.join(map(repr, near))}? There are" if near else "there are"
+        raise ValueError(
+            f"no activation {what!r}; {hint} the names of `tg table --all`, expressions in x such "
+            f"as {expressions.EXAMPLE}, and FILE.py:NAME."
+        )
+    f = expressions.parse(what)
+    return Target(f.__name__, f)
+
+
+def _named(f: Function, name: str) -> Function:
+    """`f` under a name, which is what messages call it."""
+
+    def function(x: Tensor) -> Tensor:
+        return f(x)
+
+    function.__name__ = name
+    return function
+
+
+def _from_file(path: Path, attribute: str) -> Target:
+    if not path.is_file():
+        near = get_close_matches(path.name, [p.name for p in path.parent.glob("*.py")], n=1)
+        hint = f"; did you mean {str(path.with_name(near[0]))!r}?" if near else "."
+        raise ValueError(f"no file {str(path)!r}{hint}")
+    if not attribute:
+        raise ValueError(f"which function of {path}? Give it as {path}:NAME.")
+    found = vars(_loaded(path))
+    if attribute not in found:
+        own = [name for name, value in found.items() if callable(value) and name[0] != "_"]
+        near = get_close_matches(attribute, own, n=3, cutoff=0.4)
+        hint = f"did you mean {', '.join(map(repr, near))}?" if near else "it has no such function."
+        raise ValueError(f"no {attribute!r} in {path}; {hint}")
+    name = f"{path.name}:{attribute}"
+    return Target(name, _named(_function(found[attribute], name), name))
+
+
+def _loaded(path: Path) -> ModuleType:
+    """The file run as a module, with the files beside it in reach of its imports."""
+    name = f"_tg_{path.stem}"  # never the name of a module that is there already
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    beside = str(path.resolve().parent)
+    sys.path.insert(0, beside)
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [frame.lineno for frame in frames if frame.filename == str(path)]
+        where = f" in line {lines[-1]}" if lines else ""
+        raise ValueError(f"{path} fails{where}: {type(error).__name__}: {error}") from error
+    finally:
+        sys.path.remove(beside)
+    return module
+
+
+def _function(value: Any, name: str) -> Function:
+    """What stands under a name in a file as a function of a float64 tensor."""
+    if isinstance(value, type) and issubclass(value, torch.autograd.Function):
+        value = value.apply
+    elif isinstance(value, type):
+        try:
+            value = value()
+        except TypeError as error:
+            raise ValueError(
+                f"{name} is a class that cannot be made without arguments ({error}); "
+                "name an instance of it."
+            ) from error
+    if isinstance(value, nn.Module):
+        value = value.eval().double()
+    if not callable(value):
+        raise ValueError(
+            f"{name} must be a function of a tensor or a module; it is {type(value).__name__}."
+        )
+    function: Function = value
+    return function
