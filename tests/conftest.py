@@ -5,7 +5,6 @@ import sys
 import pytest
 import torch
 
-
 # `with torch.device(...)` remembers, at its first use, which functions allocate: let it see torch's.
 with torch.device("cpu"):
     torch.empty(0)

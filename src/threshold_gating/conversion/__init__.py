@@ -1,5 +1,7 @@
 """Convert a network to gates, prove that nothing was lost, keep and reload the result."""
 
+from threshold_gating.conversion.audit import Audit, audit
+from threshold_gating.conversion.certificate import Certificate, verify
 from threshold_gating.conversion.checkpoint import load, save
 from threshold_gating.conversion.config import Checkpoint
 from threshold_gating.conversion.files import CheckpointError, load_weights
@@ -7,14 +9,18 @@ from threshold_gating.conversion.plan import ConversionError, Site
 from threshold_gating.conversion.rewrite import convert, convert_, revert
 
 __all__ = [
+    "Audit",
+    "Certificate",
     "Checkpoint",
     "CheckpointError",
     "ConversionError",
     "Site",
+    "audit",
     "convert",
     "convert_",
     "load",
     "load_weights",
     "revert",
     "save",
+    "verify",
 ]

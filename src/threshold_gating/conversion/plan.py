@@ -7,7 +7,6 @@ A site is named "layer1.0.act" (a module), "layer1.0.act#1" (its second call), "
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from threshold_gating import kernels, sites, taxonomy
+from threshold_gating.conversion.running import Running, evaluating, fresh
 from threshold_gating.instance import TG
 from threshold_gating.layers import Activation
 
@@ -68,32 +68,35 @@ def make_plan(model: nn.Module, wishes: Mapping[str, Choice] | None, inputs: Any
     calls: dict[str, dict[str, Site | None]] | None = None
     if inputs is not None:
         calls = {}
-        with Tracer(model, modules, _collector(calls, chosen)) as tracer, torch.no_grad():
-            _run(model, inputs)
+        running = Running(model)
+        with evaluating(model), running, _Tracer(running, modules, _collector(calls, chosen)):
+            _run(model, fresh(inputs))
         for module, made in modules.items():
-            _name_calls(module, made, tracer.calls[module], chosen)
-        # This one packs its input for a fused path of its layers, which gates do not take; being
-        # an owner keeps it from that, as it kept it here.
-        packing = [n for n, m in model.named_modules() if isinstance(m, nn.TransformerEncoder)]
-        calls.update({name: calls.get(name, {}) for name in packing if calls})
+            _name_calls(module, made, running.calls[module], chosen)
+        # These take a fused path in evaluation, which no gate is in; being owners keeps them from
+        # it, as the tracer kept them here.
+        fused = (nn.TransformerEncoder, nn.TransformerEncoderLayer)
+        names = [name for name, module in model.named_modules() if isinstance(module, fused)]
+        calls.update({name: calls.get(name, {}) for name in names})
     chosen.check_used()
-    if calls is not None and not modules and not calls:
+    if calls is not None and not modules and not any(calls.values()):
         raise ConversionError(
             f"nothing to convert in {type(model).__name__}: it ran without a nonlinearity."
         )
     return Plan(modules, calls)
 
 
-def run(model: nn.Module, inputs: Any) -> Any:
-    """Call `model` on a tensor, a tuple of arguments or a dict of keyword arguments."""
+def arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A tensor, a tuple of arguments or a dict of keyword arguments as what to call with."""
     if isinstance(inputs, Mapping):
-        return model(**inputs)
-    return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
+        return (), dict(inputs)
+    return (inputs if isinstance(inputs, tuple) else (inputs,)), {}
 
 
 def _run(model: nn.Module, inputs: Any) -> None:
+    args, kwargs = arguments(inputs)
     try:
-        run(model, inputs)
+        model(*args, **kwargs)
     except ConversionError:
         raise
     except Exception as error:
@@ -196,10 +199,16 @@ def _module_sites(model: nn.Module, chosen: _Choices) -> dict[nn.Module, list[Si
         except ValueError as error:
             raise ConversionError(f"{name} ({type(module).__name__}): {error}", name) from error
         if known is not None:
-            kind = taxonomy.name_of(known.t) or type(module).__name__.lower()
+            kind = taxonomy.name_of(known.t) or _kind(module)
             what = chosen.at(name, known, module.forward)
             found[module] = [Site(name, kind, *what)] if what is not None else []
     return found
+
+
+def _kind(module: nn.Module) -> str:
+    """What a module is called where no row is it: "leaky_relu" for LeakyReLU."""
+    name = type(module).__name__.lower()
+    return next((kind for kind in sites.KINDS if kind.replace("_", "") == name), name)
 
 
 def _name_calls(module: nn.Module, made: list[Site], calls: int, chosen: _Choices) -> None:
@@ -227,67 +236,29 @@ def _recognised(module: nn.Module) -> sites.Recognised | None:
         module.training = training
 
 
-class Tracer(TorchFunctionMode):
-    """While it is on, reports each nonlinear call of torch with the module that makes it.
-
-    Args:
-        model: the network whose names are reported.
-        whole: modules that are nonlinearities themselves; what they call is not reported, they are
-            counted in `calls`.
-        report: called with (name of the call, kind, function, args, kwargs) before the call.
-    """
+class _Tracer(TorchFunctionMode):
+    """Reports each nonlinear call of torch by name, except inside modules that are sites."""
 
     def __init__(
-        self, model: nn.Module, whole: Container[nn.Module], report: Callable[..., None]
+        self, running: Running, whole: Container[nn.Module], report: Callable[..., None]
     ) -> None:
         super().__init__()
-        self.names = {module: name for name, module in model.named_modules()}
-        self.whole, self.report = whole, report
-        self.calls: Counter[nn.Module] = Counter()
-        self.stack: list[tuple[nn.Module, Counter[str]]] = []
-
-    def __enter__(self) -> Tracer:
-        register = nn.modules.module
-        self.hooks = [
-            register.register_module_forward_pre_hook(self._enter),
-            register.register_module_forward_hook(self._leave, always_call=True),
-        ]
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
-        for hook in self.hooks:
-            hook.remove()
-
-    def _enter(self, module: nn.Module, args: Any) -> None:
-        if module not in self.names:  # made on the way: its calls are those of who made it
-            return
-        self.stack.append((module, Counter()))
-        if module in self.whole:
-            self.calls[module] += 1
-
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self.stack and self.stack[-1][0] is module:
-            self.stack.pop()
+        self.running, self.whole, self.report = running, whole, report
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        kind = sites.read(func, args, kwargs) if self.stack else None
-        if kind is not None and not any(module in self.whole for module, _ in self.stack):
-            module, counts = self.stack[-1]
-            name = f"{self.names[module]}:{kind}#{counts[kind]}"
-            counts[kind] += 1
-            self.report(name, kind, func, args, kwargs)
+        kwargs, stack = kwargs or {}, self.running.stack
+        kind = sites.read(func, args, kwargs) if stack else None
+        if kind is not None and not any(run.module in self.whole for run in stack):
+            self.report(self.running.name_call(kind), kind, args, kwargs)
         return func(*args, **kwargs)
 
 
 def _collector(
     found: dict[str, dict[str, Site | None]], chosen: _Choices
-) -> Callable[[str, str, Any, Any, Any], None]:
+) -> Callable[[str, str, Any, Any], None]:
     """Collects calls as owner -> {"relu#0": site, or None to leave the call alone}."""
 
-    def collect(name: str, kind: str, func: Any, args: Any, kwargs: Any) -> None:
+    def collect(name: str, kind: str, args: Any, kwargs: Any) -> None:
         owner, _, call = name.rpartition(":")
         if call not in found.setdefault(owner, {}):
             found[owner][call] = _call_site(name, kind, args, kwargs, chosen)

@@ -16,7 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from threshold_gating.conversion.answering import LEAVE, disown, own
-from threshold_gating.conversion.plan import Choice, Plan, Site, make_plan
+from threshold_gating.conversion.certificate import verify
+from threshold_gating.conversion.plan import (
+    Choice,
+    ConversionError,
+    Plan,
+    Site,
+    arguments,
+    make_plan,
+)
 from threshold_gating.layers import Activation
 
 
@@ -25,6 +33,8 @@ def convert(
     sites: Mapping[str, Choice] | None = None,
     *,
     inputs: Any = None,
+    strict: bool = True,
+    tol: float | None = None,
 ) -> nn.Module:
     """A copy of `model` in which every nonlinearity is a gate; `model` is left as it was.
 
@@ -34,10 +44,13 @@ def convert(
             `TAXONOMY`, a number of branches K, or None to leave the site alone}. A name beats a
             pattern, a later pattern an earlier one; one that matches nothing is an error.
         inputs: a tensor, a tuple of arguments or a dict of keyword arguments to run the network
-            on. With them every call is found and the places are known by name; without them
-            modules are converted now and calls when they happen.
+            on. With them every call is found, named and verified; without them modules are
+            converted now and calls when they happen, and nothing is certified.
+        strict: raise if the certificate of `verify` is not ok: a site is beyond its class, a
+            nonlinearity is left. With False it is not made.
+        tol: also raise if max|d|/max|y| at the output is larger.
     """
-    return convert_(copy.deepcopy(model), sites, inputs=inputs)
+    return _converted(model, copy.deepcopy(model), sites, inputs, strict, tol)
 
 
 def convert_(
@@ -45,15 +58,48 @@ def convert_(
     sites: Mapping[str, Choice] | None = None,
     *,
     inputs: Any = None,
+    strict: bool = True,
+    tol: float | None = None,
 ) -> nn.Module:
     """`convert` in place: no weight is copied. If anything fails, `model` is left as it was."""
+    original = model
+    if inputs is not None and strict:
+        # Its own modules around the same tensors, to compare with.
+        tensors = (*model.parameters(), *model.buffers())
+        original = copy.deepcopy(model, {id(t): t for t in tensors})
+    return _converted(original, model, sites, inputs, strict, tol)
+
+
+def _converted(
+    original: nn.Module,
+    model: nn.Module,
+    sites: Mapping[str, Choice] | None,
+    inputs: Any,
+    strict: bool,
+    tol: float | None,
+) -> nn.Module:
     plan = make_plan(model, sites, inputs)
     try:
         apply_plan(model, plan)
+        if inputs is not None and strict:
+            _certify(original, model, inputs, tol)
     except BaseException:
         revert(model)
         raise
     return model
+
+
+def _certify(original: nn.Module, model: nn.Module, inputs: Any, tol: float | None) -> None:
+    args, kwargs = arguments(inputs)
+    certificate = verify(original, model, *args, **kwargs)
+    for site, message in certificate.failed.items():
+        raise ConversionError(message, site)
+    relative = 0.0 if certificate.output is None else certificate.output.relative
+    if tol is not None and relative > tol:
+        raise ConversionError(
+            f"the output is off by max|d|/max|y| = {relative:.2g}, and tol is {tol:.2g}; raise it, "
+            "or give sites more branches."
+        )
 
 
 def apply_plan(model: nn.Module, plan: Plan) -> None:
@@ -72,10 +118,14 @@ def apply_plan(model: nn.Module, plan: Plan) -> None:
         own(model, None)
     for owner, found in (plan.calls or {}).items():
         own(model.get_submodule(owner), found)
+    if any(isinstance(new, PerCall) for new in made.values()):
+        model.__dict__["tg_restart"] = model.register_forward_pre_hook(_restart)
 
 
 def revert(model: nn.Module) -> nn.Module:
     """Undo `convert_` in place; the weights are those of now."""
+    if "tg_restart" in model.__dict__:
+        model.__dict__.pop("tg_restart").remove()
     for module in list(model.modules()):
         disown(module)
     for parent, name, child in _children(model):
@@ -121,6 +171,13 @@ class PerCall(nn.Module):
         act = self.calls[self.next]
         self.next = (self.next + 1) % len(self.calls)
         return cast(Tensor, act(x))
+
+
+def _restart(model: nn.Module, args: Any) -> None:
+    """A run begins: calls are counted from the first, also after a run that failed half way."""
+    for module in model.modules():
+        if isinstance(module, PerCall):
+            module.next = 0
 
 
 _HOOKS = (

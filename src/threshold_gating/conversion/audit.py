@@ -1,0 +1,323 @@
+"""What a network really executes: `audit` runs it and reads every ATen op, below all interception.
+
+An op that the library's own code called evaluates a site; a nonlinear one is native if it stands
+for the whole site and is not a step of the gates' own arithmetic. Any other nonlinearity is `left`.
+Who called is read off the Python stack: the first frame that is not torch's decides, which holds
+for autograd functions and for fused ops alike. `ops` says what counts.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from textwrap import fill
+from types import FrameType
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from threshold_gating import recurrent, taxonomy
+from threshold_gating.conversion import ops
+from threshold_gating.conversion.answering import LEAVE, Answering, answer
+from threshold_gating.conversion.plan import Site
+from threshold_gating.conversion.running import Run, Running, evaluating, fresh
+from threshold_gating.layers import Activation
+
+WIDTH = 100
+_PACKAGE = __name__.partition(".")[0]
+# The gates' own arithmetic. A nonlinear op that another part of the library calls is native.
+_REFERENCE = {f"{_PACKAGE}.{name}" for name in ("primitive", "instance", "attention")}
+
+
+@dataclass(frozen=True)
+class AuditedSite:
+    """A converted place: K where it is one instance, None for softmax, attention and recurrence.
+
+    `native` if it ran torch's own op under the backend in force; `calls` is 0 for a module that
+    was converted and is never called. `exact` is None where the audit cannot know.
+    """
+
+    name: str
+    kind: str
+    K: int | None
+    exact: bool | None
+    native: bool
+    calls: int
+
+
+@dataclass(frozen=True)
+class Op:
+    """An op of torch, the innermost module in whose forward it ran, and how often.
+
+    `asked` if it is a site that was left alone on request.
+    """
+
+    module: str
+    op: str
+    calls: int
+    asked: bool = False
+
+
+@dataclass(frozen=True)
+class Audit:
+    """What ran: the converted sites, the nonlinearities `left` to torch, and what else there is."""
+
+    sites: tuple[AuditedSite, ...]
+    left: tuple[Op, ...]
+    other: tuple[Op, ...]
+
+    def __str__(self) -> str:
+        header = ("site", "kind", "K", "class", "ran", "calls")
+        lines = [*columns([header, *map(_cells, self.sites)]), ""] if self.sites else []
+        if self.left:
+            rows = [(op.module or "(the network)", op.op, str(op.calls)) for op in self.left]
+            lines += [*columns([("left in", "op", "calls"), *rows]), ""]
+        others: Counter[str] = Counter()
+        for op in self.other:
+            others[op.op] += op.calls
+        if others:
+            lines += [fill(f"other: {', '.join(f'{k} {n}' for k, n in others.items())}", WIDTH), ""]
+        counts = f"{len(self.sites)} sites, {len(self.left)} left, {len(self.other)} other"
+        return "\n".join([*lines, counts])
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same as JSON values."""
+        return {k: [asdict(each) for each in getattr(self, k)] for k in ("sites", "left", "other")}
+
+
+def audit(model: nn.Module, *args: Any, **kwargs: Any) -> Audit:
+    """Run `model` once, as it runs in evaluation and without gradients, and say what executed.
+
+    The inputs and the model's mode stay as they were. Nothing is listed that depends on
+    parameters and constants alone.
+
+    >>> print(audit(nn.Sequential(nn.Linear(2, 3), nn.ReLU()), Tensor([[0.0, 1.0]])))
+    left in  op    calls
+    -------  ----  -----
+    1        relu  1
+    <BLANKLINE>
+    0 sites, 1 left, 0 other
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"audit: model is a torch.nn.Module; got {type(model).__name__}.")
+    return execute(model, args, kwargs)[1]
+
+
+def execute(model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Audit]:
+    """The output of `model`, and the audit of making it."""
+    reader = _Reader(getattr(model, "_orig_mod", model))
+    args, kwargs = fresh((args, kwargs))
+    with evaluating(model), reader.running, reader:
+        output = model(*args, **kwargs)
+    return output, reader.audit()
+
+
+def is_gate(module: nn.Module) -> bool:
+    """Whether a module is one of the library's own."""
+    return type(module).__module__.startswith(f"{_PACKAGE}.")
+
+
+class _Caller(NamedTuple):
+    """Who called an op: the first frame that is not torch's. For one of the library's own also the
+    outermost of its frames, and the frame of `answer` if that is behind them."""
+
+    first: FrameType | None
+    outermost: FrameType | None
+    answer: FrameType | None
+
+    @property
+    def is_own(self) -> bool:
+        return self.outermost is not None or self.answer is not None
+
+
+def _module_of(frame: FrameType | None) -> str:
+    return "" if frame is None else str(frame.f_globals.get("__name__", ""))
+
+
+def _runs(frame: FrameType | None, function: Any) -> bool:
+    return frame is not None and frame.f_code is function.__code__
+
+
+def _is_passing(frame: FrameType | None) -> bool:
+    """Torch's code, and that of a mode which looks at every call of an owner."""
+    is_torch = _module_of(frame).partition(".")[0] == "torch"
+    return is_torch or _runs(frame, Answering.__torch_function__)
+
+
+def _before(frame: FrameType | None) -> FrameType | None:
+    while frame is not None and _is_passing(frame):
+        frame = frame.f_back
+    return frame
+
+
+def _is_own(frame: FrameType | None) -> bool:
+    module = _module_of(frame)
+    return module.startswith(f"{_PACKAGE}.") and not module.startswith(f"{_PACKAGE}.conversion")
+
+
+def _caller(frame: FrameType | None) -> _Caller:
+    first = frame = _before(frame)
+    outermost = None
+    while frame is not None and _is_own(frame):
+        outermost, frame = frame, _before(frame.f_back)
+    return _Caller(first, outermost, frame if _runs(frame, answer) else None)
+
+
+def _is_left_alone(frame: FrameType | None) -> bool:
+    """Whether an owner lets pass what it was asked to."""
+    while frame is not None and _is_passing(frame):
+        if _runs(frame, Answering.__torch_function__) and frame.f_locals.get("site", 0) is None:
+            return True
+        frame = frame.f_back
+    return False
+
+
+class _Reader(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Reads the ops of one run."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.running = Running(model, before=self._enter)
+        self.trail = ops.Trail(_constants(model))
+        self.known = _declared(model)
+        self.calls: Counter[str] = Counter()
+        self.native: set[str] = set()
+        self.found: list[tuple[str, bool, ops.Found]] = []
+        self._last: tuple[FrameType | None, str] = (None, "")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        frame = sys._getframe(1)
+        caller = _caller(frame)
+        live = self.trail.is_live((args, kwargs))
+        found = self.trail.follow(func, (args, kwargs), out, caller.is_own)
+        if caller.is_own:
+            site = self._site(caller, live)
+            if ops.is_nonlinear(func) and _module_of(caller.first) not in _REFERENCE:
+                self.native.add(site)
+        elif found is not None:
+            where = self.running.stack[-1].where if self.running.stack else ""
+            self.found.append((where, self._asked(frame), found))
+        return out
+
+    def _gate(self) -> Run | None:
+        """The call of one of the library's modules that is running, the outermost."""
+        return next((run for run in self.running.stack if is_gate(run.module)), None)
+
+    def _enter(self, run: Run, args: Any) -> None:
+        if run is self._gate():
+            self.calls[run.site] += 1
+            self.known[run.site] = described(gate_of(run.module, run.index))
+
+    def _site(self, caller: _Caller, live: bool) -> str:
+        """The name of the site that is being evaluated, counted when it is new."""
+        if gate := self._gate():
+            return gate.site
+        frame = caller.answer or caller.outermost
+        if frame is None or frame is self._last[0]:
+            return self._last[1]
+        site = caller.answer and caller.answer.f_locals["site"]
+        name = site.name if site else ""
+        if name not in self.known:  # answered as it came, or a function of the library itself
+            if not (site or live):
+                return ""  # an instance is being looked up, on numbers of its own
+            kind = site.kind if site else frame.f_code.co_name
+            name = self.running.name_call(kind)
+            self.known[name] = _of_site(site) if site else Description(kind, None, None)
+        self.calls[name] += 1
+        self._last = frame, name
+        return name
+
+    def _asked(self, frame: FrameType) -> bool:
+        """Whether what runs is left alone on request: a call by its plan, or all of a module."""
+        plans = (run.module.__dict__.get("tg_sites") or () for run in self.running.stack)
+        return any(LEAVE in plan for plan in plans) or _is_left_alone(frame)
+
+    def audit(self) -> Audit:
+        self._last = (None, "")  # a frame keeps its tensors
+        names = [*self.calls, *(name for name in self.known if name not in self.calls)]
+        sites = [
+            AuditedSite(name, *self.known[name], name in self.native, self.calls[name])
+            for name in names
+        ]
+        counts = Counter((found.left, where, found.op, asked) for where, asked, found in self.found)
+        left = [Op(where, op, n, asked) for (left, where, op, asked), n in counts.items() if left]
+        other = [Op(where, op, n) for (left, where, op, _), n in counts.items() if not left]
+        return Audit(tuple(sites), tuple(left), tuple(other))
+
+
+class Description(NamedTuple):
+    kind: str
+    K: int | None
+    exact: bool | None
+
+
+def _constants(model: nn.Module) -> Iterator[Tensor]:
+    """Parameters, buffers and tensors that modules merely hold."""
+    for module in model.modules():
+        yield from ops.tensors([module._parameters, module._buffers, vars(module)])
+
+
+def _declared(model: nn.Module) -> dict[str, Description]:
+    """Every site that the network holds, also one that no run reaches."""
+    found = {}
+    inside: tuple[str, ...] = ()
+    for name, module in model.named_modules():
+        if is_gate(module) and not name.startswith(inside):
+            found[name] = described(gate_of(module, 0))
+            inside = (*inside, f"{name}.")
+        for site in (module.__dict__.get("tg_sites") or {}).values():
+            if site is not None:
+                found[site.name] = _of_site(site)
+    return found
+
+
+def _of_site(site: Site) -> Description:
+    return Description(site.kind, None if site.t is None else site.t.K, site.exact)
+
+
+def described(act: nn.Module) -> Description:
+    if isinstance(act, recurrent._Gated):
+        return Description(type(act).__name__.lower(), None, act.gates == act._standard())
+    if not isinstance(act, Activation):
+        return Description(type(act).__name__.lower(), None, None)
+    site, row = act.__dict__.get("site"), taxonomy.ROWS.get(act.name or "")
+    exact = site.exact if site is not None else row is not None and row.exact
+    kind = site.kind if site is not None else act.name or "activation"
+    return Description(kind, act.init.K, exact and not act.learned)
+
+
+def gate_of(module: nn.Module, call: int) -> nn.Module:
+    """The module that is evaluated at one call of a site: it may hold one for each."""
+    calls = getattr(module, "calls", None)
+    return calls[call % len(calls)] if isinstance(calls, nn.ModuleList) else module
+
+
+def _cells(site: AuditedSite) -> tuple[str, ...]:
+    what = {True: "exact", False: "approximate", None: ""}[site.exact]
+    ran = "native" if site.native else "gates" if site.calls else "never called"
+    K = "" if site.K is None else str(site.K)
+    return site.name, site.kind, K, what, ran, str(site.calls)
+
+
+def columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a table under its header, within `WIDTH`.
+
+    A long kind is cut; a name that is too long has a line to itself, above its row.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for column, least in ((1, 12), (0, 0)):
+        excess = sum(widths) + 2 * (len(widths) - 1) - WIDTH
+        widths[column] -= max(0, min(excess, widths[column] - least))
+    lines = []
+    for first, second, *rest in (rows[0], ["-" * w for w in widths], *rows[1:]):
+        if len(first) > widths[0]:
+            lines.append(first[-WIDTH:])
+            first = ""
+        second = second if len(second) <= widths[1] else second[: widths[1] - 1] + "…"
+        cells = zip((first, second, *rest), widths, strict=True)
+        lines.append("  ".join(cell.ljust(width) for cell, width in cells).rstrip())
+    return lines

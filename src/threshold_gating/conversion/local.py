@@ -1,0 +1,248 @@
+"""The error of each site by itself: the original's input goes to its function and to the gates.
+
+An exact site agrees with the original to rounding: `LIMITS`, in units in the last place (ulp) of
+each value, or of the largest for what adds up (softmax, attention, recurrence). An approximate site
+agrees to the largest error of its instance over the line. The original rounds, too: beyond these
+bounds it is evaluated in float64, and a site is not held to digits that the original has not. What
+is element-wise is also tried where the inputs of a network may not go, near its thresholds.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+
+from threshold_gating import sites
+from threshold_gating.conversion import ops
+from threshold_gating.conversion.answering import LEAVE, _as_it_comes, answer
+from threshold_gating.conversion.audit import described, gate_of, is_gate
+from threshold_gating.conversion.plan import Site
+from threshold_gating.conversion.running import Run, Running, fresh
+
+# Ulp that an exact site may be off, in (float32 and float64, 16 bits), and why.
+LIMITS = {
+    # torch is up to 2.9 ulp from the true value, the gates up to 4.7 (both for Mish); in 16 bits
+    # either is the float32 value rounded once
+    "element": (8, 1),
+    # each threshold is rounded, and its difference to the logit: 7 measured
+    "softmax": (16, 2),
+    # attention and recurrence add up in another order than torch's fused kernels
+    "sum": (64, 4),
+}
+_RECORDED = 1.005  # errors of instances are on record with three digits
+_SMALLEST = 2.0**-100  # where exp overflows, torch has 0 for what is smaller than this
+
+
+class Error:
+    """What the calls of one site add up to."""
+
+    def __init__(self, name: str, site: Site) -> None:
+        self.name, self.site, self.calls, self.elements = name, site, 0, 0
+        self.max = self.ulp = self.squares = self.size = 0.0
+        self.bitwise, self.exceeds = True, False
+        self.tried: Error | None = None  # at points of our own
+        element = site.t is not None or site.kind in ("glu", "prelu")
+        self.law = "element" if element else "softmax" if "softm" in site.kind else "sum"
+
+    def add(self, want: Any, have: Any, wide: Callable[[], Any]) -> None:
+        """Compare the values of one call; `wide` makes the original's in float64."""
+        for k, (y, z) in enumerate(zip(floats(want), floats(have), strict=True)):
+            if y.numel():
+                d = difference(y, z)
+                self.max = max(self.max, d.max().item())
+                self.squares += d.square().sum().item()
+                self.size += y.double().nan_to_num(0, 0, 0).square().sum().item()
+                self.elements += y.numel()
+                self.bitwise = self.bitwise and not d.any().item()
+                own = partial(_nth, wide, k)
+                self.exceeds = self._exceeds(d, y, z, own) or self.exceeds
+
+    def _exceeds(self, d: Tensor, y: Tensor, z: Tensor, wide: Callable[[], Tensor]) -> bool:
+        ulps = LIMITS[self.law][y.element_size() < 4]
+        size = torch.maximum(y.double().abs(), z.double().abs()).nan_to_num(0, 0, 0)
+        eps = torch.finfo(y.dtype).eps
+        if self.law == "element":
+            fine, coarse = unit(size.clamp(_SMALLEST), eps), unit(size.clamp(1.0), eps)
+        else:
+            fine = coarse = unit(size.max().clamp(_SMALLEST), eps)
+        self.ulp = max(self.ulp, (d / fine).max().item())
+        allowed = ulps * fine if self.site.exact else self.site.sup * _RECORDED + ulps * coarse
+        if (d <= allowed).all():
+            return False
+        own = difference(y, wide())
+        if self.law == "element" and self.site.exact and (own <= ulps * fine).all():
+            return True
+        of_original = 2 * (own / coarse).max()
+        return not (d <= self.site.sup * _RECORDED + (ulps + of_original) * coarse).all().item()
+
+    @property
+    def message(self) -> str:
+        """What is wrong, if anything is."""
+        if not self.exceeds:
+            elsewhere = " (near its thresholds; these inputs do not show it)"
+            said = self.tried.message if self.tried is not None else ""
+            return said and said.removesuffix(".") + elsewhere + "."
+        name, kind, t = self.name, self.site.kind, self.site.t
+        if self.site.exact:
+            ulps = "{}, or {} in 16 bits".format(*LIMITS[self.law])
+            return (
+                f"{name} ({kind}) is exact and is off by {self.max:.3g}, {self.ulp:.3g} ulp; "
+                f"its class allows {ulps}."
+            )
+        branches = "" if t is None else f", K = {t.K}"
+        return (
+            f"{name} ({kind}{branches}) is off by {self.max:.3g}; its instance is off by at most "
+            f"{self.site.sup:.3g} over the line."
+        )
+
+
+def points(site: Site, like: Tensor) -> Tensor:
+    """Where to try an element-wise site: a grid, and close to either side of each threshold."""
+    theta = torch.tensor(() if site.t is None else site.t.theta)
+    near = (theta - 5e-3, theta + 5e-3, theta * 0.995, theta * 1.005)
+    return torch.cat([torch.linspace(-8, 8, 129), *near]).to(like)
+
+
+def _nth(wide: Callable[[], Any], k: int) -> Tensor:
+    return floats(wide())[k]
+
+
+def unit(size: Tensor, eps: float) -> Tensor:
+    """The distance to the next number of a type with this eps, at each size."""
+    return torch.ldexp(torch.full_like(size, eps), torch.frexp(size).exponent - 1)
+
+
+def difference(y: Tensor, z: Tensor) -> Tensor:
+    """|y - z|: 0 where both are the same infinity or NaN, infinite where only one is."""
+    y, z = y.double(), z.double()
+    same = (y == z) | (y.isnan() & z.isnan())
+    return (y - z).abs().nan_to_num(math.inf, math.inf).masked_fill(same, 0.0)
+
+
+def floats(tree: Any) -> list[Tensor]:
+    """The floating-point tensors in an output, whatever holds them."""
+    return [t for t in ops.tensors(tree) if t.is_floating_point()]
+
+
+class Local(TorchFunctionMode):
+    """While the original runs, compares each of its sites with the converted one's."""
+
+    def __init__(self, model: nn.Module, converted: nn.Module) -> None:
+        super().__init__()
+        self.converted = dict(converted.named_modules(remove_duplicate=False))
+        self.running = Running(model, before=self._keep, after=self._compare)
+        self.errors: dict[str, Error] = {}
+        self._busy = False
+
+    def _gate(self, run: Run) -> nn.Module | None:
+        """What stands in the converted network for a module that is a site."""
+        module = self.converted[run.where]
+        return gate_of(module, run.index) if is_gate(module) else None
+
+    def _inside(self) -> bool:
+        return self._busy or any(self._gate(run) is not None for run in self.running.stack)
+
+    def _keep(self, run: Run, args: Any) -> None:
+        if self._gate(run) is not None:
+            run.saved = fresh(args)  # the module may work in place
+
+    def _compare(self, run: Run, args: Any, kwargs: Any, want: Any) -> None:
+        gate = self._gate(run)
+        if gate is None or self._inside():
+            return
+        site = gate.__dict__.get("site") or Site(run.site, described(gate).kind)
+        # Hooks of the module may have changed its input; what it overwrote is known from before.
+        taken = {t.data_ptr() for t in floats(want)}
+        given = run.saved if any(t.data_ptr() in taken for t in floats(args)) else args
+
+        def original(*args: Any, **kwargs: Any) -> Any:
+            wide = any(t.dtype == torch.float64 for t in floats((args, kwargs)))
+            module = copy.deepcopy(run.module).double() if wide else run.module
+            return module.forward(*args, **kwargs)
+
+        self._busy = True  # what is called here is not the original's
+        have = gate.forward(*given, **kwargs)
+        self._add(run.site, site, want, have, original, gate.forward, (given, kwargs))
+        self._busy = False
+
+    def _add(
+        self,
+        name: str,
+        site: Site,
+        want: Any,
+        have: Any,
+        original: Callable[..., Any],
+        gate: Callable[..., Any],
+        given: tuple[Any, Any],
+    ) -> None:
+        """Note one call: what it gave and, once, what it gives elsewhere."""
+        args, kwargs = given
+        error = self.errors.setdefault(name, Error(name, site))
+        error.calls += 1
+        error.add(want, have, lambda: original(*_doubled(args), **_doubled(kwargs)))
+        if site.t is not None and error.tried is None and args:
+            x, rest = points(site, args[0]), args[1:]
+            error.tried = Error(name, site)
+            y, z = original(x.clone(), *rest, **kwargs), gate(x.clone(), *rest, **kwargs)
+            wide = (x.double(), *rest)
+            error.tried.add(y, z, lambda: original(*wide, **kwargs))
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        skip = self._inside() or not self.running.stack
+        kind = None if skip else sites.read(func, args, kwargs)
+        if kind is None:
+            return func(*args, **kwargs)
+        name = self.running.name_call(kind)
+        site = self._site(name, kind, args, kwargs)
+        if site is None or isinstance(site, str):
+            name = name if site is None else site
+            self.errors.setdefault(name, Error(name, Site(name, kind))).calls += 1
+            return func(*args, **kwargs)
+        given = _kept(args, {k: v for k, v in kwargs.items() if k != "out"})
+
+        def gate(*args: Any, **kwargs: Any) -> Any:
+            return answer(site, func, args, kwargs)
+
+        x, options = _kept(*given)
+        have = gate(*x, **options)
+        want = func(*args, **kwargs)
+        self._add(name, site, want, have, func, gate, given)
+        return want
+
+    def _site(self, name: str, kind: str, args: Any, kwargs: Any) -> Site | str | None:
+        """What the nearest owner of the converted network has for a call: a site, the name of the
+        module if it is left alone as a whole, None if there is nothing."""
+        for run in reversed(self.running.stack):
+            owner = self.converted[run.where].__dict__
+            if "tg_sites" in owner:
+                plan = owner["tg_sites"]
+                if plan is None:
+                    return _as_it_comes(kind, args, kwargs)
+                call = name.removeprefix(f"{run.where}:")
+                return run.where if LEAVE in plan else plan.get(call)
+        return None
+
+
+def _kept(args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """The same arguments, with a copy of the input, which a call may overwrite."""
+    if args:
+        return (args[0].clone(), *args[1:]), dict(kwargs)
+    return args, {k: v.clone() if k == "input" else v for k, v in kwargs.items()}
+
+
+def _doubled(tree: Any) -> Any:
+    def double(leaf: Any) -> Any:
+        if isinstance(leaf, torch.dtype):
+            return torch.float64 if leaf.is_floating_point else leaf
+        return leaf.double() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
+    return tree_map(double, tree)

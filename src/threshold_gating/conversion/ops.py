@@ -1,0 +1,224 @@
+"""What counts as a nonlinearity among ATen ops: one closed list, and what is followed to be judged.
+
+`NONLINEAR` ops are nonlinearities wherever they run, `OTHER` ones are listed beside them, and all
+the rest (products, sums, copies, views) are linear in their input or bilinear. Some ops are a
+nonlinearity only by what becomes of their result, which is followed from op to op:
+
+    exp(x)     if it reaches a denominator through a sum, 1 / (1 + exp(-x)), exp(x) / exp(x).sum(),
+               or a logarithm, log(1 + exp(x)); as a factor (decay of a state) it is other
+    abs(x)     if it reaches a denominator through a sum with something else, x / (1 + abs(x))
+    x > 0      if the mask multiplies or selects data, x * (x > 0) or where(x > 0, x, 0)
+    max(x, c)  if c is a constant; of two quantities it is other
+    clamp(x)   unless x is a norm, where it guards a division
+
+Only what depends on the inputs of the network counts. What is computed from parameters, buffers and
+constants alone is a constant; everything else, random numbers too, depends on the inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+# By the name of the op without the mark of its in-place form.
+NONLINEAR: dict[str, frozenset[str]] = {
+    group: frozenset(names.split())
+    for group, names in {
+        "element-wise": "relu relu6 leaky_relu prelu _prelu_kernel rrelu rrelu_with_noise elu selu "
+        "celu silu gelu mish sigmoid tanh hardsigmoid hardswish hardtanh hardshrink softshrink "
+        "softplus log_sigmoid log_sigmoid_forward threshold erf erfc logaddexp logaddexp2",
+        "bounds": "clamp clamp_min clamp_max clip",
+        "two inputs": "glu",
+        "softmax": "softmax _softmax _safe_softmax _masked_softmax",
+        "attention": "scaled_dot_product_attention _scaled_dot_product_attention_math "
+        "_scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu "
+        "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention "
+        "_scaled_dot_product_fused_attention_overrideable "
+        "_scaled_dot_product_attention_math_for_mps _flash_attention_forward "
+        "_efficient_attention_forward _native_multi_head_attention _transformer_encoder_layer_fwd "
+        "_triton_scaled_dot_attention _triton_multi_head_attention",
+        "recurrent": "lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell "
+        "mkldnn_rnn_layer _cudnn_rnn miopen_rnn _lstm_mps _thnn_fused_lstm_cell "
+        "_thnn_fused_gru_cell",
+    }.items()
+}
+OTHER: dict[str, frozenset[str]] = {
+    group: frozenset(names.split())
+    for group, names in {
+        "normalisation": "native_batch_norm _native_batch_norm_legit batch_norm cudnn_batch_norm "
+        "_native_batch_norm_legit_no_training _batch_norm_with_update _batch_norm_no_update "
+        "miopen_batch_norm native_layer_norm native_group_norm _fused_rms_norm rms_norm "
+        "linalg_vector_norm norm var var_mean std std_mean mean pow square sqrt rsqrt",
+        "pooling": "max_pool1d max_pool2d max_pool2d_with_indices max_pool3d_with_indices "
+        "mkldnn_max_pool2d mkldnn_max_pool3d avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d "
+        "_adaptive_avg_pool2d _adaptive_avg_pool3d mkldnn_adaptive_avg_pool2d adaptive_max_pool2d "
+        "adaptive_max_pool3d fractional_max_pool2d fractional_max_pool3d amax amin max min aminmax",
+        "waves (rotary)": "sin cos tan asin acos atan atan2 sinh cosh sinc",
+        "choice": "topk sort argmax argmin argsort kthvalue median mode searchsorted bucketize "
+        "multinomial bernoulli",
+        "logarithms": "log log2 log10 log1p logit logsumexp logcumsumexp _log_softmax xlogy",
+        "steps": "round floor ceil trunc frac fmod remainder prod cumprod cummax cummin",
+    }.items()
+}
+_EXPONENTIAL = {"exp", "exp2", "expm1"}
+_COMPARISON = {"gt", "ge", "lt", "le", "sign", "sgn", "heaviside"}
+_EXTREME = {"maximum", "minimum", "fmax", "fmin"}
+_FOLLOWED = {
+    **dict.fromkeys(_EXPONENTIAL, "exp"),
+    **dict.fromkeys(_COMPARISON, "mask"),
+    **dict.fromkeys(("abs",), "abs"),
+    **dict.fromkeys(("linalg_vector_norm", "norm"), "norm"),
+}
+_SELECTING = {"mul", "where", "masked_fill", "masked_scatter", "index_put", "addcmul"}
+_LOGARITHM = {"log", "log2", "log10", "log1p"}
+
+# What a followed result passes through, and whether it is still alone, part of a sum of unlike
+# terms, or summed over an axis.
+_ALONE, _ADDED, _SUMMED = range(3)
+_CARRYING = {
+    **dict.fromkeys(("neg", "mul", "div", "_to_copy", "clone", "copy", "cat", "stack"), _ALONE),
+    **dict.fromkeys(("where", "masked_fill", "logical_not", "logical_and", "logical_or"), _ALONE),
+    **dict.fromkeys(("bitwise_not", "bitwise_and", "bitwise_or", "_unsafe_view"), _ALONE),
+    **dict.fromkeys(("add", "sub", "rsub"), _ADDED),
+    **dict.fromkeys(("sum", "mean", "cumsum"), _SUMMED),
+}
+_NONLINEAR = frozenset().union(*NONLINEAR.values())
+_LISTED = frozenset().union(*OTHER.values(), _FOLLOWED, _EXTREME)
+
+
+@dataclass(eq=False)
+class Found:
+    """An op that counts: `left` if it is a nonlinearity, which a followed one may become later."""
+
+    op: str
+    left: bool
+    follow: str = ""
+
+
+def name(func: Any) -> str:
+    """The name of an ATen op; "relu" for relu_, another library's with its namespace."""
+    space, _, plain = func._schema.name.partition("::")
+    plain = plain.removesuffix("_") if func._schema.is_mutable else plain
+    return plain if space in ("aten", "prims") else f"{space}::{plain}"
+
+
+def is_nonlinear(func: Any) -> bool:
+    """Whether an op is a nonlinearity wherever it runs."""
+    return name(func) in _NONLINEAR
+
+
+def tensors(tree: Any) -> Iterator[Tensor]:
+    """Every tensor in nested tuples, lists, dicts and dataclasses."""
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, Mapping):
+        for value in tree.values():
+            yield from tensors(value)
+    elif isinstance(tree, list | tuple | set):
+        for value in tree:
+            yield from tensors(value)
+    elif is_dataclass(tree) and not isinstance(tree, type):
+        for field in fields(tree):
+            yield from tensors(getattr(tree, field.name, None))
+
+
+class Trail:
+    """What is constant, and where followed results went; kept by storage, which views share."""
+
+    def __init__(self, constants: Iterable[Tensor]) -> None:
+        self._constant = {_key(t) for t in constants}
+        self._carried: dict[int, dict[Found, int]] = {}
+
+    def is_live(self, given: Any) -> bool:
+        """Whether any tensor among the arguments of an op depends on the network's inputs."""
+        return any(_key(t) not in self._constant for t in _leaves(given))
+
+    def follow(self, func: Any, given: Any, out: Any, inside: bool = False) -> Found | None:
+        """Read one op that ran; `inside` for one of the library's own, which is never listed."""
+        args: list[Any] = list(given[0])
+        used = list(_leaves(given))
+        live = [t for t in used if _key(t) not in self._constant]
+        found, carried = None, {}
+        if live and not inside:
+            op = name(func)
+            self._settle(op, args, used)
+            found = self._find(op, used, live)
+            if found is not None and found.follow:
+                carried = {found: _ALONE}
+            else:
+                carried = self._pass_on(op, used)
+        self._store(func, used, out, bool(live), carried)
+        return found
+
+    def _find(self, op: str, used: list[Tensor], live: list[Tensor]) -> Found | None:
+        if not any(t.is_floating_point() or t.is_complex() for t in live):
+            return None
+        guards = any(f.follow == "norm" for t in live for f in self._at(t))
+        if op in _NONLINEAR:
+            return Found(op, not (guards and op in NONLINEAR["bounds"]))
+        if op in _EXTREME:
+            return Found(op, len(live) == 1 and not guards)
+        if op in _LISTED or "::" in op:
+            return Found(op, False, _FOLLOWED.get(op, ""))
+        return None
+
+    def _settle(self, op: str, args: list[Any], used: list[Tensor]) -> None:
+        """Judge what is followed and arrives here."""
+        for found, how in self._at(_denominator(op, args)).items():
+            if how == _ADDED or (how == _SUMMED and found.follow == "exp"):
+                found.left = found.left or found.follow in ("exp", "abs")
+        if op in _LOGARITHM:
+            for found, how in self._at(used[0]).items():
+                if how == (_ALONE if op == "log1p" else _ADDED):
+                    found.left = found.left or found.follow == "exp"
+        if op in _SELECTING:
+            for t in used:
+                others = (u for u in used if u is not t and u.is_floating_point())
+                if any(_key(u) not in self._constant for u in others):
+                    for found in self._at(t):
+                        found.left = found.left or found.follow == "mask"
+
+    def _pass_on(self, op: str, used: list[Tensor]) -> dict[Found, int]:
+        if op not in _CARRYING:
+            return {}
+        step = _CARRYING[op]
+        return {f: max(how, step) for t in used for f, how in self._at(t).items()}
+
+    def _store(
+        self, func: Any, used: list[Tensor], out: Any, live: bool, carried: dict[Found, int]
+    ) -> None:
+        random = torch.Tag.nondeterministic_seeded in func.tags
+        made = name(func).endswith("_like") or name(func).startswith("new_")  # of the shape only
+        constant = not random and (made or not live)
+        keys = {_key(t) for t in used}
+        for key in map(_key, _leaves(out)):
+            (self._constant.add if constant else self._constant.discard)(key)
+            if key not in keys or func._schema.is_mutable:
+                self._carried[key] = carried
+
+    def _at(self, t: Any) -> dict[Found, int]:
+        return self._carried.get(_key(t), {}) if isinstance(t, Tensor) else {}
+
+
+def _leaves(tree: Any) -> Iterator[Tensor]:
+    return (t for t in tree_leaves(tree) if isinstance(t, Tensor))
+
+
+def _key(t: Tensor) -> int:
+    """The storage of a tensor: what is written through one view is read through another."""
+    try:
+        return int(t.untyped_storage()._cdata)
+    except NotImplementedError:  # sparse and opaque layouts have none
+        return id(t)
+
+
+def _denominator(op: str, args: list[Any]) -> Any:
+    if op == "div":
+        return args[1]
+    inverted = op == "reciprocal" or (op == "pow" and isinstance(args[1], int | float))
+    return args[0] if inverted and (op == "reciprocal" or args[1] < 0) else None

@@ -1,0 +1,509 @@
+"""A conversion is proved site by site and at the output, and a site that is off is named."""
+
+import dataclasses
+import json
+import math
+import re
+
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from threshold_gating import TAXONOMY, TG, kernels
+from threshold_gating.conversion import convert
+from threshold_gating.conversion.certificate import verify
+from threshold_gating.layers import Activation
+
+SEED = torch.Generator().manual_seed(0)
+X = torch.randn(4, 5, 6, generator=SEED) * 2
+IMAGE = torch.randn(2, 3, 32, 32, generator=SEED)
+
+
+class Calls(nn.Module):
+    """A linear layer and then whatever `f` does, which gets the module and the layer's output."""
+
+    def __init__(self, f, act=None):
+        super().__init__()
+        self.f, self.linear, self.act = f, nn.Linear(6, 6), act
+
+    def forward(self, x):
+        return self.f(self, self.linear(x))
+
+
+class Cell(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.gru, self.cell = nn.LSTM(6, 4, 2), nn.GRU(4, 4), nn.LSTMCell(4, 4)
+
+    def forward(self, x):
+        return self.cell(self.gru(self.lstm(x)[0])[0][-1])
+
+
+def functional(self, x):
+    x = F.leaky_relu(x, 0.2) + x.sigmoid().tanh() + F.hardtanh(x, 0.0, 2.0) + F.mish(x) + F.silu(x)
+    x = F.glu(torch.cat([x, x.clamp(min=0)], -1)).relu_().softmax(-1)
+    return F.scaled_dot_product_attention(x, x, x)
+
+
+# networks of exact sites: (network, input, relative error allowed at the output)
+EXACT = {
+    "functional": (lambda: Calls(functional), X, 1e-6),
+    "recurrent": (Cell, X, 1e-6),
+    "encoder layer": (lambda: nn.TransformerEncoderLayer(6, 2, 8, batch_first=True), X, 1e-6),
+    "test_resnet": (lambda: timm.create_model("test_resnet"), IMAGE, 3e-6),
+    "test_efficientnet": (lambda: timm.create_model("test_efficientnet"), IMAGE, 3e-6),
+}
+
+
+@pytest.mark.parametrize("network", EXACT)
+def test_exact_networks_agree_to_rounding(network):
+    make, x, limit = EXACT[network]
+    model = make().eval()
+    certificate = verify(model, convert(model, inputs=x), x)
+    assert certificate.ok, certificate.table()
+    assert all(row.exact and row.ok for row in certificate.rows)
+    assert certificate.output.relative <= limit
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("network", EXACT)
+def test_the_limits_hold_in_every_type(network, dtype):
+    make, x, _ = EXACT[network]
+    model, x = make().eval().to(dtype), x.to(dtype)
+    certificate = verify(model, convert(model, inputs=x), x)
+    assert certificate.ok, certificate.table()
+
+
+def test_hard_gates_are_bitwise():
+    model = nn.Sequential(nn.ReLU(inplace=True), nn.LeakyReLU(0.1), nn.Hardtanh(), nn.ReLU6())
+    certificate = verify(model, convert(model, inputs=X), X)
+    assert all(
+        row.bitwise and row.ulp == row.max == row.rms == row.rel_rms == 0
+        for row in certificate.rows
+    )
+
+
+def test_an_approximate_site_is_within_its_largest_error():
+    model = timm.create_model("test_vit", img_size=32).eval()
+    certificate = verify(model, convert(model, inputs=IMAGE), IMAGE)
+    assert certificate.ok
+    gelu = [row for row in certificate.rows if row.kind == "gelu"]
+    assert len(gelu) == 6
+    assert all(not row.exact and row.ulp is None and row.max < 5.01e-5 for row in gelu)
+    assert all(row.exact for row in certificate.rows if row.kind != "gelu")
+
+
+def test_a_sites_error_is_its_own():
+    """The second site gets the original's input, not what the first, a bad fit, makes of it."""
+    model = nn.Sequential(nn.GELU(), nn.ReLU())
+    certificate = verify(model, convert(model, {"0": 2}, inputs=X), X)
+    assert certificate.rows[0].max > 5e-3
+    assert certificate.rows[1].bitwise
+    assert certificate.output.max > 5e-3
+    assert certificate.ok
+
+
+def break_tensor(name, by=1.01):
+    def apply(converted):
+        with torch.no_grad():
+            getattr(converted.get_submodule("1"), name).mul_(by)
+
+    return apply
+
+
+def shift_theta(converted):
+    with torch.no_grad():
+        converted.get_submodule("1").theta0.add_(0.01)
+
+
+# One parameter of the middle site off by 1 %: (what stands there, how it is broken)
+BROKEN = {
+    "silu tau": (nn.SiLU(), break_tensor("tau0")),
+    "tanh tau": (nn.Tanh(), break_tensor("tau0")),
+    "mish theta": (nn.Mish(), break_tensor("theta0")),
+    "relu theta": (nn.ReLU(), shift_theta),
+    "hardtanh theta": (nn.Hardtanh(-0.5, 0.5), break_tensor("theta0")),
+    "leaky_relu s": (nn.LeakyReLU(0.1), break_tensor("s")),
+    "softshrink c": (nn.Softshrink(), break_tensor("c")),
+    "gelu tau": (nn.GELU(), break_tensor("tau0")),
+    "gelu theta": (nn.GELU(), break_tensor("theta0")),
+    "gelu s": (nn.GELU(), break_tensor("s")),
+    "elu tau": (nn.ELU(), break_tensor("tau0")),
+}
+
+
+@pytest.mark.parametrize("broken", BROKEN)
+def test_a_module_whose_parameters_are_off_by_1_percent_is_named(broken):
+    module, breaks = BROKEN[broken]
+    model = nn.Sequential(nn.SiLU(), module, nn.Sigmoid())
+    converted = convert(model, inputs=X)
+    assert verify(model, converted, X).ok
+    breaks(converted)
+    certificate = verify(model, converted, X)
+    assert not certificate.ok
+    assert set(certificate.failed) - {"output"} == {"1"}
+    assert [row.ok for row in certificate.rows] == [True, False, True]
+
+
+@pytest.mark.parametrize("kind", ["silu", "gelu", "sigmoid", "hardswish", "softplus", "elu"])
+def test_a_call_whose_parameters_are_off_by_1_percent_is_named(kind):
+    model = Calls(lambda m, x: F.relu(getattr(F, kind)(x)))
+    converted = convert(model, inputs=X)
+    site = converted.tg_sites[f"{kind}#0"]
+    off = (
+        {"theta": [v * 1.01 for v in site.t.theta]}
+        if site.t.hard
+        else {"tau": times(site.t.tau, 1.01)}
+    )
+    t = TG.from_dict({**site.t.to_dict(), **off})
+    converted.__dict__["tg_sites"] = {
+        **converted.tg_sites,
+        f"{kind}#0": dataclasses.replace(site, t=t),
+    }
+    failed = verify(model, converted, X * 2).failed
+    assert set(failed) - {"output"} == {f":{kind}#0"}
+
+
+def times(tau, by):
+    return [v * by for v in tau] if isinstance(tau, tuple) else tau * by
+
+
+def test_one_call_of_a_shared_module_that_is_off_is_named():
+    model = Calls(lambda m, x: m.act(m.act(m.act(x))), act=nn.SiLU())
+    off = TG(1.01, 0, (0, 1), (0, 0))
+    converted = convert(model, {"act#1": off}, inputs=X)
+    site = converted.act.calls[1].__dict__["site"]
+    converted.act.calls[1].__dict__["site"] = dataclasses.replace(site, exact=True, sup=0.0)
+    certificate = verify(model, converted, X)
+    assert [row.site for row in certificate.rows] == ["act", "act#1", "act#2"]
+    assert set(certificate.failed) - {"output"} == {"act#1"}
+
+
+def test_a_site_that_is_off_is_found_in_16_bits():
+    """At its largest value the error hides in one bfloat16 ulp; the small values show it."""
+    model = nn.Sequential(nn.SiLU()).bfloat16()
+    converted = convert(model, inputs=X.bfloat16())
+    with torch.no_grad():
+        converted[0].tau0.mul_(1.01)
+    assert set(verify(model, converted, X.bfloat16() * 3).failed) == {"0"}
+
+
+def test_the_messages_are_pinned():
+    model = nn.Sequential(nn.Tanh(), nn.GELU(), nn.ReLU())
+    converted = convert(model, inputs=X)
+    with torch.no_grad():
+        converted[0].tau0.mul_(1.01)
+        converted[1].s.mul_(1.01)
+        converted[2].theta0.add_(0.01)
+    x = torch.full((1,), 0.5)
+    assert verify(model, converted, x).failed == {
+        "0": "0 (tanh) is exact and is off by 0.00392, 1.32e+05 ulp; its class allows 8, or 1 in 16 bits.",
+        "1": "1 (gelu, K = 5) is off by 0.00296; its instance is off by at most 4.98e-05 over the line.",
+        "2": "2 (relu) is exact and is off by 0.005, 1.07e+07 ulp; its class allows 8, or 1 in 16 bits (near its thresholds; these inputs do not show it).",
+    }
+
+
+def test_a_site_is_not_blamed_for_digits_that_the_original_loses():
+    class Halves(nn.Module):
+        def forward(self, x):
+            return 0.5 * (1 + torch.tanh(x / 2))  # a sigmoid, with no digit left at -20
+
+    model = nn.Sequential(Halves())
+    x = torch.linspace(-20, 20, 1001)
+    converted = convert(model, inputs=x)
+    certificate = verify(model, converted, x)
+    assert certificate.rows[0].ulp > 1e6
+    assert certificate.ok
+    with torch.no_grad():
+        converted[0].tau0.mul_(1.01)
+    assert not verify(model, converted, x).ok
+
+
+def test_what_is_left_alone_on_request_is_listed_as_not_evaluated():
+    model = Calls(lambda m, x: m.act(x).tanh() + F.silu(x), act=nn.ReLU())
+    converted = convert(model, {"act": None, ":silu#0": None}, inputs=X)
+    certificate = verify(model, converted, X)
+    assert certificate.ok
+    notes = {row.site: (row.note, row.ok) for row in certificate.rows}
+    assert notes == {
+        "act": ("not evaluated", None),
+        ":tanh#0": ("", True),
+        ":silu#0": ("not evaluated", None),
+    }
+    assert "1 of 3 sites evaluated with native off: ok" in certificate.table()
+
+
+def test_a_site_that_runs_torchs_own_op_is_not_evaluated():
+    model = nn.Sequential(nn.SiLU(), nn.ReLU())
+    converted = convert(model, inputs=X)
+    converted[0].forward = kernels.native(TAXONOMY["silu"])  # whatever the backend
+    certificate = verify(model, converted, X)
+    assert certificate.failed == {"0": "0 was not evaluated: torch's own op ran."}
+    assert [(row.note, row.ok) for row in certificate.rows] == [("not evaluated", None), ("", True)]
+
+
+def test_a_nonlinearity_that_is_no_site_fails():
+    model = Calls(lambda m, x: x.relu() * (x > 0))
+    certificate = verify(model, convert(model, inputs=X, strict=False), X)
+    assert certificate.failed == {
+        ":gt": "gt ran outside the gates, in the network itself (calls: 1)."
+    }
+
+
+def test_a_network_that_was_not_converted_fails():
+    model = nn.Sequential(nn.SiLU())
+    assert verify(model, model, X).failed == {
+        "0:silu": "silu ran outside the gates, in 0 (calls: 1)."
+    }
+
+
+def test_a_site_that_the_converted_network_does_not_call_fails():
+    model = Calls(lambda m, x: x.relu())
+    converted = convert(model, inputs=X)
+    converted.__class__ = Calls  # its calls are answered no more
+    failed = verify(model, converted, X).failed
+    assert failed[":relu#0"] == ":relu#0 was not evaluated: converted does not call it."
+    assert failed[":relu"] == "relu ran outside the gates, in the network itself (calls: 1)."
+
+
+def test_a_site_that_the_original_does_not_call_fails():
+    model = Calls(lambda m, x: m.act(x), act=nn.SiLU())
+    converted = convert(model, inputs=X)
+    model.f = lambda m, x: x
+    assert (
+        verify(model, converted, X).failed["act"] == "act was not compared: model does not call it."
+    )
+
+
+def test_a_module_that_is_never_called_is_listed_and_no_failure():
+    model = Calls(lambda m, x: F.silu(x), act=nn.SiLU())
+    certificate = verify(model, convert(model, inputs=X), X)
+    assert certificate.ok
+    assert [(row.site, row.note, row.calls) for row in certificate.rows] == [
+        (":silu#0", "", 1),
+        ("act", "never called", 0),
+    ]
+
+
+def test_other_weights_fail_even_where_every_site_is_as_it_should_be():
+    model = Calls(lambda m, x: F.gelu(x))
+    converted = convert(model, inputs=X)
+    with torch.no_grad():
+        converted.linear.weight[0, 0] += 1
+    assert verify(model, converted, X).failed == {
+        "weights": "1 weights are not the original's, among them linear.weight."
+    }
+
+
+def test_an_output_that_is_off_fails_though_every_site_is_exact():
+    model = Calls(lambda m, x: x.relu())
+    converted = convert(model, inputs=X)
+    converted.f = lambda m, x: x.relu() + 1
+    message = verify(model, converted, X).failed["output"]
+    assert message.startswith("the output is off by ")
+    assert message.endswith(
+        " of its largest value, though every site is exact; 0.000122 is allowed."
+    )
+    converted.f = lambda m, x: x.relu() / 0
+    message = verify(model, converted, X).failed["output"]
+    assert message == "the output has infinities or NaN where the original's has not."
+
+
+def test_calls_that_are_answered_as_they_come_are_verified():
+    model = nn.Sequential(Calls(lambda m, x: F.gelu(x).relu()), nn.Tanh())
+    certificate = verify(model, convert(model), X)
+    assert certificate.ok
+    assert [row.site for row in certificate.rows] == ["0:gelu#0", "0:relu#0", "1"]
+
+
+def test_masked_rows_and_infinities_compare_equal():
+    mask = torch.zeros(5, 5).masked_fill(torch.ones(5, 5).triu(1).bool(), -math.inf)
+    model = Calls(
+        lambda m, x: (x @ x.mT + mask).softmax(-1) + (x @ x.mT + mask - math.inf).softmax(-1)
+    )
+    certificate = verify(model, convert(model, inputs=X), X)
+    assert certificate.ok
+    assert certificate.rows[1].bitwise  # NaN in both
+
+
+@dataclasses.dataclass
+class Answer:
+    logits: torch.Tensor
+    hidden: list
+    ids: torch.Tensor | None = None
+
+
+class Structured(nn.Module):
+    def __init__(self, act):
+        super().__init__()
+        self.act = act
+
+    def forward(self, *, first, other):
+        y = self.act(first)
+        return {"a": Answer(y, [y, (other["x"] + y,)], y.argmax(-1)), "n": 3}
+
+
+def test_inputs_may_be_keywords_and_outputs_nested():
+    model = Structured(nn.SiLU())
+    x = {"first": X, "other": {"x": X}}
+    converted = convert(model, inputs=x)
+    certificate = verify(model, converted, **x)
+    assert certificate.ok
+    worst = (model(**x)["a"].logits - nn.functional.silu(X)).abs().max()
+    assert certificate.output.max >= worst
+    assert certificate.output.rms <= certificate.output.max
+
+
+def test_inputs_that_a_network_overwrites_are_kept():
+    model = nn.Sequential(nn.ReLU(inplace=True), nn.Hardswish(inplace=True))
+    x = X.clone()
+    assert verify(model, convert(model, inputs=x), X).ok
+    assert verify(
+        Calls(lambda m, x: x.relu_()), convert(Calls(lambda m, x: x.relu_()), inputs=X), X
+    ).rows
+    y = X.clone()
+    verify(model, convert(model, inputs=x), y)
+    assert torch.equal(y, X)
+
+
+def test_hooks_that_change_what_a_module_gets_and_gives_are_no_error_of_the_site():
+    model = Calls(lambda m, x: m.act(x), act=nn.SiLU())
+    model.act.register_forward_pre_hook(lambda module, args: (args[0] * 3,))
+    model.act.register_forward_hook(lambda module, args, output: output + 1)
+    certificate = verify(model, convert(model, inputs=X), X)
+    assert certificate.ok
+    assert certificate.rows[0].max < 1e-6
+
+
+def test_packed_sequences_and_masks_are_verified():
+    class Packed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gru, self.mha = nn.GRU(6, 6, bidirectional=True), nn.MultiheadAttention(12, 2)
+
+        def forward(self, x, lengths):
+            packed = nn.utils.rnn.pack_padded_sequence(x, lengths)
+            y, _ = nn.utils.rnn.pad_packed_sequence(self.gru(packed)[0])
+            mask = torch.ones(len(y), len(y)).triu(1).bool()
+            return self.mha(y, y, y, attn_mask=mask)
+
+    model = Packed().eval()
+    x = (X, torch.tensor([4, 3, 2, 2, 1]))
+    certificate = verify(model, convert(model, inputs=x), *x)
+    assert certificate.ok, certificate.table()
+    assert [row.kind for row in certificate.rows] == ["gru", "multi_head_attention_forward"]
+
+
+def test_verify_leaves_modes_and_the_backend_alone():
+    model = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5), nn.SiLU()).train()
+    converted = convert(model.eval(), inputs=X).train()
+    model.train()
+    before = kernels.backend()
+    assert verify(model, converted, X).ok
+    assert model.training
+    assert converted[1].training
+    assert kernels.backend() == before
+
+
+def test_random_numbers_are_the_same_for_both():
+    model = Calls(lambda m, x: F.silu(x + torch.randn_like(x)))
+    assert verify(model, convert(model, inputs=X), X).ok
+
+
+def test_a_network_of_other_modules_is_refused():
+    model = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6))
+    message = "verify: converted was not made from model: it has no module '2'."
+    with pytest.raises(ValueError, match=re.escape(message)):
+        verify(model, convert(model[:2], inputs=X), X)
+
+
+def test_outputs_of_other_shapes_are_refused():
+    model = Calls(lambda m, x: x.relu())
+    converted = convert(model, inputs=X)
+    converted.f = lambda m, x: x.relu()[0]
+    message = "verify: the outputs differ in shape: [(4, 5, 6)] and, converted, [(5, 6)]."
+    with pytest.raises(ValueError, match=re.escape(message)):
+        verify(model, converted, X)
+
+
+def test_an_output_without_numbers_leaves_only_the_sites_to_compare():
+    model = Calls(lambda m, x: x.relu().argmax(-1))
+    certificate = verify(model, convert(model, inputs=X), X)
+    assert certificate.ok
+    assert certificate.output is None
+    assert "output: no floating-point tensor to compare" in certificate.table()
+
+
+def test_the_table_is_pinned():
+    model = nn.Sequential(nn.ReLU(), nn.GELU(), nn.SiLU())
+    x = torch.linspace(-1, 1, 9)
+    certificate = verify(
+        model, convert(model, {"2": None}, inputs=x), x, metric=("high", lambda y: y > 0.3)
+    )
+    assert (
+        certificate.table()
+        == """\
+site  kind  K  max      rms      rel      ulp      calls  class
+----  ----  -  -------  -------  -------  -------  -----  -------------
+0     relu  2  0        0        0        bitwise  1      exact
+1     gelu  5  4.9e-05  2.5e-05  6.8e-05           1      approximate
+2     silu                                         1      not evaluated
+
+output: max 4.15e-05, max|d|/max|y| 7.07e-05, rms 1.84e-05
+high: 0.222222 -> 0.222222, difference +0 [-0.1782, +0.1782] (95 %), equal on 100.00% of 9
+2 of 3 sites evaluated with native off: ok"""
+    )
+
+
+def test_the_table_stays_within_100_columns():
+    model = nn.Sequential(
+        nn.ModuleDict({"a_rather_long_name": nn.ModuleDict({"and_another_one": Calls(functional)})})
+    )
+    inner = model[0]["a_rather_long_name"]["and_another_one"]
+    model.forward = lambda x: inner(x)
+    for each in (model, *EXACT):
+        network = model if each is model else EXACT[each][0]().eval()
+        x = X if each is model else EXACT[each][1]
+        certificate = verify(
+            network,
+            convert(network, inputs=x, strict=False),
+            x,
+            metric=("a long name" * 5, lambda y: torch.ones(2)),
+        )
+        failed = dataclasses.replace(certificate, failed={"a": "a long message " * 10})
+        assert max(map(len, failed.table().splitlines())) <= 100
+
+
+def test_a_certificate_is_json():
+    model = nn.Sequential(nn.ReLU())
+    converted = convert(model, inputs=X)
+    converted[0].register_forward_hook(lambda module, args, output: output / 0)
+    certificate = verify(model, converted, X, metric=lambda y: y.sum((1, 2)))
+    data = json.loads(certificate.to_json())
+    assert data["output"]["max"] == "inf"
+    assert data["ok"] is False
+    assert data["rows"][0]["site"] == "0"
+    assert data["metric"]["name"] == "<lambda>"
+
+
+def test_verifying_a_networks_own_gates_compares_them_with_themselves():
+    model = nn.Sequential(Activation("gelu_k2"), nn.ReLU())
+    certificate = verify(model, convert(model, inputs=X), X)
+    assert certificate.ok
+    assert all(row.bitwise for row in certificate.rows)
+
+
+def test_the_metric_sees_the_outputs_of_both():
+    model = nn.Sequential(nn.Linear(6, 3), nn.GELU())
+    labels = torch.arange(20) % 3
+    x = torch.randn(20, 6)
+
+    def accuracy(y):
+        return y.argmax(-1) == labels
+
+    certificate = verify(model, convert(model, inputs=x), x, metric=accuracy)
+    assert certificate.metric.name == "accuracy"
+    assert certificate.metric.baseline == accuracy(model(x)).double().mean().item()
+    assert certificate.metric.n == 20
