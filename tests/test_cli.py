@@ -80,7 +80,9 @@ def test_an_unknown_command_gets_the_nearest(tg):
 def test_a_command_like_no_other_gets_the_list(tg):
     code, _, err = tg("qqq")
     assert code == 2
-    assert err.endswith("tg: error: no command 'qqq'; there are table, explain, env, demo.\n")
+    assert err.endswith(
+        "tg: error: no command 'qqq'; there are table, explain, convert, audit, verify, env, demo.\n"
+    )
 
 
 def test_interruption_ends_with_130_and_no_traceback(tg, monkeypatch):

@@ -38,11 +38,10 @@ ALLOWED = {
     "hardware": _CONVERSION,
     "insight": {*_CONVERSION, "shape", "theory"},
     "expressions": set(),
+    "converting": None,
     "targets": {*_BASE, "taxonomy", "expressions"},
     "explaining": {*_CONVERSION, "shape", "theory", "insight", "tables", "targets"},
     "tables": {*_BASE, "taxonomy"},
-    "expressions": set(),
-    "explaining": None,
     "cli": None,  # anything
     "__main__": None,
     "__init__": None,

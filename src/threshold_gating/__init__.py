@@ -2,15 +2,18 @@
 
 from threshold_gating import (
     attention,
+    conversion,
     fitting,
     kernels,
     layers,
     primitive,
     recurrent,
+    sites,
     taxonomy,
     theory,
 )
 from threshold_gating.attention import softmax
+from threshold_gating.conversion import audit, convert, verify
 from threshold_gating.fitting import fit, match
 from threshold_gating.instance import TG
 from threshold_gating.layers import Activation
@@ -27,7 +30,10 @@ __all__ = [
     "TG",
     "Activation",
     "attention",
+    "audit",
     "blend",
+    "conversion",
+    "convert",
     "family",
     "fit",
     "fitting",
@@ -37,7 +43,9 @@ __all__ = [
     "match",
     "primitive",
     "recurrent",
+    "sites",
     "softmax",
     "taxonomy",
     "theory",
+    "verify",
 ]

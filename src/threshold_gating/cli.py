@@ -1,4 +1,4 @@
-"""The command `tg`: tables, explanations, the state of an installation, a demonstration."""
+"""The command `tg`: tables, explanations, conversion, the state of an installation, a demo."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from threshold_gating import __version__, explaining, kernels, taxonomy
+from threshold_gating import __version__, converting, explaining, kernels, taxonomy
 from threshold_gating.insight import EXACT_BELOW, plot_explanation, plot_instances
 from threshold_gating.layers import Activation
 from threshold_gating.tables import FORMATS, WIDTH, Entry, as_text
@@ -71,6 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     table.add_argument("--format", choices=FORMATS, default="text", help="(default: text)")
 
     _add_explain(commands)
+    converting.add_commands(commands)
 
     env = commands.add_parser("env", help="versions, devices, and each backend tried out")
     env.add_argument("--json", action="store_true", help="for other programs")
@@ -378,6 +379,9 @@ def _say_missing(command: str, what: str, package: str, extra: str) -> None:
 COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "table": _table,
     "explain": _explain,
+    "convert": converting.convert,
+    "audit": converting.audit,
+    "verify": converting.verify,
     "env": _env,
     "demo": _demo,
 }

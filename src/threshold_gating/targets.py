@@ -69,6 +69,12 @@ def _named(f: Function, name: str) -> Function:
 
 
 def _from_file(path: Path, attribute: str) -> Target:
+    name = f"{path.name}:{attribute}"
+    return Target(name, _named(_function(from_file(path, attribute), name), name))
+
+
+def from_file(path: Path, attribute: str) -> Any:
+    """What stands under a name in a Python file, which is run for it."""
     if not path.is_file():
         near = get_close_matches(path.name, [p.name for p in path.parent.glob("*.py")], n=1)
         hint = f"; did you mean {str(path.with_name(near[0]))!r}?" if near else "."
@@ -81,8 +87,7 @@ def _from_file(path: Path, attribute: str) -> Target:
         near = get_close_matches(attribute, own, n=3, cutoff=0.4)
         hint = f"did you mean {', '.join(map(repr, near))}?" if near else "it has no such function."
         raise ValueError(f"no {attribute!r} in {path}; {hint}")
-    name = f"{path.name}:{attribute}"
-    return Target(name, _named(_function(found[attribute], name), name))
+    return found[attribute]
 
 
 def _loaded(path: Path) -> ModuleType:
