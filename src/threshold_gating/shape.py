@@ -209,14 +209,25 @@ def derivatives(f: Any, at: float = 0.0) -> Derivatives:
     if c.orders < 3:
         by = f"autograd to order {c.orders}, then " if c.orders else ""
         by += "finite differences"
-    x = torch.tensor([at - 1e-6, at, at + 1e-6], dtype=torch.float64)
+    x = at + 1e-6 * torch.tensor([0.0, -1, -2, -3, 1, 2, 3], dtype=torch.float64)
+    apart = torch.logspace(-5, 0, 32, dtype=torch.float64)
+    around = torch.cat([at - apart, at + apart])
+    noise = 0.0
     for order in range(4):
-        left, here, right = c(x, order).tolist()
-        size = 1 + abs(left) + abs(right)
-        if not abs(left - right) < 1e-4 * size:
+        here, *beside = c(x, order).tolist()
+        if smeared := order > c.orders:  # differences turn a jump into a slope: take two points
+            left, right = beside[0], beside[3]
+        else:  # limits by extrapolation: what is only steep has no jump
+            left, right = (3 * a - 3 * b + d for a, b, d in (beside[:3], beside[3:]))
+        # Against the size of f nearby, as f may be 0 here, and against the rounding of the orders
+        # below, which is all there is where this one vanishes.
+        nearby = torch.cat([c(around, order), x.new_tensor([left, right])])
+        size = nearby[nearby.isfinite()].abs().max().item()
+        noise = max(noise, (1e-12 if c.orders > order else 1e-8) * size)
+        if not abs(left - right) <= (1e-4 if smeared else _JUMP) * size + noise:
             break
         # |x| inside a formula has gradient 0 at 0, which is wrong there and right beside it.
-        wrong = order > 0 and not abs(here - (left + right) / 2) < 1e-6 * size
+        wrong = order > 0 and not abs(here - (left + right) / 2) <= _JUMP * size + noise
         if wrong and c.orders >= order:
             by = "autograd beside the point"
         values[order] = _snap((left + right) / 2 if wrong else here)
@@ -225,9 +236,12 @@ def derivatives(f: Any, at: float = 0.0) -> Derivatives:
 
 
 def is_monotone(f: Any) -> bool:
-    """Whether f' keeps its sign in [-32, 32]."""
-    slope = curve(f)(_grid(), 1)
-    return bool((slope >= -_FLAT).all() or (slope <= _FLAT).all())
+    """Whether f' keeps its sign in [-32, 32], and no step of f goes against it."""
+    c = curve(f)
+    slope, steps = c(_grid(), 1), [k.step for k in corners(c)]
+    rises = bool((slope >= -_FLAT).all()) and all(s >= 0 for s in steps)
+    falls = bool((slope <= _FLAT).all()) and all(s <= 0 for s in steps)
+    return rises or falls
 
 
 def _evaluated(f: Function, name: str, x: Tensor) -> Tensor:
@@ -276,25 +290,30 @@ def _difference(g: Function, x: Tensor, order: int) -> Tensor:
     unit[order] = torch.arange(1.0, order + 1).prod()
     weights = torch.linalg.solve(powers, unit) / h**order  # (*shape, 9)
     nearby = g((x[..., None] + h * offsets).flatten()).view(weights.shape)
-    total: Tensor = (nearby * weights).sum(-1)
+    # The weights sum to 0 but for rounding; less its middle, a constant has derivative exactly 0.
+    total: Tensor = ((nearby - nearby[..., 4:5]) * weights).sum(-1)
     return total
 
 
 def _orders(f: Function) -> int:
     """How many derivatives autograd gets right: each is held against differences of the last.
 
-    Two probes may fall on corners, where differences are wrong; three that disagree decide.
+    Two probes may fall on corners, where differences are wrong; three that disagree decide. A
+    single NaN decides too: torch.where(x > 0, sqrt(x), 0) has it wherever the root is not taken.
     """
+    everywhere = _grid()
+    everywhere = everywhere[_nested(f, everywhere, 0).isfinite()]
     x = torch.tensor([-4.1, -2.3, -1.37, -0.71, -0.23, 0.31, 0.83, 1.57, 2.19, 3.9]).double()
     for order in (1, 2, 3):
         lower = order - 1
         try:
             got = _nested(f, x, order)
             want = _difference(lambda z, k=lower: _nested(f, z, k), x, 1)  # type: ignore[misc]
+            finite = bool(_nested(f, everywhere, order).isfinite().all())
         except (RuntimeError, NotImplementedError):  # no backward of this order
             return lower
         off = (got - want).abs() / (1 + want.abs())
-        if off.sort().values[-3] > 1e-6:
+        if not finite or off.sort().values[-3] > 1e-6:
             return lower
     return 3
 

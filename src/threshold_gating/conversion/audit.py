@@ -196,7 +196,8 @@ class _Reader(TorchDispatchMode):  # type: ignore[no-untyped-call]
         found = self.trail.follow(func, (args, kwargs), out, caller.is_own)
         if caller.is_own:
             site = self._site(caller, live)
-            if ops.is_nonlinear(func) and _module_of(caller.first) not in _REFERENCE:
+            # of parameters alone (a learned sharpness is clamped) it is no evaluation of the site
+            if live and ops.is_nonlinear(func) and _module_of(caller.first) not in _REFERENCE:
                 self.native.add(site)
         elif found is not None:
             where = self.running.stack[-1].where if self.running.stack else ""
