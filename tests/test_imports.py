@@ -18,8 +18,9 @@ _FITTING = {*_KERNELS, "shape"}
 _LAYERS = {*_KERNELS, "layers"}
 _RECURRENT = {*_LAYERS, "recurrent"}
 _SITES = {*_RECURRENT, "fitting", "sites"}
-_CONVERSION = {*_SITES, "conversion"}
+_CONVERSION = {*_SITES, "_version", "conversion"}
 ALLOWED = {
+    "_version": set(),
     "primitive": set(),
     "instance": {"primitive"},
     "_fitted": _BASE,

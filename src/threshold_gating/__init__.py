@@ -12,6 +12,7 @@ from threshold_gating import (
     taxonomy,
     theory,
 )
+from threshold_gating._version import __version__ as __version__
 from threshold_gating.attention import softmax
 from threshold_gating.conversion import audit, convert, verify
 from threshold_gating.fitting import fit, match
@@ -20,8 +21,6 @@ from threshold_gating.layers import Activation
 from threshold_gating.primitive import blend, gates
 from threshold_gating.recurrent import GRU, LSTM
 from threshold_gating.taxonomy import TAXONOMY, family
-
-__version__ = "0.1.0"
 
 __all__ = [
     "GRU",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import math
 from collections.abc import Iterator, Mapping
@@ -15,6 +14,7 @@ import torch
 from torch import nn
 
 from threshold_gating import kernels, recurrent, sites
+from threshold_gating._version import __version__
 from threshold_gating.conversion.files import CONFIG, CheckpointError
 from threshold_gating.conversion.plan import Site
 from threshold_gating.conversion.rewrite import PerCall
@@ -69,16 +69,12 @@ def describe(model: nn.Module) -> dict[str, Any]:
     """The config of a network, all but what it says of files."""
     return {
         "schema": SCHEMA,
-        "threshold_gating": _version(),
+        "threshold_gating": __version__,
         "torch": str(torch.__version__),
         "model": f"{type(model).__module__}.{type(model).__qualname__}",
         "trainable": [name for name, p in gate_parameters(model) if p.requires_grad],
         **structure(model),
     }
-
-
-def _version() -> str:
-    return importlib.metadata.version("threshold-gating")
 
 
 def structure(model: nn.Module) -> dict[str, Any]:
@@ -236,7 +232,7 @@ def _check_schema(path: Path, data: Any) -> None:
     if schema > SCHEMA:
         raise CheckpointError(
             f"{path}: written by version {data.get('threshold_gating', '?')} (schema {schema}); "
-            f"this is {_version()} (schema {SCHEMA}); update threshold-gating."
+            f"this is {__version__} (schema {SCHEMA}); update threshold-gating."
         )
 
 
