@@ -108,6 +108,12 @@ def test_a_step_has_no_edge_of_chaos():
     assert not edge.valid
 
 
+def test_a_constant_has_no_edge_of_chaos():
+    edge = edge_of_chaos(lambda x: torch.full_like(x, 3.0), 1.0)
+    assert (edge.moments.slope, edge.moments.curvature) == (0.0, 0.0)
+    assert not edge.valid
+
+
 def test_a_variance_must_be_positive():
     with pytest.raises(ValueError, match=r"moments: the variance q is positive; got 0\.0"):
         moments(torch.tanh, 0.0)

@@ -12,6 +12,7 @@ from threshold_gating import TAXONOMY
 from threshold_gating.shape import (
     Asymptote,
     Corner,
+    Curve,
     asymptotes,
     corners,
     curve,
@@ -163,6 +164,31 @@ def test_derivatives_are_those_of_the_closed_form(f, at, expected):
     assert d.by == "autograd"
 
 
+@pytest.mark.parametrize(
+    ("f", "expected"),
+    [
+        (lambda x: 1e3 * F.silu(x), (0, 500, 500, 0)),
+        (lambda x: 1e-3 * F.silu(x), (0, 5e-4, 5e-4, 0)),
+        (lambda x: 1e6 * torch.tanh(x), (0, 1e6, 0, -2e6)),
+        (lambda x: torch.tanh(1e3 * x), (0, 1e3, 0, -2e9)),
+        (lambda x: 1e3 + 1e-5 * F.silu(x), (1e3, 5e-6, 5e-6, 0)),
+    ],
+    ids=["1e3 silu", "1e-3 silu", "1e6 tanh", "tanh(1e3 x)", "1e3 + 1e-5 silu"],
+)
+def test_derivatives_exist_at_any_scale_of_f_and_x(f, expected):
+    d = derivatives(f)
+    assert (d.value, d.first, d.second, d.third) == pytest.approx(expected, rel=1e-12, abs=1e-15)
+    assert d.by == "autograd"
+
+
+@pytest.mark.parametrize("scale", [1e-8, 1e-3, 1e3, 1e6])
+@pytest.mark.parametrize(("f", "existing"), [(torch.sign, 0), (F.relu, 1), (F.elu, 2)])
+def test_a_jump_is_seen_at_any_scale_of_f(f, existing, scale):
+    d = derivatives(lambda x: scale * f(x))
+    values = [d.value, d.first, d.second, d.third]
+    assert [v is not None for v in values] == [True] * existing + [False] * (4 - existing)
+
+
 def test_an_op_without_double_backward_falls_back_and_says_so():
     d = derivatives(F.hardsigmoid)
     assert d.by == "autograd to order 1, then finite differences"
@@ -180,6 +206,41 @@ def test_a_function_from_numpy_is_differentiated_by_differences():
     assert asymptotes(tanh).high == Asymptote(0.0, 1.0)
     (corner,) = corners(lambda x: torch.from_numpy(np.maximum(x.detach().numpy(), 0)))
     assert (corner.at, corner.jump) == pytest.approx((0, 1), abs=2e-6)
+
+
+def test_a_corner_of_a_function_from_numpy_has_no_derivative():
+    """Differences turn the jump of f' into a slope, which an extrapolation would follow."""
+    d = derivatives(lambda x: torch.from_numpy(np.maximum(x.detach().numpy(), 0)))
+    assert (d.value, d.first) == (0.0, None)
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1.0])
+def test_a_missing_backward_is_noticed_at_any_scale_of_f(scale):
+    f = curve(lambda x: torch.from_numpy(scale * np.tanh(x.detach().numpy())))
+    assert f.orders == 0
+    assert derivatives(f).first == pytest.approx(scale, rel=1e-6)
+
+
+def test_a_constant_from_numpy_has_derivatives_that_are_exactly_zero():
+    f = Curve(lambda x: torch.full_like(x, 3.1), "constant", 0)
+    assert not f(torch.linspace(-5, 5, 11, dtype=torch.float64), 1).any()
+
+
+@pytest.mark.parametrize("edge", [0.0, 8.0])
+def test_a_gradient_that_is_nan_is_not_trusted(edge):
+    """Where the root is not taken its gradient is 0 times NaN; beyond 8 no probe sees it."""
+
+    def root(x):
+        return torch.where(x < edge, torch.sqrt(edge - x), torch.zeros_like(x))
+
+    c = curve(root)
+    assert c.orders == 0
+    x = torch.tensor([-2.0, edge + 1.0], dtype=torch.float64)
+    assert c(x, 1).tolist() == pytest.approx([-0.5 / math.sqrt(edge + 2), 0], abs=1e-9)
+    assert derivatives(root, -2.0).by == "finite differences"
+    at_edge = derivatives(root, edge)
+    assert (at_edge.value, at_edge.first) == (0.0, None)
+    assert not any(k.step for k in corners(root))
 
 
 def test_a_backward_that_is_silently_wrong_is_not_trusted():
@@ -217,6 +278,22 @@ def test_a_derivative_with_two_sides_is_none_and_so_are_those_above(f, existing)
     d = derivatives(f)
     values = [d.value, d.first, d.second, d.third]
     assert [v is not None for v in values] == [True] * existing + [False] * (4 - existing)
+
+
+@pytest.mark.parametrize(
+    ("f", "monotone"),
+    [
+        (lambda x: F.threshold(x, 0.1, 20.0), False),  # rises, but for a step down by 19.9
+        (lambda x: F.threshold(x, 0.1, -20.0), True),
+        (lambda x: x - 0.02 * (x > 0), False),
+        (F.hardshrink, True),
+        (lambda x: -torch.sign(x), True),
+        (lambda x: torch.sign(x) - 2 * torch.sign(x - 1), False),
+    ],
+    ids=["threshold", "threshold below", "small step", "hardshrink", "falling step", "up and down"],
+)
+def test_a_step_against_the_slope_or_another_step_is_not_monotone(f, monotone):
+    assert is_monotone(f) is monotone
 
 
 def test_a_module_that_works_in_place_is_left_alone():

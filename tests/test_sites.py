@@ -172,11 +172,30 @@ def test_clamp_keeps_torchs_gradient_at_its_bounds():
         assert torch.equal(x.grad, z.grad)
 
 
-def test_calls_on_integers_or_with_tensor_bounds_are_no_nonlinearity():
+def test_calls_on_integers_are_no_nonlinearity():
     assert sites.read(torch.clamp, (torch.arange(3), 0, 2), {}) is None
-    assert sites.read(torch.clamp, (torch.ones(3), torch.zeros(3)), {}) is None
     assert sites.read(torch.add, (torch.ones(3), 1), {}) is None
     assert sites.read(F.relu, (torch.ones(3),), {}) == "relu"
+
+
+def test_a_clamp_by_tensors_is_a_gate_whose_thresholds_are_data():
+    x = torch.cat(
+        [torch.randn(4, 5, 60), torch.tensor([math.nan, math.inf, -math.inf]).expand(4, 5, 3)], -1
+    )
+    low, high = torch.randn(5, 1) - 1, torch.randn(4, 1, 1) + 2
+    for function, args, kwargs in [
+        (torch.clamp, (x, low, high), {}),
+        (torch.Tensor.clamp, (x,), {"min": low}),
+        (torch.clamp, (x, torch.tensor(-0.5), torch.tensor(math.inf)), {}),
+        (torch.clamp_max, (x, high), {}),
+        (torch.clamp_min, (x, low), {}),
+    ]:
+        kind = sites.read(function, args, kwargs)
+        assert kind.endswith("_by_tensors")
+        assert torch.equal(
+            sites.WHOLE[kind](*args, **kwargs).nan_to_num(9),
+            function(*args, **kwargs).nan_to_num(9),
+        )
 
 
 def test_random_slopes_are_refused():

@@ -285,6 +285,22 @@ def test_explain_refuses_what_is_no_activation(f, message):
         theory.explain(f)
 
 
+@pytest.mark.parametrize(
+    ("f", "why"),
+    [
+        (lambda x: torch.full_like(x, 3.0), "E[f'^2] is 0"),
+        (torch.zeros_like, "E[f'^2] is 0"),
+        (lambda x: torch.from_numpy(0 * x.detach().numpy() + 3.1), "E[f'^2] is 0"),
+        (torch.sign, "E[f'^2] is not finite"),
+        (torch.sigmoid, "sigma_b^2 < 0"),
+    ],
+    ids=["constant", "zero", "constant from numpy", "step", "sigmoid"],
+)
+def test_an_explanation_says_why_there_is_no_edge_of_chaos(f, why):
+    *_, line = str(theory.explain(f, q=(1.0,))).splitlines()
+    assert line.endswith(f"  none: {why}")
+
+
 def test_every_public_name_exists():
     assert all(hasattr(theory, name) for name in theory.__all__)
 

@@ -142,6 +142,24 @@ def _prelu(input: Tensor, weight: Tensor) -> Tensor:
     return kernels.blend(input, float("inf"), (0.0,), (slope, 1.0), (0.0, 0.0))
 
 
+def _clamp_by_tensors(kind: str) -> Callable[..., Tensor]:
+    """A clamp whose bounds are tensors: a hard gate with thresholds that are data."""
+
+    def clamp(*args: Any, **kwargs: Any) -> Tensor:
+        x, (low, high), _ = KINDS[kind].read(*args, **kwargs)
+        below, above = ([] if b is None else [b] for b in (low, high))
+        return kernels.blend(
+            x,
+            math.inf,
+            [*below, *above],
+            [0.0] * len(below) + [1.0] + [0.0] * len(above),
+            [*below, 0.0, *above],
+            owner=["hi"] * len(below) + ["lo"] * len(above),
+        )
+
+    return clamp
+
+
 # A copy of torch's function whose softmax and attention are ours. The original stops at its first
 # line to ask whoever intercepts it, so its inside could not be reached.
 _multi_head_attention = types.FunctionType(
@@ -164,6 +182,7 @@ WHOLE: dict[str, Callable[..., Any]] = {
     "prelu": _prelu,
     "scaled_dot_product_attention": attention.scaled_dot_product_attention,
     "multi_head_attention_forward": _multi_head_attention,
+    **{f"{kind}_by_tensors": _clamp_by_tensors(kind) for kind in KINDS if "clamp" in kind},
     **{function.__name__: gated for function, gated in recurrent.FUNCTIONS.items()},
 }
 
@@ -193,7 +212,7 @@ def read(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> s
         return None
     if kind.startswith("clamp"):
         bounds = KINDS[kind].read(*args, **kwargs).parameters
-        return kind if all(b is None or isinstance(b, int | float) for b in bounds) else None
+        return f"{kind}_by_tensors" if any(isinstance(b, Tensor) for b in bounds) else kind
     return kind
 
 

@@ -132,20 +132,22 @@ def _as_it_comes(kind: str, args: Any, kwargs: Any) -> Site:
 def answer(site: Site, func: Any, args: Any, kwargs: Any) -> Any:
     """What the gates say to a call of torch, written where the call would have written it."""
     out = kwargs.pop("out", None) if "out" in kwargs else None
+    inplace = sites.FUNCTIONS[func][1]
     if site.t is None:
+        x = args[0] if args else None
         gated = func if kernels.takes_native() else sites.WHOLE[site.kind]
         y = gated(*args, **kwargs)
-        return y if out is None else out.copy_(y)
-    x, parameters, inplace = sites.KINDS[site.kind].read(*args, **kwargs)
+        out = x if inplace else out
+        return y if out is None or y is out else out.copy_(y)
+    x, parameters, asked = sites.KINDS[site.kind].read(*args, **kwargs)
     if parameters != site.parameters:
         raise ConversionError(
             f"{site.name} was converted with {site.parameters} and is called with "
             f"{parameters}; convert it with inputs that take the same path.",
             site.name,
         )
-    inplace = inplace or sites.FUNCTIONS[func][1]
+    inplace = inplace or asked
     # The gate keeps its input for the backward, so what is overwritten must not be that.
     y = kernels.evaluate(site.t, x.clone() if inplace and x.requires_grad else x, op=site.op)
-    if inplace:
-        return x.copy_(y)
+    out = x if inplace else out
     return y if out is None else out.copy_(y)
