@@ -198,6 +198,23 @@ def test_a_clamp_by_tensors_is_a_gate_whose_thresholds_are_data():
         )
 
 
+def test_the_larger_of_two_tensors_is_a_gate_and_a_reduction_is_none():
+    a = torch.cat([torch.randn(3, 60), torch.tensor([math.nan, math.inf, 1.0]).expand(3, 3)], -1)
+    b = torch.randn(3, 1)
+    for function, args in [
+        (torch.maximum, (a, b)),
+        (torch.max, (a, b)),
+        (torch.Tensor.min, (a, b)),
+        (torch.minimum, (b, a)),
+    ]:
+        kind = sites.read(function, args, {})
+        assert kind in ("maximum", "minimum")
+        assert torch.equal(sites.WHOLE[kind](*args).nan_to_num(9), function(*args).nan_to_num(9))
+    assert sites.read(torch.max, (a,), {}) is None
+    assert sites.read(torch.max, (a, 1), {}) is None
+    assert sites.read(torch.Tensor.min, (a,), {"dim": 1}) is None
+
+
 def test_random_slopes_are_refused():
     with pytest.raises(ValueError, match="draws its slopes at random"):
         sites.of_call("rrelu", (0.1, 0.3, 1.0))

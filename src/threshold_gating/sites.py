@@ -160,6 +160,19 @@ def _clamp_by_tensors(kind: str) -> Callable[..., Tensor]:
     return clamp
 
 
+def _extreme(side: int) -> Callable[..., Tensor]:
+    """The larger (or smaller) of two tensors: a hard gate at the other one."""
+
+    def extreme(input: Tensor, other: Tensor) -> Tensor:
+        s, c, owner = (
+            ((0.0, 1.0), (other, 0.0), "hi") if side > 0 else ((1.0, 0.0), (0.0, other), "lo")
+        )
+        y = kernels.blend(input, math.inf, [other], s, c, owner=[owner])
+        return torch.where(other.isnan(), other, y)
+
+    return extreme
+
+
 # A copy of torch's function whose softmax and attention are ours. The original stops at its first
 # line to ask whoever intercepts it, so its inside could not be reached.
 _multi_head_attention = types.FunctionType(
@@ -182,6 +195,8 @@ WHOLE: dict[str, Callable[..., Any]] = {
     "prelu": _prelu,
     "scaled_dot_product_attention": attention.scaled_dot_product_attention,
     "multi_head_attention_forward": _multi_head_attention,
+    "maximum": _extreme(1),
+    "minimum": _extreme(-1),
     **{f"{kind}_by_tensors": _clamp_by_tensors(kind) for kind in KINDS if "clamp" in kind},
     **{function.__name__: gated for function, gated in recurrent.FUNCTIONS.items()},
 }
@@ -189,7 +204,9 @@ WHOLE: dict[str, Callable[..., Any]] = {
 
 def _spellings(kind: str) -> dict[Function, tuple[str, bool]]:
     """Every function of torch that makes a call of `kind`, with whether it writes in place."""
-    other = {"sigmoid": "expit", "clamp": "clip"}.get(kind, kind)
+    other = {"sigmoid": "expit", "clamp": "clip", "maximum": "max", "minimum": "min"}.get(
+        kind, kind
+    )
     return {
         getattr(home, name + mark): (kind, bool(mark))
         for name in (kind, other)
@@ -210,6 +227,9 @@ def read(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> s
     x = args[0] if args else kwargs.get("input", kwargs.get("query"))
     if kind is None or not isinstance(x, Tensor) or not x.is_floating_point():
         return None
+    if kind in ("maximum", "minimum"):  # torch.max is also a reduction
+        other = args[1] if len(args) > 1 else kwargs.get("other")
+        return kind if isinstance(other, Tensor) and other.is_floating_point() else None
     if kind.startswith("clamp"):
         bounds = KINDS[kind].read(*args, **kwargs).parameters
         return f"{kind}_by_tensors" if any(isinstance(b, Tensor) for b in bounds) else kind

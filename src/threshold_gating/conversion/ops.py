@@ -193,7 +193,9 @@ class Trail:
         self, func: Any, used: list[Tensor], out: Any, live: bool, carried: dict[Found, int]
     ) -> None:
         random = torch.Tag.nondeterministic_seeded in func.tags
-        made = name(func).endswith("_like") or name(func).startswith("new_")  # of the shape only
+        op = name(func)
+        made = op.endswith("_like") or op.startswith("new_")  # of the shape only
+        made = made or op.startswith("lift")  # a literal in the code: torch.tensor(0.5)
         constant = not random and (made or not live)
         keys = {_key(t) for t in used}
         for key in map(_key, _leaves(out)):
