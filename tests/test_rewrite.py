@@ -253,6 +253,18 @@ def test_calls_of_a_module_made_on_the_way_are_those_of_its_maker():
     torch.testing.assert_close(gated(x), 2 * F.silu(x))
 
 
+def test_a_float64_network_gets_float64_gates():
+    class QuickGELU(nn.Module):
+        def forward(self, x):
+            return x * torch.sigmoid(1.702 * x)
+
+    x = torch.randn(5, 4, dtype=torch.float64)
+    model = nn.Sequential(nn.Linear(4, 4), QuickGELU(), nn.LeakyReLU(0.1)).double()
+    gated = convert(model, inputs=x)
+    assert gated[1].tau0.item() == 1.702
+    torch.testing.assert_close(gated(x), model(x), rtol=1e-15, atol=1e-15)
+
+
 def test_half_precision_and_meta_networks_convert():
     model = Functional().eval().bfloat16()
     x = torch.randn(2, 3, 6, 6).bfloat16()
@@ -306,8 +318,8 @@ def test_converting_a_network_in_training_leaves_its_statistics_alone():
 def test_a_certificate_that_is_not_ok_is_an_error_that_names_the_site(monkeypatch):
     from threshold_gating.conversion import rewrite
 
-    def worse(module, calls, device):
-        act = original(module, calls, device)
+    def worse(module, calls, place):
+        act = original(module, calls, place)
         act.theta0 += 0.01
         return act
 

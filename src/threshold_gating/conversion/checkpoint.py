@@ -180,12 +180,14 @@ def _rebuild(model: nn.Module, saved: Checkpoint) -> None:
         return  # it is so already
     rewrite.revert(model)
     _check_modules(model, saved)
-    at, devices = dict(model.named_modules()), rewrite._devices(model)
+    at, places = dict(model.named_modules()), rewrite.places(model)
     swaps = {}
     for entry in saved.modules:
         old = at[entry.names[0]]
-        device = torch.device("cpu") if devices[old].type == "meta" else devices[old]
-        swaps[old] = _replacement(old, entry.holds, device)
+        place = places[old]
+        if place.device.type == "meta":
+            place = place._replace(device=torch.device("cpu"))
+        swaps[old] = _replacement(old, entry.holds, place)
     for parent, name, child in rewrite._children(model):
         parent._modules[name] = swaps.get(child, child)
     for entry in saved.owners:
@@ -226,18 +228,14 @@ def _check_modules(model: nn.Module, saved: Checkpoint) -> None:
             raise wrong(f"{name!r} has gates of its own and none on record")
 
 
-def _replacement(old: nn.Module, calls: list[Any], device: torch.device) -> nn.Module:
+def _replacement(old: nn.Module, calls: list[Any], place: rewrite.Place) -> nn.Module:
     if isinstance(old, Activation) and _is_made_so(old, calls):
         return old
-    acts = [config.activation(site, make, device) for site, make in calls]
-    for act, (site, _) in zip(acts, calls, strict=True):
-        act.__dict__["site"] = site
-    new: nn.Module = rewrite.PerCall(acts) if len(acts) > 1 else acts[0]
-    for hooks in rewrite._HOOKS:
-        setattr(new, hooks, getattr(old, hooks))
-    if not isinstance(old, Activation):  # the network's own one is not there to come back
-        new.__dict__["replaced"] = old
-    return new.train(old.training)
+    acts = [config.activation(site, make, place.device) for site, make in calls]
+    new = rewrite.stand_in(old, acts, [site for site, _ in calls], place)
+    if isinstance(old, Activation):  # the network's own one is not there to come back
+        del new.__dict__["replaced"]
+    return new
 
 
 def _is_made_so(act: Activation, calls: list[Any]) -> bool:

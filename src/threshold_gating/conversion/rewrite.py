@@ -9,8 +9,8 @@ module stay as they were.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
-from typing import Any, cast
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -105,11 +105,11 @@ def _certify(original: nn.Module, model: nn.Module, inputs: Any, tol: float | No
 def apply_plan(model: nn.Module, plan: Plan) -> None:
     """Make the changes of a plan."""
     made: dict[nn.Module, nn.Module] = {}
-    devices = _devices(model)
+    where = places(model)
     for parent, name, child in _children(model):
         if plan.modules.get(child):
             if child not in made:
-                made[child] = _replacement(child, plan.modules[child], devices[child])
+                made[child] = _replacement(child, plan.modules[child], where[child])
             parent._modules[name] = made[child]
     for module, calls in plan.modules.items():
         if not calls:  # left alone, also by an owner around it
@@ -144,18 +144,27 @@ def _children(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
                 yield parent, name, child
 
 
-def _devices(model: nn.Module) -> dict[nn.Module, torch.device]:
-    """For each module the device it works on: that of a tensor near it, towards the root."""
-    found: dict[str, torch.device] = {}
-    devices = {}
+class Place(NamedTuple):
+    """Where a module works: on which device, and whether in float64."""
+
+    device: torch.device
+    double: bool
+
+
+def places(model: nn.Module) -> dict[nn.Module, Place]:
+    """For each module where it works: as a tensor near it, towards the root, says."""
+    found: dict[str, Place] = {}
     for name, module in model.named_modules():
-        above = found.get(name.rpartition(".")[0], torch.device("cpu")) if name else None
-        own = next((t.device for t in (*module.parameters(), *module.buffers())), above)
-        # accelerate keeps offloaded weights on meta and works elsewhere; a CPU scalar fits any.
-        offloaded = own is not None and own.type == "meta" and hasattr(module, "_hf_hook")
-        found[name] = torch.device("cpu") if own is None or offloaded else own
-        devices[module] = found[name]
-    return devices
+        place = found.get(name.rpartition(".")[0], Place(torch.device("cpu"), False))
+        tensors = (*module.parameters(), *module.buffers())
+        near = next((t for t in tensors if t.is_floating_point()), None)
+        if near is not None:
+            # accelerate keeps offloaded weights on meta and works elsewhere; CPU scalars fit any
+            offloaded = near.is_meta and hasattr(module, "_hf_hook")
+            device = torch.device("cpu") if offloaded else near.device
+            place = Place(device, near.dtype == torch.float64)
+        found[name] = place
+    return {module: found[name] for name, module in model.named_modules()}
 
 
 class PerCall(nn.Module):
@@ -187,14 +196,22 @@ _HOOKS = (
 )
 
 
-def _replacement(module: nn.Module, calls: list[Site], device: torch.device) -> nn.Module:
-    acts = [Activation(site.t, device=device) for site in calls if site.t is not None]
-    for act, site in zip(acts, calls, strict=True):
-        act.__dict__["site"] = site
+def _replacement(module: nn.Module, calls: list[Site], place: Place) -> nn.Module:
+    acts = [Activation(site.t, device=place.device) for site in calls if site.t is not None]
     differ = len({site.t for site in calls}) > 1
-    new: nn.Module = PerCall(acts) if differ else acts[0]
+    return stand_in(module, acts if differ else acts[:1], calls, place)
+
+
+def stand_in(
+    module: nn.Module, acts: list[Activation], calls: Iterable[Site], place: Place
+) -> nn.Module:
+    """What takes the place of `module`, with its hooks and its mode: one activation or several."""
+    for act, site in zip(acts, calls, strict=False):
+        act.__dict__["site"] = site
+    new: nn.Module = PerCall(acts) if len(acts) > 1 else acts[0]
     for hooks in _HOOKS:
         setattr(new, hooks, getattr(module, hooks))
     # Beside the registered parts: what was replaced is not a part of the network any more.
     new.__dict__["replaced"] = module
-    return new.train(module.training)
+    new.train(module.training)
+    return new.double() if place.double else new
