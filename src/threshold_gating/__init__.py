@@ -14,7 +14,7 @@ from threshold_gating import (
 )
 from threshold_gating._version import __version__ as __version__
 from threshold_gating.attention import softmax
-from threshold_gating.conversion import audit, convert, verify
+from threshold_gating.conversion import audit, calibrate, convert, verify
 from threshold_gating.fitting import fit, match
 from threshold_gating.instance import TG
 from threshold_gating.layers import Activation
@@ -31,6 +31,7 @@ __all__ = [
     "attention",
     "audit",
     "blend",
+    "calibrate",
     "conversion",
     "convert",
     "family",

@@ -1,6 +1,7 @@
 """Convert a network to gates, prove that nothing was lost, keep and reload the result."""
 
 from threshold_gating.conversion.audit import Audit, audit
+from threshold_gating.conversion.calibration import Calibration, SiteFit, calibrate
 from threshold_gating.conversion.certificate import Certificate, verify
 from threshold_gating.conversion.checkpoint import load, save
 from threshold_gating.conversion.config import Checkpoint
@@ -10,12 +11,15 @@ from threshold_gating.conversion.rewrite import convert, convert_, revert
 
 __all__ = [
     "Audit",
+    "Calibration",
     "Certificate",
     "Checkpoint",
     "CheckpointError",
     "ConversionError",
     "Site",
+    "SiteFit",
     "audit",
+    "calibrate",
     "convert",
     "convert_",
     "load",
