@@ -29,7 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from threshold_gating.primitive import _wide
+from threshold_gating.primitive import wide
 
 
 class Top2(NamedTuple):
@@ -63,7 +63,7 @@ def softmax(
     if not (masked == 0 or math.isnan(masked)):
         raise ValueError(f"softmax: a masked row becomes nan or 0; got masked={masked!r}.")
     logits = input if dtype is None else input.to(dtype)
-    z = _wide(logits)
+    z = wide(logits)
     # Dynamo refuses a function that has a forward mode; there it is left out.
     gates = _Gates if torch.compiler.is_compiling() else _DualGates
     p = gates.apply(z, dim, masked) if z.numel() else z.clone()  # type: ignore[no-untyped-call]
@@ -84,7 +84,7 @@ def thresholds(z: Tensor, dim: int = -1, stats: Top2 | None = None) -> Tensor:
     >>> thresholds(torch.tensor([0.0, 0.0, 20.0]))
     tensor([20.0000, 20.0000,  0.6931])
     """
-    z = _wide(z).detach()
+    z = wide(z).detach()
     if z.numel() == 0:
         return z
     m1, _, m2, T = top2(z, dim) if stats is None else stats
@@ -95,7 +95,7 @@ def thresholds(z: Tensor, dim: int = -1, stats: Top2 | None = None) -> Tensor:
 
 def top2(z: Tensor, dim: int = -1, start: int = 0) -> Top2:
     """The statistics of rows along `dim`, or of their tiles that begin at index `start`."""
-    z = _wide(z).detach()
+    z = wide(z).detach()
     m1, i1 = z.max(dim, keepdim=True)
     others = z.scatter(dim, i1, -math.inf)
     m2 = others.amax(dim, keepdim=True)
@@ -149,7 +149,7 @@ def scaled_dot_product_attention(
                 q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )
     _check_attention(query, key, value, attn_mask, is_causal)
-    q, k, v = _wide(query), _wide(key), _wide(value)
+    q, k, v = wide(query), wide(key), wide(value)
     if enable_gqa:
         k, v = _repeat_heads(k, q), _repeat_heads(v, q)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale

@@ -71,7 +71,7 @@ def gates(
     tensor([[0.5000],
             [0.5000]])
     """
-    z = _wide(x)
+    z = wide(x)
     taus, thresholds = _thresholds(z, tau, theta, form)
     if _is_hard(taus, thresholds):
         owners = _owners(owner, len(thresholds))
@@ -120,7 +120,7 @@ def blend(
     >>> blend(torch.tensor([-1.0, 2.0]), float("inf"), (0.0,), (0.0, 1.0), (0.0, 0.0))
     tensor([0., 2.])
     """
-    z = _wide(x)
+    z = wide(x)
     taus, thresholds = _thresholds(z, tau, theta, form)
     K = len(thresholds) + 1
     curves = [0.0] * K if q is None else _rows("q", q, z, K)
@@ -203,7 +203,7 @@ def gated_linear(
     return y if bias is None else y + bias
 
 
-def _wide(x: Tensor) -> Tensor:
+def wide(x: Tensor) -> Tensor:
     """`x` in the dtype it is computed in: float32 for 16-bit floats."""
     if not isinstance(x, Tensor) or not x.is_floating_point():
         given = str(x.dtype) if isinstance(x, Tensor) else type(x).__name__

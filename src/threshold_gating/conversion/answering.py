@@ -100,7 +100,7 @@ class Answering(TorchFunctionMode):
 
     def _site(self, kind: str, count: int, args: Any, kwargs: Any) -> Site | None:
         if self.plan is None:
-            return _as_it_comes(kind, args, kwargs)
+            return as_it_comes(kind, args, kwargs)
         if LEAVE in self.plan:
             return None
         name = f"{kind}#{count}"
@@ -117,7 +117,7 @@ class Answering(TorchFunctionMode):
 _MADE: dict[tuple[str, tuple[Any, ...]], Site] = {}
 
 
-def _as_it_comes(kind: str, args: Any, kwargs: Any) -> Site:
+def as_it_comes(kind: str, args: Any, kwargs: Any) -> Site:
     parameters = sites.KINDS[kind].read(*args, **kwargs).parameters if kind in sites.KINDS else ()
     if (kind, parameters) not in _MADE:
         site = Site(f":{kind}", kind)

@@ -21,14 +21,14 @@ from threshold_gating import sites
 from threshold_gating.conversion import ops
 from threshold_gating.conversion.audit import WIDTH, columns
 from threshold_gating.conversion.plan import (
+    Choices,
     ConversionError,
     Function,
-    _Choices,
-    _instance,
-    _module_sites,
-    _run,
-    _Tracer,
+    Tracer,
+    instance_at,
+    module_sites,
     refuse,
+    run,
 )
 from threshold_gating.conversion.running import Running, evaluating, fresh
 from threshold_gating.fitting import Fit, fit, match
@@ -294,7 +294,7 @@ class _Watch:
         self.model, self.options = model, options
         self.found: dict[str, _Found] = {}
         self.exact: dict[str, str] = {}  # kinds of the others
-        self.modules = _module_sites(model, _Choices(None))
+        self.modules = module_sites(model, Choices(None))
         self.running = Running(model)
 
     def run(self, inputs: Any) -> None:
@@ -303,8 +303,8 @@ class _Watch:
         # Hooks of the modules run last, so they see what `forward` gets.
         hooks = [m.register_forward_pre_hook(self._module, with_kwargs=True) for m in self.modules]
         try:
-            with self.running, _Tracer(self.running, self.modules, self._call):
-                _run(self.model, fresh(inputs))
+            with self.running, Tracer(self.running, self.modules, self._call):
+                run(self.model, fresh(inputs))
         finally:
             for hook in hooks:
                 hook.remove()
@@ -401,7 +401,7 @@ def _defaults(name: str, site: _Found, K: int, rows: dict[tuple[TG, int], TG]) -
     known = site.default
     if (known.t, K) not in rows:
         same = K == known.t.K
-        rows[known.t, K] = known.t if same else _instance(K, known, site.f, name)
+        rows[known.t, K] = known.t if same else instance_at(K, known, site.f, name)
     closed = []
     with suppress(ValueError):  # it has none
         closed = [match(site.f)] if K == 2 else []

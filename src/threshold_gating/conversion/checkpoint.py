@@ -188,7 +188,7 @@ def _rebuild(model: nn.Module, saved: Checkpoint) -> None:
         if place.device.type == "meta":
             place = place._replace(device=torch.device("cpu"))
         swaps[old] = _replacement(old, entry.holds, place)
-    for parent, name, child in rewrite._children(model):
+    for parent, name, child in rewrite.children(model):
         parent._modules[name] = swaps.get(child, child)
     for entry in saved.owners:
         own(at[entry.names[0]], entry.holds)

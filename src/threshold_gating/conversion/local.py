@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map
 
 from threshold_gating import sites
 from threshold_gating.conversion import ops
-from threshold_gating.conversion.answering import LEAVE, _as_it_comes, answer
+from threshold_gating.conversion.answering import LEAVE, answer, as_it_comes
 from threshold_gating.conversion.audit import described, gate_of, is_gate
 from threshold_gating.conversion.plan import Site
 from threshold_gating.conversion.running import Run, Running, fresh
@@ -226,7 +226,7 @@ class Local(TorchFunctionMode):
             if "tg_sites" in owner:
                 plan = owner["tg_sites"]
                 if plan is None:
-                    return _as_it_comes(kind, args, kwargs)
+                    return as_it_comes(kind, args, kwargs)
                 call = name.removeprefix(f"{run.where}:")
                 return run.where if LEAVE in plan else plan.get(call)
         return None

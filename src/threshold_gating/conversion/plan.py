@@ -63,14 +63,14 @@ class Plan(NamedTuple):
 def make_plan(model: nn.Module, wishes: Mapping[str, Choice] | None, inputs: Any) -> Plan:
     """Find every nonlinearity of `model` and decide what stands there; `model` is not changed."""
     refuse(model)
-    chosen = _Choices(wishes)
-    modules = _module_sites(model, chosen)
+    chosen = Choices(wishes)
+    modules = module_sites(model, chosen)
     calls: dict[str, dict[str, Site | None]] | None = None
     if inputs is not None:
         calls = {}
         running = Running(model)
-        with evaluating(model), running, _Tracer(running, modules, _collector(calls, chosen)):
-            _run(model, fresh(inputs))
+        with evaluating(model), running, Tracer(running, modules, _collector(calls, chosen)):
+            run(model, fresh(inputs))
         for module, made in modules.items():
             _name_calls(module, made, running.calls[module], chosen)
         # These take a fused path in evaluation, which no gate is in; being owners keeps them from
@@ -93,7 +93,7 @@ def arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (inputs if isinstance(inputs, tuple) else (inputs,)), {}
 
 
-def _run(model: nn.Module, inputs: Any) -> None:
+def run(model: nn.Module, inputs: Any) -> None:
     args, kwargs = arguments(inputs)
     try:
         model(*args, **kwargs)
@@ -123,7 +123,7 @@ def refuse(model: nn.Module) -> None:
             )
 
 
-class _Choices:
+class Choices:
     """What the caller wants at which site, and whether every wish was met."""
 
     def __init__(self, given: Mapping[str, Choice] | None) -> None:
@@ -137,7 +137,7 @@ class _Choices:
             return default
         if self.given[wish] is None:
             return None
-        t = _instance(self.given[wish], default, f, name)
+        t = instance_at(self.given[wish], default, f, name)
         return default if t == default.t else sites.judged(t, f)
 
     def leaves(self, name: str) -> bool:
@@ -168,7 +168,7 @@ class _Choices:
             )
 
 
-def _instance(choice: Choice, default: sites.Recognised, f: Function, name: str) -> TG:
+def instance_at(choice: Choice, default: sites.Recognised, f: Function, name: str) -> TG:
     if isinstance(choice, TG):
         return choice
     if isinstance(choice, str):
@@ -189,7 +189,7 @@ def _instance(choice: Choice, default: sites.Recognised, f: Function, name: str)
     return fit(f, over="line", K=choice).t
 
 
-def _module_sites(model: nn.Module, chosen: _Choices) -> dict[nn.Module, list[Site]]:
+def module_sites(model: nn.Module, chosen: Choices) -> dict[nn.Module, list[Site]]:
     found = {}
     for name, module in model.named_modules():
         if module is model:
@@ -211,7 +211,7 @@ def _kind(module: nn.Module) -> str:
     return next((kind for kind in sites.KINDS if kind.replace("_", "") == name), name)
 
 
-def _name_calls(module: nn.Module, made: list[Site], calls: int, chosen: _Choices) -> None:
+def _name_calls(module: nn.Module, made: list[Site], calls: int, chosen: Choices) -> None:
     """Give each further call of a module that is used several times a site of its own."""
     if not made or made[0].t is None:
         return
@@ -236,7 +236,7 @@ def _recognised(module: nn.Module) -> sites.Recognised | None:
         module.training = training
 
 
-class _Tracer(TorchFunctionMode):
+class Tracer(TorchFunctionMode):
     """Reports each nonlinear call of torch by name, except inside modules that are sites."""
 
     def __init__(
@@ -254,7 +254,7 @@ class _Tracer(TorchFunctionMode):
 
 
 def _collector(
-    found: dict[str, dict[str, Site | None]], chosen: _Choices
+    found: dict[str, dict[str, Site | None]], chosen: Choices
 ) -> Callable[[str, str, Any, Any], None]:
     """Collects calls as owner -> {"relu#0": site, or None to leave the call alone}."""
 
@@ -266,7 +266,7 @@ def _collector(
     return collect
 
 
-def _call_site(name: str, kind: str, args: Any, kwargs: Any, chosen: _Choices) -> Site | None:
+def _call_site(name: str, kind: str, args: Any, kwargs: Any, chosen: Choices) -> Site | None:
     if kind in sites.WHOLE:
         return None if chosen.leaves(name) else Site(name, kind)
     parameters = sites.KINDS[kind].read(*args, **kwargs).parameters

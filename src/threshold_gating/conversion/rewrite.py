@@ -106,7 +106,7 @@ def apply_plan(model: nn.Module, plan: Plan) -> None:
     """Make the changes of a plan."""
     made: dict[nn.Module, nn.Module] = {}
     where = places(model)
-    for parent, name, child in _children(model):
+    for parent, name, child in children(model):
         if plan.modules.get(child):
             if child not in made:
                 made[child] = _replacement(child, plan.modules[child], where[child])
@@ -128,7 +128,7 @@ def revert(model: nn.Module) -> nn.Module:
         model.__dict__.pop("tg_restart").remove()
     for module in list(model.modules()):
         disown(module)
-    for parent, name, child in _children(model):
+    for parent, name, child in children(model):
         original = child.__dict__.get("replaced")
         if original is not None:
             original.train(child.training)
@@ -136,7 +136,7 @@ def revert(model: nn.Module) -> nn.Module:
     return model
 
 
-def _children(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
+def children(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
     """(parent, name, child) for every registration, a shared module under each of its names."""
     for parent in list(model.modules()):
         for name, child in list(parent._modules.items()):
