@@ -212,6 +212,29 @@ def test_parameters_broadcast_per_layer_channel_and_neuron():
         torch.testing.assert_close(y[1, 2, 3, 4], one, rtol=0, atol=1e-14)
 
 
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), K=st.integers(2, 4), own_tau=st.booleans())
+def test_parameters_broadcast_as_torch_broadcasts(data, K, own_tau):
+    """A value for each parameter and element, by torch's own expansion, gives the same."""
+    full = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=3).map(tuple))
+
+    def shrunk():
+        kept = tuple(data.draw(st.sampled_from((1, n))) for n in full)
+        return kept[data.draw(st.integers(0, len(full) - 1)) :]
+
+    x = torch.randn(full, dtype=torch.float64)
+    group = shrunk()
+    tau, theta, s, c = parameters(K, group, own_tau)
+    whole = [
+        w.view(*w.shape[: w.dim() - len(group)], *(1,) * (len(full) - len(group)), *group).expand(
+            *w.shape[: w.dim() - len(group)], *full
+        )
+        for w in (tau, theta, s, c)
+    ]
+    torch.testing.assert_close(blend(x, tau, theta, s, c), blend(x, *whole), rtol=1e-14, atol=1e-14)
+    assert gates(x, tau, theta).shape == (K, *full)
+
+
 def test_numbers_and_tensors_give_the_same_function():
     x = torch.randn(1003, dtype=torch.float64)
     for K in (2, 3, 5):
