@@ -11,7 +11,10 @@ import copy
 import importlib
 import json
 import sys
-from collections.abc import Callable, Mapping
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -79,12 +82,12 @@ def command(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Name
 def convert(args: argparse.Namespace) -> int:
     """`tg convert`."""
     model, inputs = network(args)
-    _say(args, f"{args.network}: {_size(model)} parameters; converting ...")
-    gated = conversion.convert(model, _choices(args.site), inputs=inputs, strict=False)
     positional, named = arguments(inputs)
-    _say(args, "verifying with the gates evaluated ...")
-    certificate = conversion.verify(model, gated, *positional, **named)
-    audit = conversion.audit(gated, *positional, **named)
+    with _working(args, f"{args.network}, {_size(model)} parameters: converting"):
+        gated = conversion.convert(model, _choices(args.site), inputs=inputs, strict=False)
+    with _working(args, "verifying with the gates evaluated"):
+        certificate = conversion.verify(model, gated, *positional, **named)
+        audit = conversion.audit(gated, *positional, **named)
     ok = certificate.ok and not [op for op in audit.left if not op.asked]
     if ok and args.out is not None:
         conversion.save(gated, args.out, gates_only=args.gates_only)
@@ -117,7 +120,8 @@ def verify(args: argparse.Namespace) -> int:
     gated = conversion.load(args.gates, copy.deepcopy(model))
     model.load_state_dict(_plain_weights(gated, model))  # the same weights on both sides
     positional, named = arguments(inputs)
-    certificate = conversion.verify(model, gated, *positional, **named)
+    with _working(args, "verifying with the gates evaluated"):
+        certificate = conversion.verify(model, gated, *positional, **named)
     _show(args, certificate.to_dict(), certificate.table())
     return 0 if certificate.ok else 1
 
@@ -234,6 +238,35 @@ def _needed(package: str, extra: str) -> Any:
 
 def _size(model: nn.Module) -> str:
     return f"{sum(p.numel() for p in model.parameters()):,}"
+
+
+@contextmanager
+def _working(args: argparse.Namespace, what: str) -> Iterator[None]:
+    """Say on stderr what is being done and, on a terminal, for how long already."""
+    done = threading.Event()
+
+    def tick() -> None:
+        start = time.monotonic()
+        while not done.wait(0.5):
+            print(
+                f"\r{what} ... {time.monotonic() - start:.0f} s",
+                end="",
+                file=sys.stderr,
+                flush=True,
+            )
+        print(file=sys.stderr)
+
+    ticking = threading.Thread(target=tick, daemon=True)
+    if args.json or not sys.stderr.isatty():
+        _say(args, f"{what} ...")
+    else:
+        ticking.start()
+    try:
+        yield
+    finally:
+        done.set()
+        if ticking.is_alive():
+            ticking.join()
 
 
 def _say(args: argparse.Namespace, text: str) -> None:
