@@ -4,6 +4,10 @@ import sys
 
 import pytest
 import torch
+from hypothesis import settings
+
+settings.register_profile("loaded machine", deadline=None)
+settings.load_profile("loaded machine")
 
 # `with torch.device(...)` remembers, at its first use, which functions allocate: let it see torch's.
 with torch.device("cpu"):
