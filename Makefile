@@ -16,7 +16,7 @@ TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
 PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -n $(JOBS) --durations=15
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all zoo lint format docs clean
+.PHONY: help demo test test-all zoo evidence lint format docs clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -34,6 +34,10 @@ test-all: $(VENV)/.dev  ## run the tests marked slow as well
 
 zoo: $(VENV)/.dev  ## convert one network of every family of timm and many of transformers
 	$(BIN)/python -m tests.zoo --jobs $(JOBS)
+
+# One thread: two wait for each other on two busy cores.
+evidence: $(VENV)/.dev  ## networks that others trained, before and after conversion, on real data
+	$(TEST_ENV) $(BIN)/python -m experiments.evidence
 
 lint: $(VENV)/.dev  ## check style and types
 	$(BIN)/ruff check .

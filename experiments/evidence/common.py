@@ -1,0 +1,82 @@
+"""What the networks of the evidence share: where files are, what is asked of them."""
+
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+ROOT = Path(__file__).resolve().parents[2]
+DATA = Path(os.environ.get("TG_DATA", ROOT.parent / "shared" / "data"))
+PACKAGES = ROOT / "results" / "packages"
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, per channel
+
+
+class Outcome(NamedTuple):
+    """What a network gives on its data: figures, what it decides, and its raw outputs."""
+
+    metrics: dict[str, float]
+    predictions: Tensor
+    outputs: Tensor
+
+
+class Loaded(NamedTuple):
+    """A network, the inputs to convert it with, and how it is judged."""
+
+    model: nn.Module
+    inputs: tuple[Tensor, ...]
+    evaluate: Callable[[nn.Module], Outcome]
+
+
+class Package(NamedTuple):
+    """A package of the registry that carries weights: what pip calls it, its file and hash."""
+
+    requirement: str
+    file: str
+    sha256: str
+
+    @property
+    def path(self) -> Path:
+        return PACKAGES / self.file
+
+
+class Case(NamedTuple):
+    """A network: how it is loaded (True: a few samples only), and from what.
+
+    `threads` is 1 where a step is so small that a second thread only waits for its turn.
+    """
+
+    load: Callable[[bool], Loaded]
+    files: tuple[str, ...]
+    packages: tuple[Package, ...] = ()
+    threads: int | None = None
+
+
+def strided(items: list, count: int | None) -> list:
+    """`count` of the items, evenly spaced; all of them if it is None."""
+    return items if count is None else items[:: max(1, len(items) // count)][:count]
+
+
+def normalised(images: Tensor) -> Tensor:
+    """Bytes (N, H, W, 3) as the floats (N, 3, H, W) that networks of ImageNet want."""
+    return (
+        ((images / 255 - torch.tensor(MEAN)) / torch.tensor(STD)).permute(0, 3, 1, 2).contiguous()
+    )
+
+
+def classified(logits: Tensor, labels: Tensor) -> Outcome:
+    best = logits.topk(5).indices == labels[:, None]
+    metrics = {"top-1 %": 100 * best[:, 0].double().mean().item()}
+    metrics["top-5 %"] = 100 * best.any(1).double().mean().item()
+    return Outcome(metrics, logits.argmax(-1), logits)
+
+
+def language(logits: Tensor, targets: Tensor, metric: str) -> Outcome:
+    """Of a language model, from logits (..., vocabulary) and the tokens that follow."""
+    nats = F.cross_entropy(logits.flatten(0, -2).double(), targets.flatten()).item()
+    value = math.exp(nats) if metric == "perplexity" else nats / math.log(2)
+    return Outcome({metric: value}, logits.argmax(-1), logits)

