@@ -2,8 +2,8 @@
 
 Weights are random, gains re-drawn in +-[0.5, 1.5] and BatchNorm statistics set by a training pass,
 because with stock initialisation many sites have no effect on the output. A network with GELU is
-compared with the same network whose GELU is the fitted function itself. Times are the smallest of
-several runs on one thread, original and converted in turn in one process, batch 8.
+compared with the same network whose GELU is the fitted function itself. Times are medians of nine
+runs on one thread, original and converted in turn in one process, batch 8.
 
     python -m benchmarks.conversion [--json FILE]
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import statistics
 import time
 
 import torch
@@ -62,15 +63,16 @@ def with_fitted_gelu(model):
     return model
 
 
-def seconds(f, x, runs=5):
-    """The smallest time of several calls."""
-    best = float("inf")
+def slowdown(gated, model, x, runs=9):
+    """Median time of `gated` over that of `model`, run in turn so that both see the same noise."""
+    taken = {gated: [], model: []}
     with torch.no_grad():
         for _ in range(runs):
-            start = time.perf_counter()
-            f(x)
-            best = min(best, time.perf_counter() - start)
-    return best
+            for f, times in taken.items():
+                start = time.perf_counter()
+                f(x)
+                times.append(time.perf_counter() - start)
+    return statistics.median(taken[gated]) / statistics.median(taken[model])
 
 
 def row(name, model, x):
@@ -83,7 +85,7 @@ def row(name, model, x):
         want, have = twin(x), gated(x)
     want, have = (y[0] if isinstance(y, tuple) else y for y in (want, have))
     error = ((have - want).abs().max() / want.abs().max()).item()
-    ratio = min(seconds(gated, x) / seconds(model, x) for _ in range(3))
+    ratio = slowdown(gated, model, x)
     modules, calls = sum(map(len, plan.modules.values())), sum(map(len, plan.calls.values()))
     ok = error <= ERROR_LIMIT and (not exact or ratio <= TIME_LIMIT)
     return {

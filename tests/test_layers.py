@@ -245,11 +245,16 @@ def test_timm_builds_a_network_with_gates():
         torch.testing.assert_close(gated(x), plain(x))
 
 
-def test_inplace_is_accepted_and_leaves_the_input_alone():
+@pytest.mark.parametrize("key", ["relu", "silu", "leaky_relu", "hardswish", "softshrink"])
+def test_inplace_overwrites_with_torchs_own_op_and_never_with_gates(key):
     x = torch.randn(63)
-    before = x.clone()
-    Activation("relu", inplace=True)(x)
-    assert torch.equal(x, before)
+    want = ROWS[key].f(x)
+    with kernels.use("reference"):
+        before = x.clone()
+        torch.testing.assert_close(Activation(key, inplace=True)(x), want)
+        assert torch.equal(x, before)
+    assert torch.equal(Activation(key, inplace=True)(x), want)
+    assert torch.equal(x, before if key == "softshrink" else want)  # torch has no softshrink_
 
 
 def test_autocast_keeps_the_dtype_of_the_input():

@@ -59,7 +59,8 @@ class Activation(nn.Module):
         channels: number of channels, or for "neuron" the shape of the positions from `axis` on.
         axis: where the channels are in the input; 1 for images, -1 for tokens.
         train: which of "tau", "theta", "s", "c" are learned.
-        inplace: accepted because networks pass it to their activations; nothing is overwritten.
+        inplace: as networks pass it to their activations: torch's own op, where it runs, overwrites
+            its input. Gates do not.
 
     >>> Activation("silu")(torch.tensor([1.0]))
     tensor([0.7311])
@@ -142,7 +143,7 @@ class Activation(nn.Module):
         # The backend is asked first: with native off, whether there is an op must not matter to a
         # compiled graph.
         if kernels.takes_native() and (op := kernels.lowered(self._op)) is not None:
-            return op(x)
+            return kernels.overwriting(op, x) if self.inplace else op(x)
         shape = self._shape_in(x)
         tau, theta, s, c = self._values()
         form = self._structure

@@ -197,7 +197,13 @@ _HOOKS = (
 
 
 def _replacement(module: nn.Module, calls: list[Site], place: Place) -> nn.Module:
-    acts = [Activation(site.t, device=place.device) for site in calls if site.t is not None]
+    # Only of torch's own modules is it known that they then overwrite.
+    over = bool(getattr(module, "inplace", False)) and type(module) in vars(nn).values()
+    acts = [
+        Activation(site.t, inplace=over, device=place.device)
+        for site in calls
+        if site.t is not None
+    ]
     differ = len({site.t for site in calls}) > 1
     return stand_in(module, acts if differ else acts[:1], calls, place)
 

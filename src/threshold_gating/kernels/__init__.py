@@ -16,7 +16,7 @@ from torch import Tensor
 
 from threshold_gating import primitive
 from threshold_gating.instance import TG
-from threshold_gating.kernels.lowering import Op, native
+from threshold_gating.kernels.lowering import Op, native, overwriting
 
 __all__ = [
     "BACKENDS",
@@ -26,6 +26,7 @@ __all__ = [
     "evaluate",
     "lowered",
     "native",
+    "overwriting",
     "takes_native",
     "use",
 ]

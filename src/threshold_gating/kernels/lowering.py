@@ -48,6 +48,14 @@ def native(t: TG) -> Op | None:
     return None
 
 
+def overwriting(op: Op, x: Tensor) -> Tensor:
+    """`op`, which `native` gave, written over its input where torch has such a form of it."""
+    assert isinstance(op, partial)
+    name, parameters = op.args
+    over = name + "_" if hasattr(torch.ops.aten, name + "_") else name
+    return _call(over, parameters, x)
+
+
 def _op(name: str, *parameters: float) -> Op:
     return partial(_call, name, parameters)
 
