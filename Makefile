@@ -5,6 +5,8 @@ PYTHON ?= python3
 JOBS ?= 2
 # Another index to look for torch in, for example PyTorch's own one with CPU builds.
 TORCH_INDEX ?=
+# Names or patterns of the networks that `make zoo` is to convert; all if empty.
+ZOO ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -21,9 +23,9 @@ PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -n $(JOBS) --durations=15
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo
-	@echo "Variables: PYTHON=$(PYTHON) JOBS=$(JOBS) TORCH_INDEX=$(TORCH_INDEX)"
+	@echo "Variables: PYTHON=$(PYTHON) JOBS=$(JOBS) TORCH_INDEX=$(TORCH_INDEX) ZOO=$(ZOO)"
 
-demo: $(VENV)/.demo  ## print the table of activations with measured errors and draw one picture
+demo: $(VENV)/.demo  ## train five small networks, convert them, compare; a table and a page of curves
 	$(BIN)/tg demo
 
 test: $(VENV)/.dev  ## run the tests, without those marked slow or gpu
@@ -33,7 +35,7 @@ test-all: $(VENV)/.dev  ## run the tests marked slow as well
 	$(PYTEST) -m "not gpu"
 
 zoo: $(VENV)/.dev  ## convert one network of every family of timm and many of transformers
-	$(BIN)/python -m tests.zoo --jobs $(JOBS)
+	$(TEST_ENV) $(BIN)/python -m tests.zoo --jobs $(JOBS) $(if $(ZOO),--only $(ZOO))
 
 # One thread: two wait for each other on two busy cores.
 evidence: $(VENV)/.dev  ## networks that others trained, before and after conversion, on real data

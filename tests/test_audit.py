@@ -173,6 +173,42 @@ def test_what_is_no_nonlinearity_is_other_or_not_listed(harmless):
     assert op in [each.op for each in seen.other] if op else seen.other == ()
 
 
+LEAST = torch.finfo(torch.float32).min
+# Scores taken out of a choice by a comparison, as routers of experts do.
+EXCLUDED = {
+    "masked_fill": lambda x: x.masked_fill(x < 0, -torch.inf),
+    "in place": lambda x: x.clone().masked_fill_(x < 0, -torch.inf),
+    "by a tensor": lambda x: x.masked_fill(x < 0, torch.tensor(-torch.inf)),
+    "least number": lambda x: x.masked_fill(x.amax(-1, keepdim=True) - x > 0.02, LEAST),
+    "where": lambda x: torch.where(x > 0, x, -torch.inf),
+    "where not": lambda x: torch.where(x > 0, x.new_full((), LEAST), x),
+}
+
+
+@pytest.mark.parametrize("excluded", EXCLUDED)
+def test_a_mask_that_takes_scores_out_of_a_softmax_is_other(excluded):
+    model = Calls(lambda m, x: EXCLUDED[excluded](x).softmax(-1))
+    seen = audit(convert(model, inputs=TOKENS), TOKENS)
+    assert seen.left == ()
+    assert [site.kind for site in seen.sites] == ["softmax"]
+    assert {op.op for op in seen.other} & {"gt", "lt"}
+
+
+# The same comparison, where it is a nonlinearity all the same.
+SELECTED = {
+    "another number": lambda m, x: x.masked_fill(x < 0, -1e30),
+    "the other end": lambda m, x: x.masked_fill(x < 0, torch.inf),
+    "a learned number": lambda m, x: x.masked_fill(x < 0, m.p.min()),
+    "the mask used again": lambda m, x: x * (k := x < 0) + x.masked_fill(k, -torch.inf).softmax(-1),
+    "beside it": lambda m, x: x * (x < 0) + x.masked_fill(x > 0, -torch.inf).softmax(-1),
+}
+
+
+@pytest.mark.parametrize("selected", SELECTED)
+def test_a_mask_that_selects_data_is_still_left(selected):
+    assert "lt" in [op.op for op in audit(Calls(SELECTED[selected]), TOKENS).left]
+
+
 def test_a_tensor_that_a_module_merely_holds_is_a_constant():
     model = Calls(lambda m, x: x * m.table.relu())
     model.table = torch.randn(6)

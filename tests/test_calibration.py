@@ -12,7 +12,8 @@ from torch import nn
 
 from threshold_gating import TAXONOMY, TG, convert, match, verify
 from threshold_gating.conversion import ConversionError
-from threshold_gating.conversion.calibration import Reservoir, calibrate
+from threshold_gating.conversion.calibration import calibrate
+from threshold_gating.conversion.sampling import Reservoir
 
 
 class Net(nn.Module):
@@ -329,7 +330,11 @@ def test_progress_is_told_to_a_function_or_a_terminal_and_else_to_nobody(monkeyp
     assert capsys.readouterr() == ("", "")
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     quick(model)
-    assert capsys.readouterr().err.endswith("\r\x1b[Kcalibrate: 1 sites fitted\n")
+    lines = capsys.readouterr().err.split("\r\x1b[K")
+    assert lines[-2:] == [
+        f"[{'-' * 20}] calibrate: fitting site 1 of 1, 1",
+        f"[{'#' * 20}] calibrate: 1 sites fitted\n",
+    ]
 
 
 def test_the_table_fits_a_hundred_columns():

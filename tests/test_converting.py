@@ -1,9 +1,11 @@
-"""tg convert, tg audit and tg verify, as they are typed."""
+"""tg convert, tg calibrate, tg audit and tg verify, as they are typed."""
 
 import json
 
+import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from threshold_gating.cli import main
@@ -23,6 +25,18 @@ class Net(nn.Module):
 def make_model():
     torch.manual_seed(7)
     return Net()
+
+class Smooth(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.act = nn.Linear(4, 8), nn.GELU()
+
+    def forward(self, x, shift=0.0):
+        return self.act(self.a(x) + shift)
+
+def smooth():
+    torch.manual_seed(7)
+    return Smooth()
 
 def make_inputs():
     return torch.randn(5, 4)
@@ -126,6 +140,97 @@ def test_hugging_face_folders_are_converted(tmp_path, tg):
     code, out, _ = tg("convert", f"hf:{tmp_path / 'llama'}")
     assert code == 0
     assert "2 sites, 0 left" in out
+
+
+def test_a_network_is_calibrated_to_data_and_saved(folder, tg):
+    torch.save(torch.randn(300, 4), "data.pt")
+    words = ("calibrate", "net.py:smooth", "--data", "data.pt", "-K", "3", "-o", "out")
+    code, out, err = tg(*words)
+    assert code == 0
+    assert out.splitlines()[0].split() == ["site", "kind", "K", "values", *REST]
+    assert "1 of 1 sites calibrated, by the rms error on held-out values" in out
+    assert "random" not in out
+    assert "Written to" in err
+    code, out, _ = tg("verify", "net.py:smooth", "out", "--inputs", "5,4", "--json")
+    assert code == 0
+    assert [row["exact"] for row in json.loads(out)["rows"]] == [False]
+    (row,) = json.loads(tg(*words, "--json")[1])["calibration"]
+    assert (row["site"], row["kind"], row["K"], row["values"]) == ("act", "gelu", 3, 2400)
+    assert row["error"] < row["default_error"]
+    saved = json.loads((folder / "out" / "tg_config.json").read_text())
+    assert "act" in json.dumps(saved)
+
+
+REST = ["default", "calibrated", "chosen"]
+
+
+def test_every_kind_of_data_gives_the_same_calibration(folder, tg):
+    x = torch.randn(70, 4)
+    torch.save({"x": x}, "data.pt")
+    save_file({"x": x}, "data.safetensors")
+    np.savez("data.npz", x.numpy().astype(np.float64))
+    save_file({"x": x, "shift": torch.zeros(70, 1)}, "named.safetensors")
+    found = []
+    for file in ("data.pt", "data.safetensors", "data.npz", "named.safetensors"):
+        code, out, _ = tg("calibrate", "net.py:smooth", "--data", file, "-K", "2", "--json")
+        assert code == 0
+        found.append(json.loads(out)["calibration"])
+    assert all(each == found[0] for each in found)
+    assert found[0][0]["seen"] == 560
+
+
+def test_without_data_the_inputs_are_random_and_that_is_said(folder, tg):
+    words = ("calibrate", "net.py:smooth", "-K", "2", "--inputs")
+    assert "Inputs are random" in tg(*words, "64,4")[1]
+    assert json.loads(tg(*words, "64,4", "--json")[1])["random"]
+    torch.save(torch.randn(64, 4), "data.pt")
+    assert "Inputs are random" not in tg(*words, "data.pt")[1]
+
+
+def test_an_error_chooses_the_branches(folder, tg):
+    words = ("calibrate", "net.py:smooth", "--inputs", "512,4", "--json", "--max-error")
+    got = [json.loads(tg(*words, error)[1])["calibration"][0]["K"] for error in ("1e-1", "1e-3")]
+    assert got == [2, 3]
+
+
+@pytest.mark.parametrize("options", [("--recipe", "paper"), ("--max-error", "1e-3")])
+def test_branches_are_asked_for_once(folder, tg, capsys, options):
+    with pytest.raises(SystemExit):
+        tg("calibrate", "net.py:smooth", "--inputs", "64,4", "-K", "2", *options)
+    assert "not allowed with argument -K" in capsys.readouterr().err
+
+
+BAD = [
+    (("--data", "nowhere.pt"), "--data 'nowhere.pt' is no file."),
+    (("--data", "list.pt"), "--data list.pt holds no tensor with samples along its first axis."),
+    (
+        ("--data", "uneven.pt"),
+        "--data uneven.pt needs as many samples of each tensor; it has 3, 4.",
+    ),
+    (("--data", "data.pt", "--batch-size", "0"), "--batch-size is at least 1; got 0."),
+    (("--data", "data.pt", "-K", "1"), "K is an integer >= 2, or None for each site's own; got 1."),
+    (("--data", "text.npz"), "--data text.npz: "),
+    (("--data", "text.pt"), "text.pt does not load as tensors: "),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), BAD, ids=range(len(BAD)))
+def test_data_that_cannot_be_used_is_answered_with_why(folder, tg, words, message):
+    torch.save([1, 2], "list.pt")
+    torch.save({}, "empty.pt")
+    torch.save({"a": torch.zeros(3, 2), "b": torch.zeros(4)}, "uneven.pt")
+    torch.save(torch.randn(9, 4), "data.pt")
+    for name in ("text.npz", "text.pt"):
+        (folder / name).write_text("not tensors")
+    code, out, err = tg("calibrate", "net.py:smooth", *words)
+    assert (code, out) == (2, "")
+    assert err.splitlines()[-1].startswith(f"tg calibrate: {message}")
+
+
+def test_a_network_without_an_approximate_site_is_not_calibrated(folder, tg):
+    code, _, err = tg("calibrate", "net.py:make_model", "--inputs", "5,4")
+    assert code == 2
+    assert err.startswith("tg calibrate: no approximate site ran in Net; exact already")
 
 
 MESSAGES = [

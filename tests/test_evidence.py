@@ -5,13 +5,18 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from experiments.evidence import common
+from experiments.evidence import common, whisper
 from experiments.evidence import run as evidence
 
 # Torch, torchvision and Pillow warn about themselves.
 pytestmark = pytest.mark.filterwarnings("default")
+
+
+APPROXIMATE = ("whisper", "whisper-60s")
 
 
 @pytest.mark.parametrize("name", evidence.CASES)
@@ -22,9 +27,9 @@ def test_a_trained_network_predicts_the_same_after_conversion(name, tmp_path, ca
     assert evidence.main(["--smoke", "--only", name, "--out", str(out)]) == 0
     found = json.loads(out.read_text())["networks"][name]
     assert found["failed"] == []
-    assert found["exact"]
+    assert found["exact"] == (name not in APPROXIMATE)
     assert found["agreement"] == 1
-    assert found["error"] < 1e-5
+    assert found["error"] < (1e-3 if name in APPROXIMATE else 1e-5)  # GELU: 2e-4 to 3e-4 measured
     assert all(len(digest) == 64 for digest in found["sha256"].values())
     assert f"{name} " in capsys.readouterr().out
 
@@ -51,6 +56,34 @@ def test_a_broken_network_fails(monkeypatch, tmp_path):
     out = tmp_path / "evidence.json"
     assert evidence.main(["--smoke", "--only", "memory-gru", "--out", str(out)]) == 1
     assert "predictions" in json.loads(out.read_text())["networks"]["memory-gru"]["failed"][0]
+
+
+def test_sequences_of_other_lengths_differ_where_only_one_goes_on():
+    def written(*rows):
+        tokens = torch.tensor(rows)
+        return common.Outcome({}, tokens, F.one_hot(tokens.clamp(min=0), 9).double())
+
+    first, end = [1, 2, 3], common.PAD
+    assert evidence.distance(written(first), written(first)) == (3, 3, 0.0)
+    assert evidence.distance(written(first), written([1, 2, 3, 4])) == (4, 3, 0.0)
+    assert evidence.distance(written([1, 2, 4]), written(first)) == (3, 2, 1.0)
+    padded = written(first, [1, end, end])
+    assert evidence.distance(padded, padded) == (4, 4, 0.0)
+
+
+def test_words_that_are_wrong_are_counted():
+    said = ["had", "he", "married", "a", "more", "amiable", "woman"]
+    assert whisper.edits(said, said) == 0
+    assert whisper.edits(said, ["had", "he", "married", "a", "more", "a", "amiable", "woman"]) == 1
+    assert whisper.edits(["an", "old", "sposed"], ["an", "ill", "disposed"]) == 2
+    assert whisper.edits([], said) == whisper.edits(said, []) == len(said)
+
+
+def test_what_cannot_be_fetched_here_is_missing(monkeypatch, tmp_path):
+    monkeypatch.setattr(common, "PACKAGES", tmp_path / "packages")
+    monkeypatch.setattr(common.shutil, "which", lambda name: None)
+    case = evidence.CASES["whisper"]
+    assert evidence.missing(case, fetch=True) == [each.requirement for each in case.packages]
 
 
 def test_what_is_missing_is_named_and_skipped(monkeypatch, tmp_path, capsys):

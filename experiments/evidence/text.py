@@ -251,15 +251,19 @@ def stories260k(smoke: bool) -> Loaded:
         for weight in [*order, model.norm.weight]:
             weight.copy_(numbers[at : at + weight.numel()].view_as(weight))
             at += weight.numel()
-    stories = (DATA / SAMPLE).read_text("utf-8").split("<|endoftext|>")
-    pieces = [torch.tensor(tokenised(story.strip())) for story in stories if story.strip()]
-    pieces = [piece[:512] for piece in pieces][: 1 if smoke else None]
+    pieces = stories()[: 1 if smoke else None]
 
     def evaluate(model: nn.Module) -> Outcome:
         logits = torch.cat([model(piece[None, :-1])[0] for piece in pieces])
         return language(logits, torch.cat([piece[1:] for piece in pieces]), "perplexity")
 
     return Loaded(model, (pieces[0][None, :32],), evaluate)
+
+
+def stories() -> list[Tensor]:
+    """The tokens of each story of the sample, as many as the network can read at once."""
+    texts = (DATA / SAMPLE).read_text("utf-8").split("<|endoftext|>")
+    return [torch.tensor(tokenised(text.strip()))[:512] for text in texts if text.strip()]
 
 
 def tokenised(text: str) -> list[int]:

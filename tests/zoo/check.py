@@ -79,7 +79,12 @@ def run(model, inputs):
 
 
 def distance(want, have):
-    """max|d|/max|y|, the worst of the tensors."""
+    """max|d|/max|y|, the worst of the tensors; infinite where one has another shape.
+
+    That can be: a network that decides how long its output is.
+    """
+    if any(y.shape != z.shape for y, z in zip(want, have, strict=True)):
+        return math.inf
     pairs = [(y, z) for y, z in zip(want, have, strict=True) if y.numel()]
     assert pairs, "no floating-point output"
     return max(

@@ -26,7 +26,7 @@ def main():
 
     if given.choose:
         return networks.choose_timm()
-    wanted = [n for n in networks.names() if fnmatch.fnmatch(n, given.only)]
+    wanted = _wanted(networks.names(), given.only)
     # What was found with other code, or by breaking fewer sites, is not done.
     basis = {"source": _source(), "limit": given.limit}
     before = {} if given.again else _read(given.results)
@@ -49,7 +49,7 @@ def main():
 def _arguments():
     parser = argparse.ArgumentParser(prog="python -m tests.zoo", description=__doc__.split("\n")[0])
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--only", default="*", help='a pattern of names, such as "timm:res*"')
+    parser.add_argument("--only", nargs="+", default=["*"], help='names or patterns: vit "timm:r*"')
     parser.add_argument("--limit", type=int, default=8, help="sites broken in each network")
     parser.add_argument("--thorough", action="store_true", help="break every site")
     parser.add_argument("--again", action="store_true", help="do what was done before, too")
@@ -59,6 +59,17 @@ def _arguments():
     given = parser.parse_args()
     given.limit = None if given.thorough else given.limit
     return given
+
+
+def _wanted(names, patterns):
+    """The names that fit a pattern, with or without their source: "vit" is "hf:vit"."""
+    fits = {
+        p: [n for n in names if fnmatch.fnmatch(n if ":" in p else n.partition(":")[2], p)]
+        for p in patterns
+    }
+    if lost := [p for p, found in fits.items() if not found]:
+        raise SystemExit(f"python -m tests.zoo: no network is called {', '.join(lost)}")
+    return [n for n in names if any(n in found for found in fits.values())]
 
 
 def _results(tasks, jobs):

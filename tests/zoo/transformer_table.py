@@ -70,10 +70,10 @@ def with_ids(inputs, **shapes):
 
 
 def _row(inputs, kind=None, model="AutoModel", **differs):
-    return lambda name: _build(kind or name, model, differs, inputs)
+    return lambda name: build(kind or name, model, differs, inputs)
 
 
-def _build(kind, model, differs, inputs):
+def build(kind, model, differs, inputs):
     import transformers
 
     known = transformers.AutoConfig.for_model(kind)
@@ -356,6 +356,18 @@ ROWS = {
         model_in_channels=8,
         kernel_predictor_hidden_channels=8,
         resblock_stride_sizes=[2, 2, 2],
+    ),
+    "fastspeech2_conformer": _row(
+        text,
+        num_mel_bins=8,
+        encoder_num_attention_heads=4,
+        decoder_num_attention_heads=4,
+        encoder_linear_units=48,
+        decoder_linear_units=48,
+        duration_predictor_channels=16,
+        energy_predictor_channels=16,
+        pitch_predictor_channels=16,
+        speech_decoder_postnet_units=16,
     ),
     # images and text
     "clip": _row(

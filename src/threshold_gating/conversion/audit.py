@@ -28,8 +28,10 @@ from threshold_gating.layers import Activation
 
 WIDTH = 100
 _PACKAGE = __name__.partition(".")[0]
+_NETWORKS = f"{_PACKAGE}.demo"  # in the package, and yet networks like anybody's
 # The gates' own arithmetic. A nonlinear op that another part of the library calls is native.
-_REFERENCE = {f"{_PACKAGE}.{name}" for name in ("primitive", "instance", "attention")}
+_GATES = ("primitive", "instance", "logits", "kernels.tile", "kernels.fused")
+_REFERENCE = {f"{_PACKAGE}.{name}" for name in _GATES}
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,8 @@ def execute(model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Audit]:
 
 def is_gate(module: nn.Module) -> bool:
     """Whether a module is one of the library's own."""
-    return type(module).__module__.startswith(f"{_PACKAGE}.")
+    home = type(module).__module__
+    return home.startswith(f"{_PACKAGE}.") and not home.startswith(_NETWORKS)
 
 
 class _Caller(NamedTuple):
@@ -155,7 +158,8 @@ def _before(frame: FrameType | None) -> FrameType | None:
 
 def _is_own(frame: FrameType | None) -> bool:
     module = _module_of(frame)
-    return module.startswith(f"{_PACKAGE}.") and not module.startswith(f"{_PACKAGE}.conversion")
+    others = (f"{_PACKAGE}.conversion", _NETWORKS)
+    return module.startswith(f"{_PACKAGE}.") and not module.startswith(others)
 
 
 def _caller(frame: FrameType | None) -> _Caller:
@@ -282,7 +286,7 @@ def _of_site(site: Site) -> Description:
 
 def described(act: nn.Module) -> Description:
     if isinstance(act, recurrent._Gated):
-        return Description(type(act).__name__.lower(), None, act.gates == act._standard())
+        return Description(type(act).__name__.lower(), None, act.exact)
     if not isinstance(act, Activation):
         return Description(type(act).__name__.lower(), None, None)
     site, row = act.__dict__.get("site"), taxonomy.ROWS.get(act.name or "")

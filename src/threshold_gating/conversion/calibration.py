@@ -8,7 +8,6 @@ that `convert` would take by itself. Exact sites need no calibration.
 from __future__ import annotations
 
 import sys
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -17,29 +16,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from threshold_gating import sites
 from threshold_gating.conversion import ops
 from threshold_gating.conversion.audit import WIDTH, columns
-from threshold_gating.conversion.plan import (
-    Choices,
-    ConversionError,
-    Function,
-    Tracer,
-    instance_at,
-    module_sites,
-    refuse,
-    run,
-)
-from threshold_gating.conversion.running import Running, evaluating, fresh
+from threshold_gating.conversion.plan import ConversionError, instance_at, refuse
+from threshold_gating.conversion.running import evaluating
+from threshold_gating.conversion.sampling import Sampled, Watch
 from threshold_gating.fitting import Fit, fit, match
 from threshold_gating.instance import TG
 
 Progress = Callable[[str], None]
+_Say = Callable[[str, float], None]  # with the share that is done
 
 _INPUTS = 640  # of the paper's recipe
 _LARGEST_K = 8  # that max_error may ask for
+_BAR = 20  # characters
+_FIGURES = ("values", "heldout", "seen", "default_error", "error")
 _STARTS = 4  # besides the default; 16 take two to three times as long
-_CHUNK = 2**20  # values looked at together
 
 
 @dataclass(frozen=True)
@@ -102,6 +94,14 @@ class Calibration(Mapping[str, TG]):
             lines.append(f"{warned} with a warning: see .fits[site].fit.warning")
         return "\n".join(lines)
 
+    def to_dict(self) -> list[dict[str, Any]]:
+        """What was found for each site as JSON values, without the instances."""
+        return [
+            {key: getattr(each, key) for key in ("site", "kind", *_FIGURES, "chosen")}
+            | {"K": each.fit.K}
+            for each in self.fits.values()
+        ]
+
 
 def _cells(each: SiteFit) -> tuple[str, ...]:
     errors = f"{each.default_error:.2e}", f"{each.error:.2e}"
@@ -153,9 +153,12 @@ def calibrate(
         fits: dict[str, SiteFit] = {}
         with torch.device("cpu"), torch.enable_grad():  # the closed form differentiates
             for name, site in found.items():
-                say(f"calibrate: fitting site {len(fits) + 1} of {len(found)}, {name}")
+                done = len(fits)
+                say(
+                    f"calibrate: fitting site {done + 1} of {len(found)}, {name}", done / len(found)
+                )
                 fits[name] = _fitted(name, site, options)
-        say(f"calibrate: {len(fits)} sites fitted")
+        say(f"calibrate: {len(fits)} sites fitted", 1.0)
     return Calibration(fits)
 
 
@@ -202,70 +205,30 @@ def _check(o: _Options, batches: Iterable[Any]) -> None:
 
 
 @contextmanager
-def _shown(progress: Progress | None) -> Iterator[Progress]:
-    """Where to say how far it is: as asked, else one line of a terminal, else nowhere."""
+def _shown(progress: Progress | None) -> Iterator[_Say]:
+    """Where to say how far it is: as asked, else with a bar on a terminal, else nowhere."""
     if progress is not None or not sys.stderr.isatty():
-        yield progress or (lambda text: None)
+        yield lambda text, share: None if progress is None else progress(text)
         return
+
+    def show(text: str, share: float) -> None:
+        line = f"[{'#' * round(_BAR * share):-<{_BAR}}] {text}"
+        print(f"\r\x1b[K{line[:WIDTH]}", end="", file=sys.stderr, flush=True)
+
     try:
-        yield lambda text: print(f"\r\x1b[K{text[:WIDTH]}", end="", file=sys.stderr, flush=True)
+        yield show
     finally:
         print(file=sys.stderr)
 
 
-class Reservoir:
-    """A uniform sample of at most `size` of the values added: those with the smallest random keys.
-
-    Keys are drawn in the order of the values, so the sample is the same however they are split.
-    """
-
-    def __init__(self, size: int, seed: int) -> None:
-        self.size, self.seen = size, 0
-        self._draw = torch.Generator().manual_seed(seed)
-        self._limit = 2**31 - 1  # a larger key is not among the smallest
-        self._keys, self._values = torch.zeros(0, dtype=torch.int32), torch.zeros(0)
-
-    def add(self, x: Tensor) -> None:
-        """Take part of `x` into the sample."""
-        flat = x.detach().flatten()
-        for first in range(0, len(flat), _CHUNK):
-            part = flat[first : first + _CHUNK]
-            self.seen += len(part)
-            keys = torch.randint(
-                2**31 - 1, (len(part),), dtype=torch.int32, generator=self._draw, device="cpu"
-            )
-            keep = keys < self._limit
-            self._keys = torch.cat([self._keys, keys[keep]])
-            chosen = part[keep.to(part.device)].to("cpu", torch.float32)
-            self._values = torch.cat([self._values, chosen])
-            if len(self._keys) > self.size + self.size // 4:
-                self._limit = int(self._keys.kthvalue(self.size).values)
-                keep = self._keys <= self._limit  # in the order they came, which settles ties
-                self._keys, self._values = self._keys[keep], self._values[keep]
-
-    def sample(self) -> Tensor:
-        """The values kept, in random order."""
-        return self._values[self._keys.sort(stable=True).indices[: self.size]]
-
-
-@dataclass(frozen=True)
-class _Found:
-    """An approximate site: its function, its default instance, and a sample of its inputs."""
-
-    kind: str
-    f: Function
-    default: sites.Recognised
-    inputs: Reservoir
-
-
 def _collect(
-    model: nn.Module, batches: Iterable[Any], options: _Options, say: Progress
-) -> dict[str, _Found]:
+    model: nn.Module, batches: Iterable[Any], options: _Options, say: _Say
+) -> dict[str, Sampled]:
     """Run the network on all batches; the approximate sites in the order they ran."""
-    watch = _Watch(model, options)
+    watch = Watch(model, options.kept, options.seed)
     count = inputs = 0
     for count, batch in enumerate(batches, 1):
-        say(f"calibrate: running batch {count}")
+        say(f"calibrate: running batch {count}", 0.0)
         watch.run(batch)
         inputs += next((len(t) for t in ops.tensors(batch) if t.dim()), 1)
         if options.recipe == "paper" and inputs >= _INPUTS:
@@ -287,63 +250,7 @@ def _listed(exact: Mapping[str, str]) -> str:
     return f"; exact already, so convert it as it is: {', '.join(names[:6] + more)}."
 
 
-class _Watch:
-    """Runs a network and samples the inputs of its approximate sites."""
-
-    def __init__(self, model: nn.Module, options: _Options) -> None:
-        self.model, self.options = model, options
-        self.found: dict[str, _Found] = {}
-        self.exact: dict[str, str] = {}  # kinds of the others
-        self.modules = module_sites(model, Choices(None))
-        self.running = Running(model)
-
-    def run(self, inputs: Any) -> None:
-        """One batch."""
-        self.running = Running(self.model)  # calls are counted anew
-        # Hooks of the modules run last, so they see what `forward` gets.
-        hooks = [m.register_forward_pre_hook(self._module, with_kwargs=True) for m in self.modules]
-        try:
-            with self.running, Tracer(self.running, self.modules, self._call):
-                run(self.model, fresh(inputs))
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-    def _module(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        site, name = self.modules[module][0], self.running.stack[-1].site
-        assert site.t is not None
-        known = sites.Recognised(site.t, site.exact, site.sup)
-        self._sample(name, site.kind, module.forward, known, (*args, *kwargs.values())[0])
-
-    def _call(self, name: str, kind: str, args: Any, kwargs: Any) -> None:
-        if kind not in sites.APPROXIMATE:
-            self.exact.setdefault(name, kind)
-            return
-        call = sites.KINDS[kind].read(*args, **kwargs)
-        site = self.found.get(name)
-        known = site.default if site is not None else sites.of_call(kind, call.parameters)
-        self._sample(name, kind, sites.function(kind, call.parameters), known, call.x)
-
-    def _sample(
-        self, name: str, kind: str, f: Function, known: sites.Recognised, x: Tensor
-    ) -> None:
-        if known.exact:
-            self.exact.setdefault(name, kind)
-            return
-        if not x.isfinite().all():
-            bad = int((~x.isfinite()).sum())
-            raise ConversionError(
-                f"calibrate: {bad} of {x.numel()} inputs of {name} ({kind}) are NaN or infinite; "
-                "leave out the batch that makes them.",
-                name,
-            )
-        if name not in self.found:
-            seed = self.options.seed * 2**32 + zlib.crc32(name.encode())
-            self.found[name] = _Found(kind, f, known, Reservoir(self.options.kept, seed))
-        self.found[name].inputs.add(x)
-
-
-def _fitted(name: str, site: _Found, o: _Options) -> SiteFit:
+def _fitted(name: str, site: Sampled, o: _Options) -> SiteFit:
     """The fit of a site with the K asked for, or the smallest that reaches `max_error`."""
     sample = site.inputs.sample()
     held = max(1, round(o.holdout * len(sample)))
@@ -372,7 +279,7 @@ def _fitted(name: str, site: _Found, o: _Options) -> SiteFit:
 
 
 def _with_branches(
-    name: str, site: _Found, o: _Options, K: int, sample: Tensor, held: int
+    name: str, site: Sampled, o: _Options, K: int, sample: Tensor, held: int
 ) -> SiteFit:
     """The fit with K branches beside the default with as many."""
     unseen, fitted = sample[:held].double(), sample[held:]
@@ -396,7 +303,7 @@ def _error(d: Tensor, objective: str) -> float:
     return float(d.abs().max() if objective == "sup" else d.square().mean().sqrt())
 
 
-def _defaults(name: str, site: _Found, K: int, rows: dict[tuple[TG, int], TG]) -> list[TG]:
+def _defaults(name: str, site: Sampled, K: int, rows: dict[tuple[TG, int], TG]) -> list[TG]:
     """What `convert` puts there with K branches and, for two, the closed form."""
     known = site.default
     if (known.t, K) not in rows:

@@ -7,7 +7,8 @@ nonlinearity only by what becomes of their result, which is followed from op to 
     exp(x)     if it reaches a denominator through a sum, 1 / (1 + exp(-x)), exp(x) / exp(x).sum(),
                or a logarithm, log(1 + exp(x)); as a factor (decay of a state) it is other
     abs(x)     if it reaches a denominator through a sum with something else, x / (1 + abs(x))
-    x > 0      if the mask multiplies or selects data, x * (x > 0) or where(x > 0, x, 0)
+    x > 0      if the mask multiplies or selects data, x * (x > 0) or where(x > 0, x, 0); not if it
+               fills in -inf or the dtype's least number, which takes a score out of a choice
     max(x, c)  if c is a constant; of two quantities it is other
     clamp(x)   unless x is a norm, where it guards a division
 
@@ -146,12 +147,15 @@ class Trail:
         found, carried = None, {}
         if live and not inside:
             op = name(func)
-            self._settle(op, args, used)
+            excludes = self._excludes(op, args)
+            self._settle(op, args, used, excludes)
             found = self._find(op, used, live)
             if found is not None and found.follow:
                 carried = {found: _ALONE}
             else:
                 carried = self._pass_on(op, used)
+            if excludes:
+                carried = {f: how for f, how in carried.items() if f.follow != "mask"}
         self._store(func, used, out, bool(live), carried)
         return found
 
@@ -167,7 +171,20 @@ class Trail:
             return Found(op, False, _FOLLOWED.get(op, ""))
         return None
 
-    def _settle(self, op: str, args: list[Any], used: list[Tensor]) -> None:
+    def _excludes(self, op: str, args: list[Any]) -> bool:
+        """Whether a mask puts -inf, or the least number of the dtype, in the place of data."""
+        filled = args[2:] if op == "masked_fill" else args[1:] if op == "where" else ()
+        data = [t for t in args if isinstance(t, Tensor) and t.is_floating_point()]
+        if not filled or not data:
+            return False
+        least = min(torch.finfo(t.dtype).min for t in data)
+        numbers = (v for v in filled if not isinstance(v, Tensor) or self._is_number(v))
+        return any(float(v) <= least for v in numbers)
+
+    def _is_number(self, t: Tensor) -> bool:
+        return t.numel() == 1 and _key(t) in self._constant
+
+    def _settle(self, op: str, args: list[Any], used: list[Tensor], excludes: bool) -> None:
         """Judge what is followed and arrives here."""
         for found, how in self._at(_denominator(op, args)).items():
             if how == _ADDED or (how == _SUMMED and found.follow == "exp"):
@@ -176,7 +193,7 @@ class Trail:
             for found, how in self._at(used[0]).items():
                 if how == (_ALONE if op == "log1p" else _ADDED):
                     found.left = found.left or found.follow == "exp"
-        if op in _SELECTING:
+        if op in _SELECTING and not excludes:
             for t in used:
                 others = (u for u in used if u is not t and u.is_floating_point())
                 if any(_key(u) not in self._constant for u in others):

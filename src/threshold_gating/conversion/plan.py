@@ -22,6 +22,8 @@ from threshold_gating.layers import Activation
 
 Choice = TG | str | int | None
 Function = Callable[[Tensor], Tensor]
+# How transformers calls attention in kernels (those of its hub have a slash), and gates already.
+_CLOSED = ("flash_attention", "flex_attention", "tg")
 
 
 class ConversionError(ValueError):
@@ -113,6 +115,13 @@ def refuse(model: nn.Module) -> None:
             raise ConversionError(
                 f"{name or 'the network'} is a scripted module, whose inside cannot be changed; "
                 "convert the network it was scripted from.",
+                name,
+            )
+        attention = getattr(getattr(module, "config", None), "_attn_implementation", None) or ""
+        if attention.startswith(_CLOSED) or "/" in attention:
+            raise ConversionError(
+                f"the attention of {name or 'the network'} is {attention!r}, with no call of torch "
+                "that could be answered; convert after model.set_attn_implementation('sdpa').",
                 name,
             )
         if "quantized" in type(module).__module__.split("."):

@@ -100,7 +100,8 @@ def gates(x: Array, tau: Array, theta: Array, form: str) -> tuple[Array, Array]:
     u = tau[:, :, None] * (x - theta[:, :, None])
     logits = np.zeros((len(u), u.shape[1] + 1, len(x)))
     if form == "softmax" or u.shape[1] == 1:
-        np.cumsum(u, axis=1, out=logits[:, 1:])
+        logits[:, 1:] = u
+        _add_up(logits)
     else:
         below, above = -np.logaddexp(0, u), -np.logaddexp(0, -u)
         logits[:, :-1] += below
@@ -113,28 +114,55 @@ def gates(x: Array, tau: Array, theta: Array, form: str) -> tuple[Array, Array]:
 
 def evaluate(x: Array, tau: Array, theta: Array, coef: Array, form: str) -> Array:
     """y (S, N) of instances given by tau, theta (S, J) and (s, c) (S, 2K)."""
-    g, _ = gates(x, tau, theta, form)
+    return _blend(x, gates(x, tau, theta, form)[0], coef)
+
+
+def _blend(x: Array, g: Array, coef: Array) -> Array:
     K = g.shape[1]
     slope, constant = (np.einsum("skn,sk->sn", g, w) for w in (coef[:, :K], coef[:, K:]))
     y: Array = slope * x + constant
     return y
 
 
+class _Gated(NamedTuple):
+    """Gates at some points: what is computed once for given q, whatever s and c are."""
+
+    tau: Array  # (S, J)
+    g: Array  # (S, K, N)
+    u: Array  # (S, J, N)
+
+
 def derivatives(problem: Problem, x: Array, q: Array, coef: Array) -> tuple[Array, Array, Array]:
     """y (S, N), dy/dq (S, P, N) and dy/d(s, c) (S, 2K, N)."""
+    at = _gated(problem, x, q)
+    return *_outputs(problem, x, at, coef), np.concatenate([at.g * x, at.g], 1)
+
+
+def _gated(problem: Problem, x: Array, q: Array) -> _Gated:
     tau, theta = problem.unpack(q)
-    g, u = gates(x, tau, theta, problem.form)
+    return _Gated(tau, *gates(x, tau, theta, problem.form))
+
+
+def _outputs(problem: Problem, x: Array, at: _Gated, coef: Array) -> tuple[Array, Array]:
+    """y (S, N) and dy/dq (S, P, N)."""
     K = problem.K
-    lines = coef[:, :K, None] * x + coef[:, K:, None]
-    part = g * lines
+    part = coef[:, :K, None] * x + coef[:, K:, None]
+    part *= at.g
     y = part.sum(1)
-    part -= g * y[:, None]  # g_k D_k
+    part -= at.g * y[:, None]  # g_k D_k
     if problem.form == "softmax" or K == 2:
-        by_u = np.cumsum(part[:, :0:-1], axis=1)[:, ::-1]
+        by_u = part[:, 1:]
+        _add_up(by_u[:, ::-1])
     else:
-        a = 1 / (1 + np.exp(-np.clip(u, -700, 700)))
+        a = 1 / (1 + np.exp(-np.clip(at.u, -700, 700)))
         by_u = (1 - a) * part[:, 1:] - a * part[:, :-1]
-    return y, _by_parameters(problem, by_u, u, tau), np.concatenate([g * x, g], 1)
+    return y, _by_parameters(problem, by_u, at.u, at.tau)
+
+
+def _add_up(a: Array) -> None:
+    """Running sums over the second axis, in place; numpy's own take a step of it at a time."""
+    for k in range(1, a.shape[1]):
+        a[:, k] += a[:, k - 1]
 
 
 def _by_parameters(problem: Problem, by_u: Array, u: Array, tau: Array) -> Array:
@@ -144,8 +172,8 @@ def _by_parameters(problem: Problem, by_u: Array, u: Array, tau: Array) -> Array
         by_log_tau = by_log_tau.sum(1, keepdims=True)
     if problem.pin is not None:
         return by_log_tau
-    by_theta = -tau[:, :, None] * by_u
-    by_gaps = np.cumsum(by_theta[:, ::-1], axis=1)[:, ::-1]
+    by_gaps = -tau[:, :, None] * by_u
+    _add_up(by_gaps[:, ::-1])
     return np.concatenate([by_log_tau, by_gaps], 1)
 
 
@@ -156,10 +184,12 @@ def _project(problem: Problem, q: Array) -> State:
     coef = np.broadcast_to(fixed, (len(q), len(fixed))).copy()
     point = [] if problem.zero is None else [problem.zero[0]]
     x = np.append(problem.x, point)
-    y, by_q, columns = derivatives(problem, x, q, coef)
+    at = _gated(problem, x, q)
     if free.any():
-        coef[:, free], basis, back = _linear(problem, y, columns[:, free])
-        y, by_q, columns = derivatives(problem, x, q, coef)
+        s, c = free[: problem.K], free[problem.K :]
+        columns = np.concatenate([at.g[:, s] * x, at.g[:, c]], 1)
+        coef[:, free], basis, back = _linear(problem, _blend(x, at.g, coef), columns)
+    y, by_q = _outputs(problem, x, at, coef)
     r = (y[:, :n] - problem.y) * problem.weight
     if not free.any():
         return State(q, coef, r, (r**2).sum(1), by_q[..., :n] * problem.weight)
