@@ -6,12 +6,13 @@ import re
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 
 import threshold_gating
-from threshold_gating import TAXONOMY, TG, cli, explaining, kernels, taxonomy
+from threshold_gating import TAXONOMY, TG, cli, demo, explaining, kernels, taxonomy
 from threshold_gating.cli import main
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -81,7 +82,7 @@ def test_a_command_like_no_other_gets_the_list(tg):
     code, _, err = tg("qqq")
     assert code == 2
     assert err.endswith(
-        "tg: error: no command 'qqq'; there are table, explain, convert, audit, verify, env, demo.\n"
+        "tg: error: no command 'qqq'; there are table, explain, convert, calibrate, audit, verify, env, demo.\n"
     )
 
 
@@ -436,70 +437,63 @@ def test_env_reports_a_wrong_gradient(tg, monkeypatch):
 
 
 @pytest.fixture
-def demo(tg, tmp_path):
-    """Run the demo, the picture into a folder that is still to be made."""
-    folder = tmp_path / "new" / "folder"
+def reduced(monkeypatch):
+    """One network and one round of training."""
+    pytest.importorskip("sklearn")
+    whole = demo.run
 
-    def run():
-        return *tg("demo", "--out", str(folder)), folder / "tg_demo.png"
+    def run(out, **options):
+        return whole(out, networks=("ReLU CNN",), epochs=1, **options)
 
-    return run
+    monkeypatch.setattr(demo, "run", run)
 
 
-def test_the_demo_measures_and_draws(demo):
-    pytest.importorskip("matplotlib")
-    code, out, err, picture = demo()
+@pytest.mark.usefixtures("reduced")
+def test_the_demo_prints_a_table_and_writes_a_page(tg, tmp_path):
+    code, out, err = tg("demo", "--out", str(tmp_path / "new" / "folder"), "--seed", "5")
     assert (code, err) == (0, "")
-    assert picture.read_bytes().startswith(PNG)
-    assert f"Written to {picture}" in out
-    assert max(map(len, out.replace(str(picture), "").splitlines())) <= 100
-    error = taxonomy.measure(TAXONOMY["gelu_k3"], torch.nn.functional.gelu)
-    for word, value in zip(("sup", "RMS", "rel"), error, strict=True):
-        assert f"{word} {value:.4g}" in out
-    exact = [name for name in taxonomy.TABLE2 if taxonomy.ROWS[name].exact]
-    compared = out.partition("Largest difference to torch")[2]
-    assert re.findall(r"^    (\w+) +(?:none|\d.* at x = )", compared, re.MULTILINE) == exact
+    assert re.search(r"^ReLU CNN +2 +3 +exact +[\d.]+% +[\d.]+% +\+0.00 +100.00%", out, re.M)
+    page = tmp_path / "new" / "folder" / demo.FILE
+    assert out.endswith(f"{page}\n")
+    assert "tg demo --seed 5" in page.read_text(encoding="utf-8")
 
 
-def test_the_demo_finds_a_wrong_instance(demo, monkeypatch):
-    """ReLU with slope 1e-3 below 0 is off by 10 at -1e4, where the measured line ends."""
-    monkeypatch.setitem(TAXONOMY, "relu", taxonomy.leaky_relu(1e-3))
-    monkeypatch.setattr(cli, "_draw", lambda path: 0)
-    code, out, err, _ = demo()
-    assert code == 1
-    assert re.search(r"^relu .* sup 10$", out, re.MULTILINE)
-    assert err == "tg demo: not exact, against what is claimed: relu.\n"
-
-
-def test_the_demo_compares_the_gates_not_torch_with_itself(demo, monkeypatch):
-    """With the gates off by 1e-3 every row must show it: no native op may stand in for them."""
+@pytest.mark.usefixtures("reduced")
+def test_a_gate_that_is_not_what_it_is_called_ends_the_demo_with_1(tg, tmp_path, monkeypatch):
+    """The certificate of the conversion is the first to see it."""
     right = kernels.blend
     monkeypatch.setattr(kernels, "blend", lambda *args, **kw: right(*args, **kw) + 1e-3)
-    monkeypatch.setattr(cli, "_draw", lambda path: 0)
-    _, out, _, _ = demo()
-    compared = out.partition("of either sign:\n")[2].partition("\n\n")[0].splitlines()
-    assert len(compared) == 11
-    assert not any(line.endswith("none") for line in compared)
-
-
-def test_without_matplotlib_the_demo_says_how_to_get_it(demo, monkeypatch):
-    monkeypatch.setattr(taxonomy, "TABLE2", ("relu6", "relu6_clamp"))
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    code, out, err, picture = demo()
+    code, _, err = tg("demo", "--out", str(tmp_path))
     assert code == 1
-    assert "relu6_clamp" in out
+    assert err.startswith("tg demo: act1 (relu) is exact and is off by 0.001")
+
+
+@pytest.mark.usefixtures("reduced")
+def test_an_exact_network_that_answers_otherwise_ends_the_demo_with_1(tg, tmp_path, monkeypatch):
+    right = demo.compare
+    monkeypatch.setattr(demo, "compare", lambda *args: replace(right(*args), agreement=0.99))
+    code, out, err = tg("demo", "--out", str(tmp_path))
+    assert code == 1
+    assert "NOT EXACT" in out
+    assert err == "tg demo: not exact, against what is claimed: ReLU CNN.\n"
+
+
+def test_without_scikit_learn_the_demo_says_how_to_get_it(tg, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    code, _, err = tg("demo", "--out", str(tmp_path))
+    assert code == 1
     assert err == (
-        "tg demo: the picture needs matplotlib, which is not installed: "
+        "tg demo: the images need scikit-learn, which is not installed: "
         "pip install 'threshold-gating[demo]'\n"
     )
-    assert not picture.exists()
 
 
-def test_a_folder_that_cannot_be_made_is_said(tg, tmp_path, monkeypatch):
-    monkeypatch.setattr(taxonomy, "TABLE2", ("relu6", "relu6_clamp"))
+@pytest.mark.usefixtures("reduced")
+def test_a_folder_that_cannot_be_made_is_said_before_the_work(tg, tmp_path):
     (tmp_path / "file").touch()
     code, out, err = tg("demo", "--out", str(tmp_path / "file"))
     assert code == 1
-    assert "relu6_clamp" in out
-    assert err.startswith(f"tg demo: cannot write {tmp_path / 'file' / 'tg_demo.png'}: ")
+    assert "Networks learn" not in out
+    assert err.startswith("tg demo: ")
+    assert str(tmp_path / "file") in err

@@ -12,20 +12,20 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
-from dataclasses import replace
 from difflib import get_close_matches
 from importlib import metadata
 from pathlib import Path
-from textwrap import dedent, fill
+from textwrap import dedent
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from threshold_gating import __version__, converting, explaining, kernels, taxonomy
-from threshold_gating.insight import EXACT_BELOW, plot_explanation, plot_instances
+from threshold_gating import __version__, converting, evaluating, explaining, kernels, taxonomy
+from threshold_gating.conversion import ConversionError
+from threshold_gating.insight import plot_explanation
 from threshold_gating.layers import Activation
-from threshold_gating.tables import FORMATS, WIDTH, Entry, as_text
+from threshold_gating.tables import FORMATS, Entry
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -72,12 +72,16 @@ def _parser() -> argparse.ArgumentParser:
 
     _add_explain(commands)
     converting.add_commands(commands)
+    evaluating.add_command(commands)
 
     env = commands.add_parser("env", help="versions, devices, and each backend tried out")
     env.add_argument("--json", action="store_true", help="for other programs")
 
-    demo = commands.add_parser("demo", help="Table 2 measured now, and a picture")
-    demo.add_argument("--out", type=Path, default=Path(), metavar="DIR", help="(default: here)")
+    demo = commands.add_parser("demo", help="train five small networks, convert them, compare")
+    demo.add_argument(
+        "--out", type=Path, default=Path(), metavar="DIR", help="for the report (default: here)"
+    )
+    demo.add_argument("--seed", type=int, default=0, help="of the training (default: 0)")
     return parser
 
 
@@ -284,68 +288,25 @@ def _with_gradient(f: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Te
 
 # tg demo
 
-_PICTURED = ("relu", "silu", "tanh", "gelu", "hardtanh", "mish")
-_INTRODUCTION = """
-    A neural network alternates sums with an activation, a function that bends each number x;
-    without it all layers together would be one straight line. Activations look like many unrelated
-    formulas. They are one part with different settings:
-
-        y = g_1(x) (s_1 x + c_1) + ... + g_K(x) (s_K x + c_K)
-
-    Each s x + c is a straight line, a branch. Each gate g(x) says how much its branch counts at x:
-    gates lie between 0 and 1 and add up to 1. The thresholds theta are where one branch hands over
-    to the next, the sharpness tau is how abruptly: tau = inf is a switch. ReLU is two branches, 0
-    and x, with a switch at 0; SiLU is the same two branches with a soft gate.
-
-    The table is Table 2 of the paper as this library runs it. Every row was compared with torch's
-    own function just now, in float64: "exact" means that no difference beyond rounding was found.
-"""
-
 
 def _demo(args: argparse.Namespace) -> int:
-    print(dedent(_INTRODUCTION).strip("\n"), end="\n\n", flush=True)
-    entries = [measured(key) for key in taxonomy.TABLE2]
-    print(as_text(entries, {}), end="\n\n", flush=True)
-    _print_float32([entry for entry in entries if entry.row.exact])
-    wrong = [e.name for e in entries if taxonomy.ROWS[e.name].exact and not e.row.exact]
+    from threshold_gating import demo
+
+    try:
+        report = demo.run(args.out, seed=args.seed)
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in ("sklearn", "numpy", "scipy"):
+            raise
+        _say_missing("demo", "the images need", package.replace("sklearn", "scikit-learn"), "demo")
+        return 1
+    except (OSError, ConversionError) as error:
+        print(f"tg demo: {error}", file=sys.stderr)
+        return 1
+    wrong = [row.name for row in report.rows if not row.holds]
     if wrong:
         print(f"tg demo: not exact, against what is claimed: {', '.join(wrong)}.", file=sys.stderr)
-    path = args.out / "tg_demo.png"
-    print(f"\nDrawing the gates, branches and errors of {', '.join(_PICTURED)} ...", flush=True)
-    return _draw(path) or (1 if wrong else 0)
-
-
-def measured(name: str) -> Entry:
-    """The row of `name` with errors measured now instead of those on record."""
-    t, row = taxonomy.TAXONOMY[name], taxonomy.ROWS[name]
-    error = taxonomy.measure(t, row.f)
-    exact = row.exact and error.sup < EXACT_BELOW
-    return Entry(name, t, replace(row, exact=exact, **error._asdict()))
-
-
-def _print_float32(entries: Sequence[Entry]) -> None:
-    sizes = torch.logspace(-38, 38, 10_000)
-    x = torch.cat([torch.linspace(-20, 20, 400_001), sizes, -sizes])
-    text = (
-        "The exact rows once more, in float32 with the gates really evaluated (torch's own ops are "
-        "off). Largest difference to torch over 400,001 inputs spaced evenly on [-20, 20] and "
-        "20,000 spaced geometrically from 1e-38 to 1e38, of either sign:"
-    )
-    print(fill(text, WIDTH))
-    for name, t, row in entries:
-        y = row.f(x)
-        with kernels.use("reference"):
-            difference = (Activation(t)(x) - y).abs()
-        worst = int(difference.argmax())
-        where = f"{difference[worst]:.1e} at x = {x[worst]:.4g}, where y = {y[worst]:.4g}"
-        print(f"    {name:<18} {where if difference[worst] else 'none'}", flush=True)
-
-
-def _draw(path: Path) -> int:
-    if not _written("demo", path, lambda: plot_instances(_PICTURED, path), "demo"):
-        return 1
-    print(f"Written to {path.resolve()}")
-    return 0
+    return 1 if wrong else 0
 
 
 # Pictures
@@ -380,8 +341,10 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "table": _table,
     "explain": _explain,
     "convert": converting.convert,
+    "calibrate": converting.calibrate,
     "audit": converting.audit,
     "verify": converting.verify,
+    "evaluate": evaluating.evaluate,
     "env": _env,
     "demo": _demo,
 }

@@ -1,0 +1,225 @@
+"""The demo: five small networks are trained, converted to gates, and asked the same again.
+
+Every figure is measured as it runs, with native ops off: the gates are really evaluated.
+"""
+
+from __future__ import annotations
+
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+from textwrap import dedent, fill
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from threshold_gating import kernels
+from threshold_gating._version import __version__
+from threshold_gating.conversion import audit, calibrate, convert
+from threshold_gating.conversion.audit import WIDTH, columns
+from threshold_gating.conversion.plan import Choice
+from threshold_gating.demo.networks import RECIPES, Digits, digits, train
+from threshold_gating.demo.watching import instances, panel, watch
+from threshold_gating.panels import Panel
+from threshold_gating.report import HEADER, LEGEND, Report, Row, cells, meaning, page
+
+FILE = "tg_demo.html"
+_GELU = r"re:blocks\.\d+\.act"
+_CALIBRATED = 20_000  # values of each site; the fit does not change visibly with more
+Say = Callable[[str], None]
+
+_INTRODUCTION = """
+    A neural network alternates sums with nonlinearities: functions such as ReLU, SiLU, GELU, tanh
+    or softmax that bend what passes through. They look like many unrelated formulas. This demo puts
+    one part in the place of them all, the gate: a few straight lines, and soft or hard switches
+    that say which line counts where. Then it asks whether the networks still answer the same.
+"""
+
+
+class Converted(NamedTuple):
+    """A network that was converted in one way: a label for its gates, "" where there is one way."""
+
+    label: str
+    model: nn.Module
+
+
+def run(
+    out: Path,
+    *,
+    seed: int = 0,
+    networks: Sequence[str] = tuple(RECIPES),
+    epochs: int | None = None,
+    tell: Say = print,
+) -> Report:
+    """Train, convert, compare; print the story and write the report into the folder `out`.
+
+    Args:
+        out: where `FILE` is written; made if it is missing.
+        seed: of the training; the same seed gives the same table.
+        networks: which of `RECIPES`.
+        epochs: rounds of training, instead of each network's own.
+        tell: what prints a piece of text.
+    """
+    started = time.perf_counter()
+    tell(dedent(_INTRODUCTION).strip("\n") + "\n")
+    data = digits()
+    tell(
+        f"1. The task: read handwritten digits, images of 8 x 8 pixels that scikit-learn brings; "
+        f"{len(data.train):,} to\n   learn from, {len(data.test)} others to be tested on.\n"
+    )
+    out.mkdir(parents=True, exist_ok=True)  # if it cannot be made, better before the work
+    rows: list[Row] = []
+    panels: list[Panel] = []
+    with _one_thread(), _progress() as say:
+        trained = _train_all(data, seed, networks, epochs, tell, say)
+        tell("\n3. Each nonlinearity is replaced by a gate; the weights stay as they are:")
+        for name, model in trained.items():
+            ways = _convert(name, model, data, say)
+            rows += [compare(name, model, way, data) for way in ways]
+            say(f"{name}: looking at each gate")
+            panels += _panels(name, model, ways, data)
+            say("")
+            tell(f"   {name:<9} {_count(rows[-1].sites)}")
+    tell("\n4. The networks before and after read the test images:\n")
+    facts = _facts(seed, data, started)
+    report = Report(tuple(rows), tuple(panels), _samples(data), facts, len(data.test))
+    tell("\n".join(columns([HEADER, *map(cells, rows)])) + "\n")
+    tell("\n".join(_wrapped(f"{k}: {text}.") for k, text in LEGEND.items()) + "\n")
+    tell("\n\n".join(fill(text, WIDTH) for text in meaning(report)))
+    path = out / FILE
+    path.write_text(page(report), encoding="utf-8")
+    tell("\nThe curves of all gates, and the inputs that each one really gets, are in the report:")
+    tell(str(path.resolve()))
+    return report
+
+
+def _wrapped(text: str) -> str:
+    return fill(text, WIDTH, initial_indent="  ", subsequent_indent="    ")
+
+
+def _count(sites: int) -> str:
+    return f"{sites} site{'s' if sites > 1 else ''} converted and verified one by one"
+
+
+def _train_all(
+    data: Digits, seed: int, names: Sequence[str], epochs: int | None, tell: Say, say: Say
+) -> dict[str, nn.Module]:
+    tell("2. Networks learn to read them:")
+    trained = {}
+    for name in names:
+        recipe = RECIPES[name]
+        began = time.perf_counter()
+        trained[name] = train(recipe, data, seed, partial(_named, say, name), epochs)
+        took = time.perf_counter() - began
+        say("")
+        tell(f"   {name:<9} {recipe.words} ({took:.1f} s)")
+    return trained
+
+
+def _named(say: Say, name: str, text: str) -> None:
+    say(f"{name}: {text}")
+
+
+def _convert(name: str, model: nn.Module, data: Digits, say: Say) -> list[Converted]:
+    """The network by gates, in every way that is shown; each conversion is verified."""
+    ways: dict[str, dict[str, Choice] | None] = {"": None}
+    if name == "ViT":
+        batches = torch.split(data.train, 256)
+        fitted = calibrate(model, batches, K=2, values=_CALIBRATED, progress=say)
+        ways = {
+            "K = 2 paper": {_GELU: "gelu_paper"},
+            "K = 2 calibrated": {**fitted},
+            "K = 3": {_GELU: 3},
+            "K = 5": {_GELU: 5},
+        }
+    say(f"{name}: converting")
+    sample = data.train[:32]
+    return [Converted(label, convert(model, at, inputs=sample)) for label, at in ways.items()]
+
+
+def compare(name: str, model: nn.Module, way: Converted, data: Digits) -> Row:
+    """Original and converted network on the test images, with the gates evaluated."""
+    with torch.no_grad(), kernels.use("reference"):
+        seen = audit(way.model, data.test[:32])
+        before, after = model(data.test), way.model(data.test)
+    ran = [site for site in seen.sites if site.calls and not site.native]
+    K = max([2, *(t.K for t in instances(way.model).values())])
+    return Row(
+        network=name,
+        gates=way.label,
+        K=K,
+        sites=len(ran),
+        exact=all(site.exact for site in ran) and not seen.left,
+        baseline=_accuracy(before, data.test_labels),
+        converted=_accuracy(after, data.test_labels),
+        agreement=(before.argmax(1) == after.argmax(1)).double().mean().item(),
+        difference=(before - after).abs().max().item(),
+        rms=(before - after).square().mean().sqrt().item(),
+        largest=before.abs().max().item(),
+    )
+
+
+def _accuracy(logits: Tensor, labels: Tensor) -> float:
+    return (logits.argmax(1) == labels).double().mean().item()
+
+
+def _panels(
+    name: str, model: nn.Module, ways: Sequence[Converted], data: Digits
+) -> Iterator[Panel]:
+    """A panel for each function; gates that are the same in every way are drawn once."""
+    chosen = [(way.label, instances(way.model)) for way in ways]
+    for seen in watch(model, data.test):
+        if seen.t is not None:
+            yield panel(name, seen, {"": seen.t})
+        else:
+            yield panel(name, seen, {label: at[seen.site] for label, at in chosen})
+
+
+def _samples(data: Digits) -> tuple[tuple[int, bytes], ...]:
+    """The first test image of each digit, as bytes from 0 to 255."""
+    first = [int((data.test_labels == digit).nonzero()[0]) for digit in range(10)]
+    grey = (255 * data.test[first]).byte().flatten(1)
+    return tuple((digit, bytes(row.tolist())) for digit, row in enumerate(grey))
+
+
+def _facts(seed: int, data: Digits, started: float) -> dict[str, str]:
+    return {
+        "made by": f"tg demo --seed {seed}",
+        "threshold_gating": __version__,
+        "torch": torch.__version__,
+        "scikit-learn": metadata.version("scikit-learn"),
+        "Python": f"{platform.python_version()} on {platform.system()}, {platform.machine()}",
+        "seed of the training": str(seed),
+        "images": f"{len(data.train):,} to learn from, {len(data.test)} for the test",
+        "evaluated with": "native ops off (tg.kernels.use('reference')), float32, one thread",
+        "time": f"{time.perf_counter() - started:.0f} s in all",
+    }
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Networks this small gain nothing from a second thread, and results stay the same."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
+def _progress() -> Iterator[Say]:
+    """One line of a terminal that is written over and over and gone at the end; else nothing."""
+    if not sys.stderr.isatty():
+        yield lambda text: None
+        return
+    try:
+        yield lambda text: print(f"\r\x1b[K{text[:WIDTH]}", end="", file=sys.stderr, flush=True)
+    finally:
+        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
