@@ -45,5 +45,5 @@ def poison(monkeypatch, request):
     Tests marked `compile` see torch as it is: Dynamo looks these functions up by name.
     """
     if request.node.get_closest_marker("compile") is None:
-        for name in ("empty", "empty_like", "empty_strided"):
+        for name in ("empty", "empty_like", "empty_strided", "empty_permuted"):
             monkeypatch.setattr(torch, name, _poisoned(getattr(torch, name)))

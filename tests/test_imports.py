@@ -13,10 +13,10 @@ SOURCE = Path(__file__).parents[1] / "src" / PACKAGE
 # What each module may import from the package; a module must stand here before it is written.
 # Mathematics at the bottom, faster forms of it above, models and tools on top.
 _BASE = {"primitive", "instance"}
-_KERNELS = {*_BASE, "taxonomy", "attention", "kernels"}
+_KERNELS = {*_BASE, "taxonomy", "logits", "kernels"}
 _FITTING = {*_KERNELS, "shape"}
-_LAYERS = {*_KERNELS, "layers"}
-_RECURRENT = {*_LAYERS, "recurrent"}
+_LAYERS = {*_KERNELS, "attention", "layers"}
+_RECURRENT = {*_LAYERS, "unitwise", "cells", "recurrent"}
 _SITES = {*_RECURRENT, "fitting", "sites"}
 _CONVERSION = {*_SITES, "_version", "conversion"}
 ALLOWED = {
@@ -25,25 +25,37 @@ ALLOWED = {
     "instance": {"primitive"},
     "_fitted": _BASE,
     "taxonomy": {*_BASE, "_fitted"},
-    "attention": _BASE,
+    "logits": _BASE,
     "kernels": _KERNELS,
+    "attention": _KERNELS,
     "shape": set(),
     "fitting": _FITTING,
     "layers": _KERNELS,
+    "dense": _LAYERS,
     "meanfield": {*_LAYERS, "shape"},
     "explanation": {*_BASE, "shape", "meanfield"},
     "theory": {*_LAYERS, *_FITTING, "fitting", "meanfield", "explanation"},
-    "recurrent": _LAYERS,
+    "unitwise": _LAYERS,
+    "cells": {*_LAYERS, "unitwise"},
+    "recurrent": _RECURRENT,
     "sites": _SITES,
     "conversion": _CONVERSION,
-    "training": _CONVERSION,
+    "training": {*_CONVERSION, "dense"},
+    "hugging_face": _CONVERSION,
+    "evaluation": _CONVERSION,
+    "evaluating": None,
     "hardware": _CONVERSION,
     "insight": {*_CONVERSION, "shape", "theory"},
     "expressions": set(),
     "converting": None,
+    "networks": {*_CONVERSION, "targets"},
     "targets": {*_BASE, "taxonomy", "expressions"},
     "explaining": {*_CONVERSION, "shape", "theory", "insight", "tables", "targets"},
     "tables": {*_BASE, "taxonomy"},
+    "style": set(),
+    "panels": set(),
+    "report": {"panels", "style"},
+    "demo": {*_CONVERSION, "panels", "report"},
     "cli": None,  # anything
     "__main__": None,
     "__init__": None,

@@ -3,6 +3,7 @@
 from threshold_gating import (
     attention,
     conversion,
+    dense,
     fitting,
     kernels,
     layers,
@@ -11,10 +12,12 @@ from threshold_gating import (
     sites,
     taxonomy,
     theory,
+    training,
 )
 from threshold_gating._version import __version__ as __version__
 from threshold_gating.attention import softmax
 from threshold_gating.conversion import audit, calibrate, convert, verify
+from threshold_gating.dense import Conv1d, Conv2d, Conv3d, Linear
 from threshold_gating.fitting import fit, match
 from threshold_gating.instance import TG
 from threshold_gating.layers import Activation
@@ -28,12 +31,17 @@ __all__ = [
     "TAXONOMY",
     "TG",
     "Activation",
+    "Conv1d",
+    "Conv2d",
+    "Conv3d",
+    "Linear",
     "attention",
     "audit",
     "blend",
     "calibrate",
     "conversion",
     "convert",
+    "dense",
     "family",
     "fit",
     "fitting",
@@ -47,5 +55,6 @@ __all__ = [
     "softmax",
     "taxonomy",
     "theory",
+    "training",
     "verify",
 ]

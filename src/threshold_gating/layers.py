@@ -125,18 +125,25 @@ class Activation(nn.Module):
         return column.view(-1, *(1 for _ in self.group)).repeat(1, *self.group)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Activation:
-        def keep_wide(t: Tensor) -> Tensor:
-            moved = fn(t)
-            narrow = moved.is_floating_point() and moved.element_size() < 4
-            return t.detach().to(moved.device) if narrow else moved
-
-        super()._apply(keep_wide, recurse)  # type: ignore[no-untyped-call]
+        super()._apply(keeping_wide(fn), recurse)  # type: ignore[no-untyped-call]
         # What `init` says is not in any checkpoint: make it anew, for `to_empty` left it unset and
         # `double` would have kept only its float32 digits.
         for name in self._non_persistent_buffers_set:
             old = getattr(self, name)
             setattr(self, name, self._start(name, old.device, old.dtype))
+        self._refine()
         return self
+
+    @torch.no_grad()
+    def _refine(self) -> None:
+        """Give float64 values that are still at their start the digits that float32 had not."""
+        for name, value in [*self.named_parameters(), *self.named_buffers()]:
+            shared_out = type(value) not in (Tensor, nn.Parameter)
+            if value.dtype != torch.float64 or name in ("rho", "dtheta") or shared_out:
+                continue
+            rounded = self._start(name, value.device, torch.float32).double()
+            start = self._start(name, value.device, torch.float64)
+            value.copy_(torch.where(value == rounded, start, value))
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the activation to each element of `x`; shape and dtype are kept."""
@@ -145,7 +152,7 @@ class Activation(nn.Module):
         if kernels.takes_native() and (op := kernels.lowered(self._op)) is not None:
             return kernels.overwriting(op, x) if self.inplace else op(x)
         shape = self._shape_in(x)
-        tau, theta, s, c = self._values()
+        tau, theta, s, c = self.values()
         form = self._structure
         return kernels.blend(
             x,
@@ -174,7 +181,7 @@ class Activation(nn.Module):
             )
         return (1,) * axis + self.group + (1,) * after
 
-    def _values(self) -> tuple[Any, list[Tensor], list[Value], list[Value]]:
+    def values(self) -> tuple[Any, list[Tensor], list[Value], list[Value]]:
         """(tau, theta, s, c) now: structural numbers where they are known, else tensors."""
         known, learned = self._structure, self.learned
         theta = list((self.theta0 + self.dtheta if "theta" in learned else self.theta0).unbind(0))
@@ -182,19 +189,51 @@ class Activation(nn.Module):
         if known.hard:
             c = _filled(known.c, self.v if learned else self.c)
             if learned:
-                c = [_intercept(*p) for p in zip(c, s, _nearest(theta), strict=True)]
+                c = [_intercept(*p) for p in zip(c, s, nearest(theta), strict=True)]
             return math.inf, theta, s, c
         tau = self.tau0
         if "tau" in learned:
-            # the op itself: a converted network around us answers torch.clamp
-            tau = tau * torch.ops.aten.clamp.default(self.rho, -_RHO_BOUND, _RHO_BOUND).exp()
+            tau = tau * sharpening(self.rho)
         return list(tau.unbind(0)) if known.own_tau else tau, theta, s, _filled(known.c, self.c)
+
+    def reset_parameters(self) -> None:
+        """Return to `init`."""
+        with torch.no_grad():
+            for name, value in [*self.named_parameters(), *self.named_buffers()]:
+                at_zero = name in ("rho", "dtheta")
+                value.copy_(
+                    torch.zeros_like(value)
+                    if at_zero
+                    else self._start(name, value.device, value.dtype)
+                )
+
+    @torch.no_grad()
+    def set_values(self, tau: Any, theta: Any, s: Any = None, c: Any = None) -> None:
+        """Let the learned among tau, theta, s, c be these, as `values` gives them.
+
+        They may be numbers or tensors, K or K - 1 along the first axis, and broadcast to the group.
+        """
+        if "tau" in self.learned:
+            own = self._structure.own_tau
+            self.tau0.copy_(_rows_like(tau, self.tau0) if own else torch.as_tensor(tau))
+            self.rho.zero_()
+        if "theta" in self.learned:
+            self.theta0.copy_(_rows_like(theta, self.theta0))
+            self.dtheta.zero_()
+        if "s" in self.learned and s is not None:
+            self.s.copy_(_rows_like(s, self.s))
+        if "c" in self.learned and c is not None:
+            if self.init.hard:
+                near = torch.stack(nearest(list(self.theta0.unbind(0))))
+                self.v.copy_(_rows_like(c, self.v) + self.s * near)
+            else:
+                self.c.copy_(_rows_like(c, self.c))
 
     def instances(self) -> list[TG]:
         """The instance of each sharing group as it is now, in order."""
         if not self.learned:
             return [self.init] * math.prod(self.group)
-        tau, theta, s, c = self._values()
+        tau, theta, s, c = self.values()
         taus = tau if isinstance(tau, list) else [tau]
         columns = [_columns(w, self.group) for w in (taus, theta, s, c)]
         keep = {k: getattr(self.init, k) for k in ("form", "owner", "clamp")}
@@ -218,6 +257,30 @@ class Activation(nn.Module):
         if self.share not in ("net", "layer"):
             words += [f"share={self.share}", f"channels={'x'.join(map(str, self.group))}"]
         return ", ".join(words)
+
+
+def keeping_wide(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """`fn`, a cast or a move of a module's tensor, that moves gate tensors but never to 16 bits."""
+
+    def moved(t: Tensor) -> Tensor:
+        new = fn(t)
+        narrow = new.is_floating_point() and new.element_size() < 4
+        return t.detach().to(new.device) if narrow else new
+
+    return moved
+
+
+def sharpening(rho: Tensor) -> Tensor:
+    """tau / tau0 of a learned gate: exp(rho), exactly 1 at rho = 0 and positive for every rho."""
+    # the op itself: a converted network around us answers torch.clamp
+    bounded: Tensor = torch.ops.aten.clamp.default(rho, -_RHO_BOUND, _RHO_BOUND)
+    return bounded.exp()
+
+
+def is_centred(t: TG) -> bool:
+    """Whether `blend` of a start `t` goes about the midpoint of its branches, as tanh does."""
+    opposite = t.K == 2 and all(abs(w[0]) == abs(w[1]) for w in (t.s, t.c))
+    return not t.hard and opposite and (t.s[0] != t.s[1] or t.c[0] != t.c[1])
 
 
 def _group(share: str, channels: int | Sequence[int] | None) -> tuple[int, ...]:
@@ -268,7 +331,6 @@ def _structure(t: TG, learned: Sequence[str]) -> _Structure:
             for k, x in enumerate(w)
         )
 
-    opposite = t.K == 2 and all(abs(w[0]) == abs(w[1]) for w in (t.s, t.c))
     return _Structure(
         hard=t.hard,
         own_tau=isinstance(t.tau, tuple),
@@ -279,18 +341,18 @@ def _structure(t: TG, learned: Sequence[str]) -> _Structure:
         q=t.q,
         anchor=None if learned else t.anchor,
         clamp=t.clamp,
-        centred=not t.hard and opposite and (t.s[0] != t.s[1] or t.c[0] != t.c[1]),
+        centred=is_centred(t),
     )
 
 
-def _nearest(theta: Sequence[Any]) -> list[Any]:
+def nearest(theta: Sequence[Any]) -> list[Any]:
     """The threshold each branch is anchored at: the one below it, for the lowest the one above."""
     return [theta[0], *theta] if theta else [0.0]
 
 
 def _anchored_values(t: TG) -> tuple[float, ...]:
     """The value of each branch at its own threshold."""
-    parts = zip(t.s, t.c, _nearest(t.theta), strict=True)
+    parts = zip(t.s, t.c, nearest(t.theta), strict=True)
     return tuple(s * th + c for s, c, th in parts)
 
 
@@ -302,6 +364,11 @@ def _intercept(v: Value, s: Value, theta: Value) -> Value:
 def _filled(known: Sequence[float | None], tensor: Tensor) -> list[Value]:
     rows = tensor.unbind(0)
     return [row if number is None else number for number, row in zip(known, rows, strict=True)]
+
+
+def _rows_like(w: Any, like: Tensor) -> Tensor:
+    """The rows of `w`, numbers or tensors, each expanded to those of `like`."""
+    return torch.stack([torch.as_tensor(row).to(like).expand(like.shape[1:]) for row in w])
 
 
 def _viewed(w: Value, shape: tuple[int, ...]) -> Value:

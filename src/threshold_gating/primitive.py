@@ -203,6 +203,41 @@ def gated_linear(
     return y if bias is None else y + bias
 
 
+def features(
+    x: Tensor,
+    tau: Values,
+    theta: Values,
+    s: Values,
+    c: Values,
+    *,
+    axis: int = -1,
+    groups: int = 1,
+    form: str = "softmax",
+    owner: Sequence[str] | None = None,
+) -> Tensor:
+    """The gated inputs g_k(x) (s_k x + c_k), one beside the other: what tier W multiplies (Eq. 4).
+
+    Args:
+        x, tau, theta, s, c, form, owner: as in `blend`.
+        axis: where the channels of `x` are; the result has K times as many there.
+        groups: the result is ordered (groups, K, channels / groups), as a grouped convolution
+            wants its inputs.
+
+    >>> features(torch.tensor([[1.0, 2.0]]), math.inf, (1.5,), (1, 1), (0, 0))
+    tensor([[1., 0., 0., 2.]])
+    """
+    z = wide(x)
+    g = gates(z, tau, theta, form=form, owner=owner).unbind(0)
+    slopes, constants = _rows("s", s, z, len(g)), _rows("c", c, z, len(g))
+    parts = [
+        gk * _polynomial(z, 0.0, sk, ck) for gk, sk, ck in zip(g, slopes, constants, strict=True)
+    ]
+    axis = axis % x.dim()
+    shape = (*x.shape[:axis], groups, x.shape[axis] // groups, *x.shape[axis + 1 :])
+    split = [p.reshape(shape) for p in parts]
+    return torch.stack(split, axis + 1).flatten(axis, axis + 2).to(x.dtype)
+
+
 def wide(x: Tensor) -> Tensor:
     """`x` in the dtype it is computed in: float32 for 16-bit floats."""
     if not isinstance(x, Tensor) or not x.is_floating_point():

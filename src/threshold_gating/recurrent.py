@@ -1,14 +1,14 @@
-"""LSTM, GRU and RNN whose every sigmoid, tanh and ReLU is an instance; torch's weights and keys.
-
-    LSTM   i, f, o = sigmoid(W x + U h + b),  g = tanh(W x + U h + b)
-           c' = f c + i g,  h' = o tanh(c')
-    GRU    r, z = sigmoid(W x + U h + b),  n = tanh(W x + b + r (U h + d)),  h' = n + z (h - n)
-    RNN    h' = tanh(W x + U h + b), or ReLU
+"""LSTM, GRU, RNN and their cells as torch's own, with every sigmoid, tanh and ReLU an instance.
 
 The classes are torch's and run torch's own `forward`, so arguments, checks, errors and results are
 the same. That `forward` ends in one fused op. It is called where the backend allows native and the
 gates are torch's; otherwise a torch function mode answers it by its entry in `FUNCTIONS`, which
-evaluates the gates: one product for the inputs of all steps, then one per step for the state.
+evaluates the gates (`threshold_gating.cells`).
+
+An LSTM and a GRU can learn tau and theta of each gate and unit (`train=`). Behind an affine map
+that pair adds no function, sigma(tau (w x + b - theta)) = sigma((tau w) x + tau (b - theta)): for
+i, f, g, o and for r, z, n it changes only how training goes, and `fold` puts it into the weights.
+What is new as a function is the pair of an LSTM's cell output alone.
 
 Dynamo refuses `torch.nn.LSTM`, `GRU` and `RNN`, and so these, unless
 `torch._dynamo.config.allow_rnn` is set; the cells and `FUNCTIONS` it takes as they are.
@@ -18,267 +18,27 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from threshold_gating import kernels, taxonomy
+from threshold_gating.cells import FUNCTIONS, SITES, Gates
 from threshold_gating.instance import TG
+from threshold_gating.layers import keeping_wide
+from threshold_gating.unitwise import HELD_BY, Learned, Learning, before, learning, start, values
 
-Gates = Mapping[str, TG]
-State = tuple[Tensor, ...]
-
-_SIGMOID, _TANH = taxonomy.TAXONOMY["sigmoid"], taxonomy.TAXONOMY["tanh"]
-# The nonlinearities of one step, in the order of torch's weights; "cell" is the tanh of c'.
-SITES: dict[str, dict[str, TG]] = {
-    "lstm": {"i": _SIGMOID, "f": _SIGMOID, "g": _TANH, "o": _SIGMOID, "cell": _TANH},
-    "gru": {"r": _SIGMOID, "z": _SIGMOID, "n": _TANH},
-    "rnn_tanh": {"h": _TANH},
-    "rnn_relu": {"h": taxonomy.TAXONOMY["relu"]},
-}
-
-
-class _Weights(NamedTuple):
-    """The parameters of one layer and direction, as torch orders them."""
-
-    ih: Tensor
-    hh: Tensor
-    b_ih: Tensor | None = None
-    b_hh: Tensor | None = None
-    hr: Tensor | None = None  # projection of the output, (proj_size, H)
-
-
-class _Cell(NamedTuple):
-    """One step in two parts: a = x weight' + bias, for all times at once, then step(a, state)."""
-
-    weight: Tensor
-    bias: Tensor | None
-    step: Callable[[Tensor, State], State]
-
-
-_Build = Callable[[_Weights, Gates], _Cell]
-
-
-def _blend(t: TG, x: Tensor) -> Tensor:
-    extra = {"form": t.form, "owner": t.owner, "q": t.q, "anchor": t.anchor, "clamp": t.clamp}
-    return kernels.blend(x, t.tau, t.theta, t.s, t.c, **extra)
-
-
-def _evaluator(instances: Sequence[TG]) -> Callable[[Tensor], Sequence[Tensor]]:
-    """(B, n H) -> n times (B, H), one instance each; equal neighbours are evaluated in one call."""
-    runs: list[tuple[TG, int]] = []
-    for t in instances:
-        same = runs.pop()[1] if runs and runs[-1][0] == t else 0
-        runs.append((t, same + 1))
-    if len(runs) == 1:
-        return lambda a: _blend(t, a).chunk(len(instances), -1)
-
-    def evaluate(a: Tensor) -> list[Tensor]:
-        width = a.shape[-1] // len(instances)
-        parts = a.split_with_sizes([n * width for _, n in runs], -1)
-        pairs = zip(runs, parts, strict=True)
-        return [y for (t, n), part in pairs for y in _blend(t, part).chunk(n, -1)]
-
-    return evaluate
-
-
-def _summed(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    return None if a is None or b is None else a + b
-
-
-def _sigmoids_first(w: Tensor, axis: int = 0) -> Tensor:
-    """i, f, g, o along `axis` as i, f, o, g, so that one call evaluates the three sigmoids."""
-    i, f, g, o = w.chunk(4, axis)
-    return torch.cat([i, f, o, g], axis)
-
-
-def _lstm_update(gates: Gates, hr: Tensor | None) -> Callable[[Tensor, Tensor], State]:
-    evaluate, squash = _evaluator([gates[site] for site in "ifog"]), _evaluator([gates["cell"]])
-
-    def update(a: Tensor, c: Tensor) -> State:
-        i, f, o, g = evaluate(a)
-        c = f * c + i * g
-        h = o * squash(c)[0]
-        return (h if hr is None else F.linear(h, hr)), c
-
-    return update
-
-
-def _lstm(w: _Weights, gates: Gates) -> _Cell:
-    update, hh = _lstm_update(gates, w.hr), _sigmoids_first(w.hh).t()
-    bias = _summed(w.b_ih, w.b_hh)
-
-    def step(a: Tensor, state: State) -> State:
-        return update(torch.addmm(a, state[0], hh), state[1])
-
-    return _Cell(_sigmoids_first(w.ih), None if bias is None else _sigmoids_first(bias), step)
-
-
-def _lstm_once(w: _Weights, gates: Gates) -> _Cell:
-    """The same for a single step, which is not worth a copy of the weights."""
-    update, hh = _lstm_update(gates, w.hr), w.hh.t()
-
-    def step(a: Tensor, state: State) -> State:
-        return update(_sigmoids_first(torch.addmm(a, state[0], hh), -1), state[1])
-
-    return _Cell(w.ih, _summed(w.b_ih, w.b_hh), step)
-
-
-def _gru(w: _Weights, gates: Gates) -> _Cell:
-    evaluate, new = _evaluator([gates["r"], gates["z"]]), _evaluator([gates["n"]])
-    sizes = [2 * w.hh.shape[1], w.hh.shape[1]]
-
-    def step(a: Tensor, state: State) -> State:
-        (h,) = state
-        a_rz, a_n = a.split_with_sizes(sizes, -1)
-        b_rz, b_n = F.linear(h, w.hh, w.b_hh).split_with_sizes(sizes, -1)
-        r, z = evaluate(a_rz + b_rz)
-        n = new(a_n + r * b_n)[0]
-        return (n + z * (h - n),)
-
-    return _Cell(w.ih, w.b_ih, step)
-
-
-def _rnn(w: _Weights, gates: Gates) -> _Cell:
-    evaluate, hh = _evaluator([gates["h"]]), w.hh.t()
-
-    def step(a: Tensor, state: State) -> State:
-        return (evaluate(torch.addmm(a, state[0], hh))[0],)
-
-    return _Cell(w.ih, _summed(w.b_ih, w.b_hh), step)
-
-
-def _scan(
-    cell: _Cell, steps: Sequence[Tensor], start: State, reverse: bool
-) -> tuple[list[Tensor], State]:
-    """The outputs of all steps in the order of time, and the state each sequence ends in.
-
-    Packed sequences are sorted by length: going forward the last rows end first, going back they
-    join later.
-    """
-    outputs: list[Tensor] = []
-    ended: list[State] = []
-    state = tuple(s[: len(steps[-1 if reverse else 0])] for s in start)
-    for a in reversed(steps) if reverse else steps:
-        rows, had = a.shape[0], state[0].shape[0]
-        if rows < had:
-            ended.append(tuple(s[rows:] for s in state))
-            state = tuple(s[:rows] for s in state)
-        elif rows > had:
-            joined = zip(state, start, strict=True)
-            state = tuple(torch.cat([s, s0[had:rows]]) for s, s0 in joined)
-        state = cell.step(a, state)
-        outputs.append(state[0])
-    if ended:
-        state = tuple(torch.cat(s) for s in zip(state, *reversed(ended), strict=True))
-    return outputs[::-1] if reverse else outputs, state
-
-
-def _layer(
-    cell: _Cell, x: Tensor, sizes: list[int] | None, start: State, reverse: bool
-) -> tuple[Tensor, State]:
-    """One layer in one direction over (T, B, I), or over packed rows with their batch sizes."""
-    a = F.linear(x, cell.weight, cell.bias)
-    steps = a.unbind(0) if sizes is None else a.split_with_sizes(sizes)
-    outputs, end = _scan(cell, steps, start, reverse)
-    return (torch.stack(outputs) if sizes is None else torch.cat(outputs)), end
-
-
-def _by_layer(params: Sequence[Any], has_biases: bool, count: int) -> list[_Weights]:
-    """The flat list of parameters for each layer and direction."""
-    n = len(params) // count
-    groups = [params[k : k + n] for k in range(0, len(params), n)]
-    if not has_biases:
-        groups = [(ih, hh, None, None, *hr) for ih, hh, *hr in groups]
-    return [_Weights(*each) for each in groups]
-
-
-def _cast(x: Tensor, *tensors: Tensor) -> list[Tensor]:
-    """All in the type of autocast where it is on, as torch's fused ops do."""
-    device = x.device.type
-    if device == "meta" or not torch.is_autocast_enabled(device):
-        return [x, *tensors]
-    dtype = torch.get_autocast_dtype(device)
-    return [t.to(dtype) for t in (x, *tensors)]
-
-
-def _check(states: State, batch: int, hh: Tensor) -> None:
-    """Sizes of the state that would be cut or broadcast; torch checks only some before the op."""
-    for s, size in zip(states, (hh.shape[1], hh.shape[0] // 4), strict=False):
-        if tuple(s.shape[-2:]) != (batch, size):
-            raise RuntimeError(
-                f"Expected a hidden state of {batch} rows and {size} columns, got {list(s.shape)}"
-            )
-
-
-def _sequence(build: _Build, *args: Any, gates: Gates) -> State:
-    """What `torch.lstm`, `torch.gru`, .. return for the same arguments, padded or packed."""
-    if isinstance(args[3], bool):
-        x, hx, *options, batch_first = args
-        sizes, x = None, x.transpose(0, 1) if batch_first else x
-    else:
-        (x, sizes, hx, *options), batch_first = args, False
-        sizes = sizes.tolist()
-    params, has_biases, num_layers, dropout, train, bidirectional = options
-    states = (hx,) if isinstance(hx, Tensor) else tuple(hx)
-    if not (len(x) if sizes is None else sizes):
-        raise RuntimeError("Expected sequence length to be larger than 0 in RNN")
-    if build is _lstm or x.device.type != "cpu":  # torch's other ops on a CPU promote instead
-        x, *cast = _cast(x, *states, *params)
-        states, params = tuple(cast[: len(states)]), cast[len(states) :]
-    directions = 2 if bidirectional else 1
-    weights = _by_layer(params, has_biases, num_layers * directions)
-    _check(states, x.shape[1] if sizes is None else sizes[0], weights[0].hh)
-    ends: list[State] = []
-    for layer in range(num_layers):
-        if layer and dropout:
-            x = torch.dropout(x, dropout, train)
-        outputs = []
-        for reverse in (False, True)[:directions]:
-            k = len(ends)
-            cell, start = build(weights[k], gates), tuple(s[k] for s in states)
-            y, end = _layer(cell, x, sizes, start, reverse)
-            outputs.append(y)
-            ends.append(end)
-        x = torch.cat(outputs, -1) if bidirectional else outputs[0]
-    last = (torch.stack(s) for s in zip(*ends, strict=True))
-    return x.transpose(0, 1) if batch_first else x, *last
-
-
-def _once(build: _Build, x: Tensor, hx: Any, *params: Tensor, gates: Gates) -> State | Tensor:
-    """What `torch.lstm_cell`, `torch.gru_cell`, .. return for the same arguments."""
-    states, w = (hx,) if isinstance(hx, Tensor) else tuple(hx), _Weights(*params)
-    _check(states, len(x), w.hh)
-    if x.device.type != "cpu":
-        x, *cast = _cast(x, *states)
-        states = tuple(cast)
-    cell = build(w, gates)
-    states = cell.step(F.linear(x, cell.weight, cell.bias), states)
-    return states[0] if isinstance(hx, Tensor) else states
-
-
-# Torch's fused ops and what evaluates their gates, for the same positional arguments.
-FUNCTIONS: dict[Callable[..., Any], Callable[..., Any]] = {
-    torch.lstm: partial(_sequence, _lstm, gates=SITES["lstm"]),
-    torch.gru: partial(_sequence, _gru, gates=SITES["gru"]),
-    torch.rnn_tanh: partial(_sequence, _rnn, gates=SITES["rnn_tanh"]),
-    torch.rnn_relu: partial(_sequence, _rnn, gates=SITES["rnn_relu"]),
-    torch.lstm_cell: partial(_once, _lstm_once, gates=SITES["lstm"]),
-    torch.gru_cell: partial(_once, _gru, gates=SITES["gru"]),
-    torch.rnn_tanh_cell: partial(_once, _rnn, gates=SITES["rnn_tanh"]),
-    torch.rnn_relu_cell: partial(_once, _rnn, gates=SITES["rnn_relu"]),
-}
+__all__ = ["FUNCTIONS", "GRU", "LSTM", "RNN", "SITES", "GRUCell", "LSTMCell", "RNNCell"]
 
 
 class _Evaluated(TorchFunctionMode):
     """Inside, torch's fused op is answered by what evaluates `gates`."""
 
-    def __init__(self, gates: Gates) -> None:
+    def __init__(self, gates: Gates | Sequence[Gates]) -> None:
         super().__init__()
         self.gates = gates
 
@@ -305,11 +65,19 @@ class _Gated(nn.Module):
 
     def forward(self, input: Any, hx: Any = None) -> Any:
         """As torch's; the gates are evaluated where the backend asks for it."""
-        exact = self.gates == self._standard()
-        if kernels.lowered(super().forward if exact else None) is not None:
+        if kernels.lowered(super().forward if self.exact else None) is not None:
             return super().forward(input, hx)
-        with _Evaluated(self.gates):
+        with _Evaluated(self._now()):
             return super().forward(input, hx)
+
+    @property
+    def exact(self) -> bool:
+        """Whether every gate is torch's and none is learned."""
+        return self.gates == self._standard()
+
+    def _now(self) -> Gates | Sequence[Gates]:
+        """The gates as they are: of all layers and directions, or of each."""
+        return self.gates
 
     @classmethod
     def from_torch(cls, module: nn.Module) -> Self:
@@ -339,11 +107,12 @@ class _Gated(nn.Module):
                 f"{_words(self._standard())}; these are {_words(self.gates)}."
             )
         new = _alias(self, plain)
-        del new.gates
+        for name in ("gates", "learning"):
+            vars(new).pop(name, None)
         return new
 
     def extra_repr(self) -> str:
-        exact = ", exact" if self.gates == self._standard() else ""
+        exact = ", exact" if self.exact else ""
         return f"{super().extra_repr()}, gates: {_words(self.gates)}{exact}"
 
 
@@ -360,23 +129,216 @@ def _alias(module: nn.Module, cls: type[Any]) -> Any:
     return new
 
 
-def _words(gates: Gates) -> str:
+def _words(gates: Mapping[str, TG]) -> str:
     counts = Counter(taxonomy.name_of(t) or repr(t) for t in gates.values())
     return ", ".join(name if n == 1 else f"{name} x{n}" for name, n in counts.items())
 
 
-class LSTM(_Gated, nn.LSTM):
+class _Learnable(_Gated, nn.RNNBase):
+    """What LSTM and GRU add: gates that are learned, with values of their own for each unit.
+
+    Args, beside torch's:
+        train: "tau", "theta" or both; nothing is learned by default. For each layer and direction
+            gate_rho_l0, gate_dtheta_l0, [sites, H]: tau = tau0 exp(rho), theta = theta0 + dtheta.
+        family: "constant" keeps the branches; "free" learns them too, for comparison, as gate_s_l0
+            and gate_c_l0, [sites, 2, H].
+        sites: which gates are learned, rows in this order; all of them by default.
+    """
+
+    learning = Learning()
+
+    def __init__(
+        self,
+        *args: Any,
+        train: Iterable[str] = (),
+        family: str = "constant",
+        sites: Iterable[str] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self._learn(train, family, sites)
+
+    @classmethod
+    def from_torch(
+        cls,
+        module: nn.Module,
+        *,
+        train: Iterable[str] = (),
+        family: str = "constant",
+        sites: Iterable[str] | None = None,
+    ) -> Self:
+        """`module` with its gates as instances; parameters and hooks are shared, not copied.
+
+        What is learned, `train`, `family` and `sites`, is as for a new layer.
+        """
+        new = super().from_torch(module)
+        new._learn(train, family, sites)
+        return new
+
+    def to_torch(self) -> Any:
+        """The plain module of torch with the same parameters, the inverse of `from_torch`."""
+        if self.learning.train:
+            name, sites = type(self).__name__, ", ".join(self.learning.sites)
+            raise ValueError(
+                f"{name}.to_torch: the gates {sites} are learned; fold() puts those of i, f, g, o "
+                "and r, z, n into the weights."
+            )
+        return super().to_torch()
+
+    def _learn(self, train: Iterable[str], family: str, sites: Iterable[str] | None) -> None:
+        self.learning = learning(type(self).__name__, tuple(self.gates), train, family, sites)
+        like = getattr(self, self._flat_weights_names[0])
+        dtype = torch.promote_types(like.dtype, torch.float32)
+        for name, what in self._gate_names().items():
+            self.register_parameter(name, nn.Parameter(self._start(what).to(like.device, dtype)))
+
+    def _suffixes(self) -> list[str]:
+        """_l0, _l0_reverse, _l1, .. in the order of torch's weights."""
+        return [names[0].removeprefix("weight_ih") for names in self._all_weights]
+
+    def _gate_names(self) -> dict[str, str]:
+        """What each gate parameter holds, by its name."""
+        train = self.learning.train
+        return {f"gate_{HELD_BY[w]}{suffix}": w for suffix in self._suffixes() for w in train}
+
+    def _start(self, what: str) -> Tensor:
+        return start(what, [self.gates[site] for site in self.learning.sites], self.hidden_size)
+
+    def reset_parameters(self) -> None:
+        """Torch's start for the weights; learned gates go back to theirs."""
+        super().reset_parameters()
+        with torch.no_grad():
+            for name, what in self._gate_names().items():
+                getattr(self, name).copy_(self._start(what))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        gates = [self._parameters[name] for name in self._gate_names()]
+        own = [t for p in gates if p is not None for t in (p, p.grad)]
+        ids, wide = {id(t) for t in own}, keeping_wide(fn)
+        super()._apply(lambda t: wide(t) if id(t) in ids else fn(t), recurse)  # type: ignore[no-untyped-call]
+        return self
+
+    @property
+    def exact(self) -> bool:
+        return not self.learning.train and super().exact
+
+    def _now(self) -> Gates | Sequence[Gates]:
+        if not self.learning.train:
+            return self.gates
+        return [{**self.gates, **self._learned(suffix)} for suffix in self._suffixes()]
+
+    def _learned(self, suffix: str) -> dict[str, Learned]:
+        train, _, sites = self.learning
+        held = {what: getattr(self, f"gate_{HELD_BY[what]}{suffix}") for what in train}
+        return values({site: self.gates[site] for site in sites}, held)
+
+    def learned_gates(self) -> dict[str, Learned]:
+        """The learned gates as they are: i_l0, .., cell_l0_reverse, .. with values [H]."""
+        each = [(suffix, self._learned(suffix)) for suffix in self._suffixes()]
+        return {f"{site}{suffix}": t for suffix, now in each for site, t in now.items()}
+
+    def fold(self) -> Self:
+        """A copy that computes the same with the pairs of i, f, g, o (r, z, n) in its weights.
+
+        A GRU is torch's own again (`to_torch`), and so is an LSTM that learned no cell output. One
+        that did keeps that pair, and with it evaluates its gates: torch's fused op has no place for
+        it. Exact but for the rounding of the weights to their type.
+        """
+        _check_foldable(self)
+        new = copy.deepcopy(self)
+        kept = tuple(site for site in self.learning.sites if site == "cell")
+        rows = [self.learning.sites.index(site) for site in kept]
+        with torch.no_grad():
+            for names, suffix in zip(self._all_weights, self._suffixes(), strict=True):
+                _fold(new, names, self._learned(suffix))
+        for name in self._gate_names():
+            old = getattr(new, name)
+            delattr(new, name)
+            if kept:
+                learned = nn.Parameter(old.detach()[rows].clone(), old.requires_grad)
+                new.register_parameter(name, learned)
+        new.learning = self.learning._replace(sites=kept) if kept else Learning()
+        return new
+
+    def extra_repr(self) -> str:
+        train, family, sites = self.learning
+        if not train:
+            return super().extra_repr()
+        words = [super().extra_repr(), f"train=({', '.join(train)})"]
+        if family != "constant":
+            words.append(f"family={family}")
+        if sites != tuple(self.gates):
+            words.append(f"sites=({', '.join(sites)})")
+        gates = sum(getattr(self, name).numel() for name in self._gate_names())
+        whole = sum(p.numel() for p in self.parameters())
+        return ", ".join([*words, f"+{gates / (whole - gates):.2%} parameters"])
+
+
+def _check_foldable(layer: _Learnable) -> None:
+    name, (_, family, sites) = type(layer).__name__, layer.learning
+    if family == "free":
+        raise ValueError(
+            f"{name}.fold: tau and theta fold into the weights, learned branches (family='free') "
+            "do not."
+        )
+    for site in sites:
+        if site != "cell" and any(layer.gates[site].s):
+            raise ValueError(
+                f"{name}.fold: the gate {site} is {_words({site: layer.gates[site]})}, whose "
+                "branches carry its input on; only gates of the constant family fold."
+            )
+    own = [layer._parameters.get(weight) for weight in layer._flat_weights_names]
+    if None in own or len(set(map(id, own))) < len(own):
+        raise ValueError(
+            f"{name}.fold: its weights are shared or computed (a parametrization, weight norm); "
+            "fold needs parameters of its own to write to."
+        )
+
+
+def _fold(layer: _Learnable, names: Sequence[str], learned: Mapping[str, Learned]) -> None:
+    """Write e and d of a' = e a + d into the weights of one layer and direction, called `names`."""
+    units, device = layer.hidden_size, getattr(layer, names[0]).device
+    blocks = [site for site in layer.gates if site != "cell"]  # the rows of torch's weights
+    scale = torch.ones(len(blocks), units, dtype=torch.float64, device=device)
+    shift = torch.zeros_like(scale)
+    for site in set(learned) - {"cell"}:
+        k = blocks.index(site)
+        scale[k], shift[k] = before(learned[site], units)
+    if not layer.bias and shift.any():
+        raise ValueError(
+            f"{type(layer).__name__}.fold: a threshold that has moved folds into the bias, and the "
+            "layer has none; make it with bias=True, or with train='tau'."
+        )
+    for name in names:
+        if name.startswith("weight_hr"):
+            continue
+        w = getattr(layer, name)
+        new = w.double() * scale.view(-1, *(1,) * (w.dim() - 1))
+        w.copy_(new + shift.view(-1) if name.startswith("bias_ih") else new)
+
+
+class LSTM(_Learnable, nn.LSTM):
     """`torch.nn.LSTM` with i, f, g, o and the tanh of the cell state as instances, in `gates`.
+
+    Learned (`train=("tau", "theta")`), the pairs of i, f, g, o add no function to what the weights
+    can do: they change how training goes, and `fold` puts them into the weights. Only the pair of
+    the cell output is new, which `sites="cell"` learns alone.
 
     >>> LSTM(2, 3)
     LSTM(2, 3, gates: sigmoid x3, tanh x2, exact)
+    >>> LSTM(512, 512, train=("tau", "theta"))
+    LSTM(512, 512, gates: sigmoid x3, tanh x2, train=(tau, theta), +0.24% parameters)
     """
 
     _kind = "lstm"
 
 
-class GRU(_Gated, nn.GRU):
-    """`torch.nn.GRU` with r, z and n as instances, in `gates`."""
+class GRU(_Learnable, nn.GRU):
+    """`torch.nn.GRU` with r, z and n as instances, in `gates`.
+
+    Learned (`train=("tau", "theta")`), their pairs add no function to what the weights can do: they
+    change how training goes, and `fold` puts them into the weights.
+    """
 
     _kind = "gru"
 

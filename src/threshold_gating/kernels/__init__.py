@@ -1,8 +1,9 @@
 """The functions of `primitive` as fast as this machine runs them; which way is chosen here.
 
 `native` lowers a frozen exact instance to torch's own op, `reference` evaluates the gates in plain
-torch, `auto` (the default) takes native where there is one. Figures and certificates are made
-with native off. The environment variable TG_BACKEND sets the initial choice.
+torch, `triton` by fused kernels on a GPU, `auto` (the default) takes native where there is one,
+Triton on a GPU and few in-place passes on a CPU. Figures and certificates are made with `reference`.
+The environment variable TG_BACKEND sets the initial choice.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from torch import Tensor
 
 from threshold_gating import primitive
 from threshold_gating.instance import TG
+from threshold_gating.kernels import fused, launch, products
+from threshold_gating.kernels.form import take_apart
 from threshold_gating.kernels.lowering import Op, native, overwriting
 
 __all__ = [
@@ -23,7 +26,9 @@ __all__ = [
     "BackendError",
     "backend",
     "blend",
+    "blend_times",
     "evaluate",
+    "gated_product",
     "lowered",
     "native",
     "overwriting",
@@ -31,7 +36,7 @@ __all__ = [
     "use",
 ]
 
-BACKENDS = ("auto", "native", "reference")
+BACKENDS = ("auto", "native", "reference", "triton")
 
 
 class BackendError(RuntimeError):
@@ -75,7 +80,22 @@ def _checked(name: str) -> str:
             f"no backend {name!r} (tg.kernels.use or the environment's TG_BACKEND); "
             f"this version has {', '.join(BACKENDS)}."
         )
+    if name == "triton":
+        _check_triton()
     return name
+
+
+def _check_triton() -> None:
+    if not launch.is_installed():
+        raise BackendError(
+            "the backend 'triton' needs Triton, which is not installed; "
+            "pip install 'threshold-gating[triton]'."
+        )
+    if not torch.cuda.is_available() and not launch.interpreting():
+        raise BackendError(
+            "the backend 'triton' needs a GPU, and torch sees none; "
+            "use 'auto', or set TRITON_INTERPRET=1 to step through the kernels on the CPU."
+        )
 
 
 _backend = _checked(os.environ.get("TG_BACKEND", "auto"))
@@ -99,10 +119,69 @@ def takes_native() -> bool:
 
 def blend(x: Tensor, *parameters: Any, **options: Any) -> Tensor:
     """`primitive.blend` (Eq. 3), the gates themselves, by the fastest way that evaluates them."""
-    return primitive.blend(x, *parameters, **options)
+    v = options.pop("v", None)
+    if v is None or (isinstance(v, Tensor) and v.shape == x.shape and v.dtype == x.dtype):
+        role = launch.ALONE if v is None else launch.READ
+        y = _fused(x, v, role, parameters, options)
+        if y is not None:
+            return y
+    return primitive.blend(x, *parameters, v=v, **options)
+
+
+def blend_times(x: Tensor, up: Tensor, *parameters: Any, **options: Any) -> Tensor:
+    """up * blend(x), the gated unit (SwiGLU, GEGLU); on a GPU in one pass."""
+    if _runs_triton(x) and up.shape == x.shape and up.dtype == x.dtype:
+        y = _fused(x, up, launch.TIMES, parameters, options)
+        if y is not None:
+            return y
+    return up * blend(x, *parameters, **options)
+
+
+def _fused(
+    x: Tensor, other: Tensor | None, role: int, parameters: Any, options: Any
+) -> Tensor | None:
+    """The same in few passes, or None where only the formulas of the reference do it."""
+    if _backend == "reference" or not _is_plain(x):
+        return None
+    triton = _runs_triton(x)
+    if not (x.is_cpu or triton) or (call := take_apart(x, *parameters, **options)) is None:
+        return None
+    if torch.compiler.is_compiling() and not triton:
+        return fused.blend_traced(x, other, call)
+    return fused.blend(x, other, call, role, triton)
+
+
+def _is_plain(x: Any) -> bool:
+    """Whether x is memory: not transformed, of no subclass, not in a graph to export."""
+    if torch.compiler.is_compiling():
+        return not torch.compiler.is_exporting()
+    return (
+        type(x) in (Tensor, torch.nn.Parameter)
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and torch.autograd.forward_ad._current_level < 0
+    )
+
+
+def _runs_triton(x: Tensor) -> bool:
+    """Whether Triton computes with x: on a GPU, or step by step where it was asked for."""
+    if x.dtype not in launch.DTYPES:
+        return False
+    if x.is_cuda:
+        return _backend != "reference" and launch.is_installed()
+    return _backend == "triton" and x.is_cpu and launch.interpreting()
 
 
 def evaluate(t: TG, x: Tensor, v: Tensor | None = None, op: Op | None = None) -> Tensor:
     """A frozen instance at `x` by the backend in force; `op` is its `native`, if it has one."""
     chosen = lowered(op) if v is None else None
-    return t(x, v) if chosen is None else chosen(x)
+    if chosen is not None:
+        return chosen(x)
+    if _backend == "reference":
+        return t(x, v)
+    options = {"form": t.form, "owner": t.owner, "q": t.q, "anchor": t.anchor, "clamp": t.clamp}
+    return blend(x, t.tau, t.theta, t.s, t.c, v=v, **options)
+
+
+def gated_product(x: Tensor, *parameters: Any, **options: Any) -> Tensor:
+    """Tier W (Eq. 4): the gated inputs times the weights of the branches; see `products`."""
+    return products.gated_product(x, *parameters, keep=_backend == "reference", **options)

@@ -1,0 +1,500 @@
+"""Table 1 below tier A: `Linear` and `Conv1d/2d/3d` whose K branches have weights of their own.
+
+Each layer is an activation and the layer behind it in one (Eq. 4),
+
+    a_j = sum_i sum_k g_k(x_i) (w^k_ji x_i + c^k_ji) + b_j,
+
+and the tier says what is free: in W the weights w^k, with gates shared by all outputs and constants
+c^k = c_k w^k; in S the gates of each synapse (or pair of channels) too; in `general` also c^k.
+Tier A, where w^k = s_k W, is an `Activation` before a layer of torch.
+
+Weights are (O, K, I / groups, *kernel). The gates are an `Activation`, the child `gate`. A branch
+without slope and constant, like the low one of ReLU, gets the slope 1 and weights 0: with slope 0
+its weights would never receive a gradient.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from threshold_gating import kernels, taxonomy
+from threshold_gating.instance import TG
+from threshold_gating.kernels.products import Conv
+from threshold_gating.layers import Activation, nearest
+from threshold_gating.primitive import Value
+
+# The pairs of Table 1. Gates per neuron are gates per channel unless there are positions.
+SHARES = {
+    "W": ("layer", "channel", "neuron"),
+    "S": ("synapse", "channel_pair", "channel"),
+    "general": ("synapse",),
+}
+_STARTS = {2: "silu", 3: "gelu_k3", 4: "gelu_k4", 5: "gelu_k5"}
+# Elements of one gate that are held at once where each synapse has its own.
+_AT_ONCE = 1 << 22
+
+
+class _Tiered(nn.Module):
+    """What the layers share: their tier, their gates, and how the tiers multiply."""
+
+    if TYPE_CHECKING:  # torch's stubs disagree on these two
+        weight: Any
+        bias: Any
+    c: nn.Parameter | None  # tier S: the constants of the branches, where they are learned
+    const: nn.Parameter | None  # general: the constant of each synapse
+    gate: Activation
+
+    def _set(
+        self,
+        K: int | None,
+        tier: str,
+        share: str | None,
+        init: TG | str | None,
+        train: Iterable[str] | None,
+        size: Sequence[int],
+    ) -> None:
+        """Replace the dense weight by K of them that make the layer start as `init`, then W."""
+        name = type(self).__name__
+        self.tier, self.share = tier, _share(name, tier, share)
+        self.init, self.size = _record(name, K, init), tuple(size)
+        learned = _trained(name, self.init, train)
+        branches, self._factors = _branches(self.init, free_constants=tier == "general")
+        group = self._group()
+        # Tier S has K constants in all, not K for each synapse.
+        one_set = tier == "S" and self.share != "channel"
+        self.gate = Activation(
+            branches,
+            share="neuron" if group else "layer",
+            channels=group or None,
+            train=[what for what in learned if not (one_set and what == "c")],
+            device=self.weight.device,
+        )
+        dense = self.weight.detach()
+        self.register_parameter("c", None)
+        self.register_parameter("const", None)
+        if one_set and "c" in learned:
+            self.c = nn.Parameter(self.gate.c.flatten(1)[:, :1].clone())
+        self.weight = nn.Parameter(dense.new_empty(dense.shape[0], branches.K, *dense.shape[1:]))
+        if tier == "general":
+            self.const = nn.Parameter(torch.empty_like(self.weight))
+        self._tie(dense)
+
+    def _group(self) -> tuple[int, ...]:
+        """How many gates there are, in the shape that they are kept in; () is one."""
+        dense, groups = self.weight, getattr(self, "groups", 1)
+        if self.share == "neuron" and len(self.size) != dense.dim() - 2:
+            raise ValueError(
+                f"{type(self).__name__}: share='neuron' needs size, the {dense.dim() - 2} spatial "
+                f"sizes of the input; got {self.size}."
+            )
+        groupings: dict[str, tuple[int, ...]] = {
+            "layer": (),
+            "channel": (dense.shape[1] * groups,),
+            "neuron": (dense.shape[1] * groups, *self.size),
+            "channel_pair": (*dense.shape[:2], *(1,) * (dense.dim() - 2)),
+            "synapse": tuple(dense.shape),
+        }
+        return groupings[self.share]
+
+    @torch.no_grad()
+    def _tie(self, dense: Tensor) -> None:
+        """W_k = s_k W (and c^k = c_k W), so that the layer is `init` followed by the dense one."""
+        per_branch = (1, -1, *(1,) * (dense.dim() - 1))
+        self.weight.copy_(dense.unsqueeze(1) * dense.new_tensor(self._factors).view(per_branch))
+        if self.const is not None:
+            self.const.copy_(dense.unsqueeze(1) * dense.new_tensor(self.init.c).view(per_branch))
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw the weights as torch does for the dense layer; the gates start at `init`."""
+        if "gate" not in self._modules:  # torch's constructor asks, before there are branches
+            return super().reset_parameters()  # type: ignore[misc, no-any-return]
+        dense = torch.empty_like(self.weight[:, 0])
+        nn.init.kaiming_uniform_(dense, a=math.sqrt(5))
+        self._tie(dense)
+        if self.bias is not None:
+            bound = 1 / math.sqrt(max(1, dense[0].numel()))
+            nn.init.uniform_(self.bias, -bound, bound)
+        self.gate.reset_parameters()
+
+    @property
+    def K(self) -> int:
+        """Number of branches."""
+        return int(self.weight.shape[1])
+
+    def _gates(self, shape: tuple[int, ...]) -> tuple[Any, list[Value], list[Value], list[Value]]:
+        """tau, theta, s, c in a shape that broadcasts against what they gate."""
+        tau, theta, s, c = self.gate.values()
+
+        def view(w: Value) -> Value:
+            return w.view(shape) if isinstance(w, Tensor) else w
+
+        taus = [view(t) for t in tau] if isinstance(tau, list) else view(tau)
+        return taus, [view(t) for t in theta], [view(w) for w in s], [view(w) for w in c]
+
+    def _shared(self, x: Tensor, conv: Conv | None) -> Tensor:
+        """Tier W, one product."""
+        spatial = 0 if conv is None else x.dim() - 2
+        group = self.gate.group if self.share != "layer" else ()
+        shape = (*group, *(1,) * (spatial + 1 - len(group))) if group else ()
+        return kernels.gated_product(
+            x,
+            *self._gates(shape),
+            self.weight,
+            self.bias,
+            form=self.init.form,
+            owner=self.init.owner,
+            conv=conv,
+        )
+
+    def _synaptic(self, x: Tensor, tap: tuple[int, ...], groups: int) -> Tensor:
+        """Tiers S and general for one tap of the kernel: (N, C) -> (N, O)."""
+
+        def here(w: Tensor) -> Tensor:  # (O, .., *kernel) at this tap as (groups, O / groups, ..)
+            kernel = w.shape[w.dim() - len(tap) :]  # 1 where all taps share
+            where: tuple[Any, ...] = tuple(min(t, n - 1) for t, n in zip(tap, kernel, strict=True))
+            return w[(..., *where)].view(groups, -1, *w.shape[1 : w.dim() - len(tap)])
+
+        def value(w: Value) -> Value:
+            return here(w) if isinstance(w, Tensor) and w.dim() > 1 else w
+
+        tau, theta, s, c = self.gate.values()
+        taus = [value(t) for t in tau] if isinstance(tau, list) else value(tau)
+        weights = here(self.weight).unbind(-2)  # K of (groups, O / groups, I)
+        slopes: list[Value] = [_times(sk, w) for sk, w in zip(s, weights, strict=True)]
+        each: list[Any] = list(c if self.c is None else self.c.unbind(0))
+        if self.const is not None:
+            # Of the gate's own only how far a learned hard threshold has moved its branches.
+            moved = self.init.hard and "theta" in self.gate.learned
+            each = list(nearest((-self.gate.dtheta).unbind(0))) if moved else [0.0] * self.K
+        constants = [_times(value(ck), w) for ck, w in zip(each, weights, strict=True)]
+        if self.const is not None:
+            own = here(self.const).unbind(-2)
+            constants = [a + b for a, b in zip(own, constants, strict=True)]
+        z = x.view(len(x), groups, 1, x.shape[1] // groups)
+        z = z.expand(-1, -1, weights[0].shape[1], -1)
+        rows = max(1, _AT_ONCE // max(1, weights[0].numel()))
+        parts = [
+            checkpoint(
+                _summed, part, taus, [value(t) for t in theta], slopes, constants, self.init,
+                use_reentrant=False, preserve_rng_state=False,
+            )
+            for part in z.split(rows)  # type: ignore[no-untyped-call]
+        ]  # fmt: skip
+        return torch.cat(parts).flatten(-2)
+
+    def overhead(self) -> float:
+        """Parameters more than the dense layer has, over those it has."""
+        dense = self.weight[:, 0].numel() + (0 if self.bias is None else self.bias.numel())
+        own = sum(p.numel() for p in self.parameters())
+        return float(own / dense - 1)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.extra_repr()})"  # the gates are in it
+
+    def _words(self) -> str:
+        family = taxonomy.family(self.init)
+        return (
+            f"tier={self.tier}, K={self.K}, share={self.share}, {family}, "
+            f"+{100 * self.overhead():.3g}% parameters"
+        )
+
+
+def _summed(
+    z: Tensor, tau: Any, theta: list[Value], s: list[Value], c: list[Value], t: TG
+) -> Tensor:
+    """sum_i sum_k g_k(z_i) (w^k_i z_i + c^k_i): (N, groups, O, I) -> (N, groups, O)."""
+    y = kernels.blend(z, tau, theta, s, c, form=t.form, owner=t.owner, centred=False)
+    return y.sum(-1)
+
+
+class Linear(_Tiered, nn.Linear):
+    """An activation and the linear layer behind it in one, with weights for each branch.
+
+    Args:
+        in_features, out_features, bias: as torch's.
+        K: number of branches; by default that of `init`.
+        tier: "W", "S" or "general" (Table 1).
+        share: which inputs share gates; W: "layer", "channel" (default), "neuron"; S: "synapse"
+            (default), "channel_pair", "channel" (which is W); general: "synapse".
+        init: the activation it starts as, an instance or a key of `TAXONOMY`.
+        train: which of "tau", "theta", "c" are learned beside the weights.
+
+    >>> Linear(8, 4, init="relu")
+    Linear(in_features=8, out_features=4, bias=True, tier=W, K=2, share=channel, multiplicative, \
++111% parameters)
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        K: int | None = None,
+        *,
+        tier: str = "W",
+        share: str | None = None,
+        init: TG | str | None = None,
+        train: Iterable[str] | None = None,
+        bias: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
+        self._set(K, tier, share, init, train, ())
+
+    @classmethod
+    def from_dense(
+        cls,
+        layer: nn.Module,
+        init: TG | str,
+        *,
+        tier: str = "W",
+        share: str | None = None,
+        train: Iterable[str] | None = None,
+        size: Sequence[int] = (),
+    ) -> Self:
+        """The layer that computes `layer(init(x))`, with the weights of `layer`."""
+        new: Self = _from_dense(cls, layer, init, tier, share, train, size)
+        return new
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., in_features) -> (..., out_features)."""
+        if self.share in ("layer", "channel", "neuron"):
+            return self._shared(x, None)
+        y = self._synaptic(x.reshape(-1, x.shape[-1]), (), 1)
+        y = y.view(*x.shape[:-1], y.shape[-1])
+        return y if self.bias is None else y + self.bias
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, {self._words()}"
+
+
+class _Conv(_Tiered):
+    """What the convolutions share."""
+
+    stride: tuple[int, ...]
+    dilation: tuple[int, ...]
+    kernel_size: tuple[int, ...]
+    groups: int
+    padding_mode: Any
+    _reversed_padding_repeated_twice: list[int]
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int | tuple[int, ...],
+        K: int | None = None,
+        *,
+        tier: str = "W",
+        share: str | None = None,
+        init: TG | str | None = None,
+        train: Iterable[str] | None = None,
+        size: Sequence[int] = (),
+        **options: Any,
+    ) -> None:
+        super().__init__(in_channels, out_channels, kernel_size, **options)
+        self._set(K, tier, share, init, train, size)
+
+    from_dense = Linear.__dict__["from_dense"]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, C, *spatial) or (C, *spatial), as torch's convolution."""
+        if x.dim() == len(self.stride) + 1:
+            return self.forward(x.unsqueeze(0)).squeeze(0)
+        if self.share in ("layer", "channel", "neuron"):
+            return self._shared(x, self._conv())
+        y = self._taps(x)
+        return y if self.bias is None else y + self.bias.view(-1, *(1,) * len(self.stride))
+
+    def _conv(self) -> Conv:
+        pad, mode = self._reversed_padding_repeated_twice, self.padding_mode
+        even = mode == "zeros" and pad[::2] == pad[1::2]
+        padding = tuple(pad[::-2]) if even else (0,) * len(self.stride)
+        outside = () if even else tuple(pad)
+        return Conv(
+            self.stride, padding, self.dilation, self.groups, outside,
+            "constant" if mode == "zeros" else mode,
+        )  # fmt: skip
+
+    def _taps(self, x: Tensor) -> Tensor:
+        """Tiers S and general: a sum over the taps of the kernel, each with its own gates.
+
+        With zero padding a synapse whose input lies outside is silent: its gates, which would see a
+        zero there, are not evaluated.
+        """
+        pad, mode = self._reversed_padding_repeated_twice, self.padding_mode
+        zeros = mode == "zeros"
+        padded = F.pad(x, pad, "constant" if zeros else mode)
+        inside = F.pad(torch.ones_like(x[:1, :1]), pad) if zeros and any(pad) else None
+        out = [
+            (n - d * (k - 1) - 1) // s + 1
+            for n, d, k, s in zip(
+                padded.shape[2:], self.dilation, self.kernel_size, self.stride, strict=True
+            )
+        ]
+        total: Tensor | None = None
+        for tap in _indices(self.kernel_size):
+            where: tuple[Any, ...] = (
+                ...,
+                *(
+                    slice(t * d, t * d + s * (n - 1) + 1, s)
+                    for t, d, s, n in zip(tap, self.dilation, self.stride, out, strict=True)
+                ),
+            )
+            part = padded[where].movedim(1, -1)  # (B, *out, C)
+            y = self._synaptic(part.reshape(-1, part.shape[-1]), tap, self.groups)
+            y = y.view(*part.shape[:-1], y.shape[-1]).movedim(-1, 1)
+            y = y if inside is None else y * inside[where]
+            total = y if total is None else total + y
+        assert total is not None
+        return total
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, {self._words()}"
+
+
+class Conv1d(_Conv, nn.Conv1d):
+    """An activation and the convolution behind it in one; arguments as `Linear`'s and torch's.
+
+    Padding comes after the gates: with `sigmoid` a padded position stays 0, as it does behind a
+    plain activation. Gates per neuron need `size`, the spatial sizes of the input.
+    """
+
+
+class Conv2d(_Conv, nn.Conv2d):
+    """As `Conv1d`, over images.
+
+    >>> Conv2d(8, 4, 3, padding=1)(torch.zeros(1, 8, 5, 5)).shape
+    torch.Size([1, 4, 5, 5])
+    """
+
+
+class Conv3d(_Conv, nn.Conv3d):
+    """As `Conv1d`, over volumes."""
+
+
+# The layer of torch and ours that takes its place.
+TIERED: dict[type[nn.Module], type[Any]] = {
+    nn.Linear: Linear,
+    nn.Conv1d: Conv1d,
+    nn.Conv2d: Conv2d,
+    nn.Conv3d: Conv3d,
+}
+
+
+def parameter_count(weights: int, K: int, tier: str, gates: int = 0, *, c: bool = False) -> int:
+    """Parameters of a layer by Table 1, without its bias.
+
+    Args:
+        weights: those of the dense layer.
+        K: number of branches, with one tau.
+        tier: "W", "S" or "general".
+        gates: how many gates there are: 1 for a layer, the channels, or the synapses.
+        c: whether the constants are learned: in tier W K for each gate, in S K in all.
+
+    >>> parameter_count(100, 2, "general", gates=100), parameter_count(100, 2, "W", gates=10)
+    (600, 220)
+    """
+    constants = {"W": K * gates * c, "S": K * c, "general": K * weights}[tier]
+    return K * weights + K * gates + constants
+
+
+def _share(name: str, tier: str, share: str | None) -> str:
+    if tier == "A":
+        raise ValueError(
+            f"{name}: tier A is tg.Activation(...) in front of torch's layer; "
+            "a layer of its own has tier 'W', 'S' or 'general'."
+        )
+    if tier not in SHARES:
+        raise ValueError(f"{name}: tier is one of {', '.join(SHARES)}; got {tier!r}.")
+    chosen = share or ("channel" if tier == "W" else "synapse")
+    if chosen not in SHARES[tier]:
+        raise ValueError(
+            f"{name}: tier {tier} has share {', '.join(SHARES[tier])} (Table 1); got {share!r}."
+        )
+    return chosen
+
+
+def _record(name: str, K: int | None, init: TG | str | None) -> TG:
+    if init is None:
+        if K is not None and K not in _STARTS:
+            raise ValueError(f"{name}: K = {K} needs init, an instance with {K} branches.")
+        init = _STARTS[K or 2]
+    t = init if isinstance(init, TG) else taxonomy.TAXONOMY[taxonomy.key_of(init)]
+    if K is not None and t.K != K:
+        raise ValueError(f"{name}: K = {K} was asked for, but init has {t.K} branches.")
+    if t.K < 2 or t.q is not None or t.clamp is not None:
+        raise ValueError(
+            f"{name}: tiers have two or more affine branches and no clamp; "
+            f"got {taxonomy.name_of(t) or t!r} ('hardtanh' and 'hardswish_k3' are such ones)."
+        )
+    return t
+
+
+def _trained(name: str, t: TG, train: Iterable[str] | None) -> tuple[str, ...]:
+    """What is learned beside the weights: by default all that gates have."""
+    if train is None:
+        return ("theta",) if t.hard else ("tau", "theta")
+    names = (train,) if isinstance(train, str) else tuple(train)
+    if "s" in names:
+        raise ValueError(
+            f"{name}: the slopes are in the weights of the branches; train takes tau, theta, c."
+        )
+    return names
+
+
+def _branches(t: TG, free_constants: bool) -> tuple[TG, tuple[float, ...]]:
+    """`t` with slopes 0 or 1 only, and the factors of the weights that make up for it."""
+    if free_constants:
+        return replace(t, s=(1.0,) * t.K, c=(0.0,) * t.K, anchor=None), t.s
+    s, c, factors = [], [], []
+    for sk, ck in zip(t.s, t.c, strict=True):
+        constant = sk == 0 and ck != 0
+        s.append(0.0 if constant else 1.0)
+        c.append(ck if constant else 0.0 if sk == 0 else ck / sk)
+        factors.append(1.0 if constant else sk)
+    return replace(t, s=tuple(s), c=tuple(c), anchor=None), tuple(factors)
+
+
+def _from_dense(
+    cls: Any,
+    layer: nn.Module,
+    init: TG | str,
+    tier: str,
+    share: str | None,
+    train: Iterable[str] | None,
+    size: Sequence[int],
+) -> Any:
+    plain = next(c for c, ours in TIERED.items() if ours is cls)
+    if type(layer) is not plain:
+        raise TypeError(
+            f"{cls.__name__}.from_dense: takes a plain torch.nn.{plain.__name__}; "
+            f"got {type(layer).__name__}."
+        )
+    new = object.__new__(cls)
+    nn.Module.__init__(new)
+    for name, value in vars(layer).items():
+        if not name.startswith("_") or name == "_reversed_padding_repeated_twice":
+            vars(new)[name] = value
+    new.weight, new.bias = layer.weight, layer.bias
+    new._set(None, tier, share, init, train, size)
+    return new
+
+
+def _times(factor: Value, w: Tensor) -> Value:
+    number = None if isinstance(factor, Tensor) else factor
+    return 0.0 if number == 0 else w if number == 1 else factor * w
+
+
+def _indices(shape: Sequence[int]) -> list[tuple[int, ...]]:
+    grid = torch.cartesian_prod(*(torch.arange(n) for n in shape))
+    return [tuple(row) for row in grid.view(-1, len(shape)).tolist()]

@@ -1,0 +1,164 @@
+"""One call of `blend`, taken apart for a kernel: its structure, its tensors, its place in memory.
+
+A kernel sees x as memory, three axes (outer, G, inner): the parameters vary along G alone. A layer
+has G = 1; channels of an image lie at (B, C, H W), in channels_last at (B H W, C, 1); positions of
+a neuron are all in G.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from threshold_gating.primitive import Value, Values
+
+Numbers = tuple[float | None, ...]  # None stands for a tensor
+MOST_BRANCHES = 8
+
+
+class Form(NamedTuple):
+    """What is known before any tensor is read: one compiled kernel serves equal forms."""
+
+    tau: Numbers  # one entry, or one per threshold
+    theta: Numbers
+    s: Numbers
+    c: Numbers
+    owner: tuple[str, ...] | None
+    centred: bool
+
+    @property
+    def K(self) -> int:
+        return len(self.s)
+
+    @property
+    def hard(self) -> bool:
+        return self.tau[0] == math.inf
+
+    def filled(self, tensors: Sequence[Value]) -> tuple[list[Value], ...]:
+        """(tau, theta, s, c) with the tensors, which come in this order, put back."""
+        rest = iter(tensors)
+        rows = (self.tau, self.theta, self.s, self.c)
+        return tuple([next(rest) if n is None else n for n in row] for row in rows)
+
+
+class Call(NamedTuple):
+    """A form, its tensors, and the memory they belong to."""
+
+    form: Form
+    tensors: list[Tensor]
+    order: tuple[int, ...]  # the axes of x from the slowest to the fastest in memory
+    sizes: tuple[int, int, int]  # outer, G, inner
+
+
+def take_apart(
+    x: Tensor,
+    tau: Values,
+    theta: Values,
+    s: Values,
+    c: Values,
+    *,
+    form: str = "softmax",
+    owner: Sequence[str] | None = None,
+    q: Values | None = None,
+    anchor: Any = None,
+    clamp: tuple[float, float] | None = None,
+    centred: bool | None = None,
+) -> Call | None:
+    """The call as a kernel takes it, or None where only the reference computes it.
+
+    Quadratic and anchored branches, clamps and product gates are frozen instances that mostly are
+    torch's own ops: no kernel is kept for them.
+    """
+    if not isinstance(x, Tensor) or not x.is_floating_point() or not x.numel():
+        return None
+    thetas, slopes, constants = _rows(theta), _rows(s), _rows(c)
+    K = len(thetas) + 1
+    if q is not None or clamp is not None or (form != "softmax" and K > 2):
+        return None
+    if anchor is not None and any(p is not None for p in anchor):
+        return None
+    own = isinstance(tau, Tensor) and isinstance(theta, Tensor) and tau.dim() == theta.dim()
+    taus = _rows(tau) if own or isinstance(tau, Sequence) else [tau]
+    if not 2 <= K <= MOST_BRANCHES or len(slopes) != K or len(constants) != K:
+        return None  # nothing to gate, or an error that the reference words
+    if len(taus) not in (1, K - 1):
+        return None
+    if not _is_regular(_numbers(taus), _numbers(thetas)):
+        return None
+    structure = Form(
+        _numbers(taus),
+        _numbers(thetas),
+        _numbers(slopes),
+        _numbers(constants),
+        tuple(owner) if owner else None,
+        _is_centred(centred, _numbers(slopes), _numbers(constants)),
+    )
+    parameters = (*taus, *thetas, *slopes, *constants)
+    tensors = [w for w in parameters if isinstance(w, Tensor)]
+    place = _place(x, tensors)
+    return None if place is None else Call(structure, tensors, *place)
+
+
+def in_memory(x: Tensor, order: Sequence[int], sizes: Sequence[int]) -> Tensor:
+    """x as (outer, G, inner); a copy only where x does not lie densely in that order."""
+    return x.permute(*order).reshape(*sizes) if x.dim() else x.reshape(*sizes)
+
+
+def _rows(w: Values) -> list[Any]:
+    each = w.unbind(0) if isinstance(w, Tensor) and w.dim() else w
+    return list(each) if isinstance(each, Sequence) else [each]
+
+
+def _numbers(row: Sequence[Any]) -> Numbers:
+    return tuple(None if isinstance(w, Tensor) else float(w) for w in row)
+
+
+def _is_regular(taus: Numbers, thetas: Numbers) -> bool:
+    """Whether numbers are what the reference takes; it has the words for those that are not."""
+    sharp = [t for t in taus if t is not None]
+    if not all(t > 0 for t in sharp) or len({math.isinf(t) for t in sharp}) > 1:
+        return False
+    known = [t for t in thetas if t is not None]
+    return not math.isinf(sharp[0]) or known == sorted(known) if sharp else True
+
+
+def _is_centred(centred: bool | None, slopes: Numbers, constants: Numbers) -> bool:
+    if centred is not None or len(slopes) != 2 or None in (*slopes, *constants):
+        return bool(centred)
+    pairs = (slopes, constants)
+    opposite = all(abs(lo or 0.0) == abs(hi or 0.0) for lo, hi in pairs)
+    return opposite and any(lo != hi for lo, hi in pairs)
+
+
+def _place(
+    x: Tensor, tensors: Sequence[Tensor]
+) -> tuple[tuple[int, ...], tuple[int, int, int]] | None:
+    """Where the parameters' axes lie in x's memory; None if they are not one run of axes."""
+    order = tuple(range(x.dim()))
+    if not x.is_contiguous():
+        by_stride = sorted(order, key=lambda d: x.stride()[d], reverse=True)
+        if x.permute(by_stride).is_contiguous():
+            order = tuple(by_stride)
+    shape: tuple[int, ...] = ()
+    for t in tensors:
+        if t.numel() > 1:
+            padded = (1,) * (x.dim() - t.dim()) + tuple(t.shape)
+            if shape and padded != shape:
+                return None
+            shape = padded
+    group = [d for d in order if shape and shape[d] > 1]
+    if len(shape) > x.dim() or any(x.shape[d] != shape[d] for d in group):
+        return None
+    if not group:
+        return order, (1, 1, x.numel())
+    first, last = order.index(group[0]), order.index(group[-1])
+    run = [d for d in order[first : last + 1] if x.shape[d] > 1]
+    if run != group:
+        return None
+    # lists: Dynamo does not take a generator here
+    parts = (order[:first], group, order[last + 1 :])
+    outer, within, inner = (math.prod([x.shape[d] for d in part]) for part in parts)
+    return order, (outer, within, inner)

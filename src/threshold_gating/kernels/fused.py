@@ -1,0 +1,272 @@
+"""`blend` as one differentiable function that saves x alone and computes the gates anew backward.
+
+For eager mode on a CPU: it goes through memory in tiles that stay in a core's cache.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from threshold_gating import primitive
+from threshold_gating.kernels import launch, tile
+from threshold_gating.kernels.form import Call, Form, in_memory
+from threshold_gating.primitive import Value
+
+_LOG2E = math.log2(math.e)
+_sigmoid = torch.ops.aten.sigmoid.default  # the op itself, see `primitive`
+
+# Elements of a tile: K = 2 has some eight tiles in flight, more branches some twenty. Smaller ones
+# would fit a nearer cache, but then calling torch costs more than the arithmetic.
+_TILE = {True: 2**18, False: 2**17}
+
+Part = tuple[slice, slice, slice]
+
+
+def blend(x: Tensor, other: Tensor | None, call: Call, role: int, triton: bool) -> Tensor:
+    """`primitive.blend` of a call that `take_apart` understood; `role` is that of `other`."""
+    if _needs_gradient(x, other, *call.tensors):
+        how = (call.form, call.order, call.sizes, role, triton)
+        y: Tensor = _Blend.apply(x, other, how, *call.tensors)  # type: ignore[no-untyped-call]
+        return y
+    return (_forward_triton if triton else _forward)(x, other, call, role)
+
+
+def blend_traced(x: Tensor, v: Tensor | None, call: Call) -> Tensor | None:
+    """Two soft gates as L_1 + g (L_2 - L_1), for a compiler to fuse; else None.
+
+    Autograd's derivatives of the sigmoid are right to any order; where nobody asks for them, the
+    gate is a division by 1 + e^-u, whose derivative would be inf/inf far below the threshold.
+    """
+    form = call.form
+    if form.hard or form.K > 2 or form.centred:
+        return None
+    z = primitive.wide(x)
+    u = z if v is None else v.to(z.dtype)
+    tensors = [t.to(z.dtype) for t in call.tensors]
+    (tau,), (theta,), (s0, s1), (c0, c1) = form.filled(tensors)
+    low, gap, moved = _affine(u, s0, c0), _affine(u, s1 - s0, c1 - c0), z - theta
+    if _needs_gradient(x, v, *call.tensors):
+        y = low + _sigmoid(tau * moved) * gap
+    else:
+        y = low + gap / (1 + torch.exp2(moved * (tau * -_LOG2E)))
+    assert isinstance(y, Tensor)
+    return y.to(x.dtype)
+
+
+def _needs_gradient(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+def _affine(v: Tensor, s: Value, c: Value) -> Value:
+    """s v + c; numbers 0 and 1 are structure."""
+    if isinstance(s, Tensor) or s != 0:
+        scaled = v if not isinstance(s, Tensor) and s == 1 else v * s
+        return scaled if not isinstance(c, Tensor) and c == 0 else scaled + c
+    return c
+
+
+class _Blend(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, other: Tensor | None, how: Any, *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(x, other, *tensors)
+        ctx.how = how
+        form, order, sizes, role, triton = how
+        call = Call(form, list(tensors), order, sizes)
+        return (_forward_triton if triton else _forward)(x, other, call, role)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        x, other, *tensors = ctx.saved_tensors
+        form, order, sizes, role, triton = ctx.how
+        call = Call(form, tensors, order, sizes)
+        needed = (*ctx.needs_input_grad[:2], *ctx.needs_input_grad[3:])
+        way = _backward_triton if triton else _backward
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            way = _by_autograd  # somebody differentiates the gradient: through the formulas
+        grads = way(dy, x, other, call, role, needed)
+        return *grads[:2], None, *grads[2:]
+
+
+def _forward_triton(x: Tensor, other: Tensor | None, call: Call, role: int) -> Tensor:
+    run = launch.forward_op if torch.compiler.is_compiling() else launch.forward
+    memory, second, rows, codes = _laid_out(x, other, call, role)
+    return _restored(run(memory, second, rows, codes), x, call.order)
+
+
+def _backward_triton(
+    dy: Tensor, x: Tensor, other: Tensor | None, call: Call, role: int, needed: Sequence[bool]
+) -> list[Tensor | None]:
+    run = launch.backward_op if torch.compiler.is_compiling() else launch.backward
+    memory, second, rows, codes = _laid_out(x, other, call, role)
+    wanted = _wanted(call.form, needed)
+    if call.form.hard:  # a comparison gives its threshold nothing
+        wanted = wanted._replace(theta=False)
+    slopes = in_memory(dy, call.order, call.sizes).contiguous()
+    dx, dother, sums = run(slopes, memory, second, rows, codes, list(wanted))
+    found = [dx if wanted.x else None, dother if wanted.v else None]
+    grads = [None if d is None else _restored(d, x, call.order) for d in found]
+    return [*grads, *_parameter_gradients(sums.unbind(0), x, call, wanted, needed[2:])]
+
+
+def _laid_out(
+    x: Tensor, other: Tensor | None, call: Call, role: int
+) -> tuple[Tensor, Tensor | None, list[Tensor], list[int]]:
+    """What the Triton kernels take."""
+    memory = in_memory(x, call.order, call.sizes).contiguous()
+    second = None if other is None else in_memory(other, call.order, call.sizes).contiguous()
+    rest = iter([_row(t.detach(), call, x.dim()).view(-1) for t in call.tensors])
+    form, rows = call.form, []
+    for numbers in (form.tau, form.theta, form.s, form.c):
+        tensors = [next(rest) for n in numbers if n is None]
+        rows.append(launch.packed(numbers, tensors, x.device))
+    return memory, second, [r.tensor for r in rows], launch.codes(form, rows, role)
+
+
+def _forward(x: Tensor, v: Tensor | None, call: Call, role: int = 1) -> Tensor:
+    read = _reader(x, v, call)
+    # Written through a view of the result, which is none itself: torch refuses to overwrite one.
+    y = torch.empty_permuted(x.shape, call.order, dtype=x.dtype)
+    out = in_memory(y, call.order, call.sizes)
+    for part in _parts(call.sizes, _TILE[call.form.K == 2]):
+        out[part] = tile.forward(*read(part))
+    return y
+
+
+def _backward(
+    dy: Tensor, x: Tensor, v: Tensor | None, call: Call, role: int, needed: Sequence[bool]
+) -> list[Tensor | None]:
+    read, slopes = _reader(x, v, call), in_memory(dy, call.order, call.sizes)
+    wanted = _wanted(call.form, needed)
+
+    inputs = [torch.empty(call.sizes, dtype=x.dtype) if w else None for w in wanted[:2]]
+    sums: list[Tensor] = []
+    for part in _parts(call.sizes, _TILE[call.form.K == 2]):
+        here = read(part)
+        found = tile.backward(_wide(slopes[part], here[-1]), *here, wanted)
+        for out, new in zip(inputs, (found.x, found.v), strict=True):
+            if out is not None and new is not None:
+                out[part] = new
+        rows = [s for row in found[2:] for s in row]
+        sums = sums or [s.new_zeros(1, call.sizes[1], 1) for s in rows]
+        for total, new in zip(sums, rows, strict=True):
+            total[:, part[1]] += new
+    grads = [None if d is None else _restored(d, x, call.order) for d in inputs]
+    return [*grads, *_parameter_gradients(sums, x, call, wanted, needed[2:])]
+
+
+def _by_autograd(
+    dy: Tensor, x: Tensor, v: Tensor | None, call: Call, role: int, needed: Sequence[bool]
+) -> list[Tensor | None]:
+    """The same gradients, differentiable: through the reference."""
+    # Aliases, because one input may depend on another, and only direct dependence counts here.
+    inputs = [None if t is None else t.view_as(t) for t in (x, v, *call.tensors)]
+    tau, theta, s, c = call.form.filled([t for t in inputs[2:] if t is not None])
+    y = primitive.blend(
+        inputs[0],  # type: ignore[arg-type]
+        tau if len(tau) > 1 else tau[0],
+        theta,
+        s,
+        c,
+        v=inputs[1] if role == launch.READ else None,
+        owner=call.form.owner,
+        centred=call.form.centred,
+    )
+    if role == launch.TIMES and inputs[1] is not None:
+        y = y * inputs[1]
+    asked = [t for t, n in zip(inputs, needed, strict=True) if n and t is not None]
+    found = iter(torch.autograd.grad(y, asked, dy, create_graph=True, materialize_grads=True))
+    return [next(found) if n else None for n in needed]
+
+
+def _reader(
+    x: Tensor, v: Tensor | None, call: Call
+) -> Callable[[Part], tuple[Tensor, Tensor, Form, tile.Values, tile.Scratch]]:
+    """part -> what `tile.forward` takes, in the dtype that is computed in."""
+    memory = in_memory(x, call.order, call.sizes)
+    other = None if v is None else in_memory(v, call.order, call.sizes)
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    rows = [_row(t.detach(), call, x.dim()).to(dtype) for t in call.tensors]
+    # One value for all is best a number, whose reading is free here.
+    values = [float(r) if r.numel() == 1 else r for r in rows]
+    room = tile.Scratch(min(x.numel(), _TILE[call.form.K == 2]), dtype)
+
+    def read(part: Part) -> tuple[Tensor, Tensor, Form, tile.Values, tile.Scratch]:
+        z = memory[part]
+        room.clear(z.shape)
+        z = _wide(z, room)
+        u = z if other is None else _wide(other[part], room)
+        here = [r[:, part[1]] if isinstance(r, Tensor) else r for r in values]
+        return z, u, call.form, tile.Values(*call.form.filled(here)), room
+
+    return read
+
+
+def _wide(t: Tensor, room: tile.Scratch) -> Tensor:
+    return room.copy(t) if t.element_size() < 4 else t
+
+
+def _row(t: Tensor, call: Call, dim: int) -> Tensor:
+    """A parameter as (1, G, 1) in the order of x's memory."""
+    if t.numel() > 1 and call.order != tuple(range(dim)):
+        t = t.reshape((1,) * (dim - t.dim()) + tuple(t.shape)).permute(call.order)
+    return t.reshape(1, -1, 1)
+
+
+def _parts(sizes: tuple[int, int, int], most: int) -> Iterator[Part]:
+    """Tiles of about `most` elements, contiguous in memory."""
+    outer, group, inner = sizes
+    i = min(inner, most)
+    g = min(group, max(1, most // i)) if i == inner else 1
+    o = min(outer, max(1, most // (i * g))) if g == group else 1
+    for a in range(0, outer, o):
+        for b in range(0, group, g):
+            for c in range(0, inner, i):
+                yield slice(a, a + o), slice(b, b + g), slice(c, c + i)
+
+
+def _restored(y: Tensor, x: Tensor, order: tuple[int, ...]) -> Tensor:
+    """(outer, G, inner) as a tensor that lies in memory as x does."""
+    if order == tuple(range(x.dim())):
+        return y.view(x.shape)
+    back = sorted(range(len(order)), key=lambda d: order[d])
+    return y.view([x.shape[d] for d in order]).permute(back)
+
+
+def _wanted(form: Form, needed: Sequence[bool]) -> tile.Wanted:
+    rest = iter(needed[2:])
+    rows = (form.tau, form.theta, form.s, form.c)
+    asked = [any([next(rest) for n in row if n is None]) for row in rows]  # noqa: C419  (all are read)
+    return tile.Wanted(needed[0], needed[1], *asked)
+
+
+def _parameter_gradients(
+    sums: Sequence[Tensor], x: Tensor, call: Call, wanted: tile.Wanted, needed: Sequence[bool]
+) -> list[Tensor | None]:
+    """The sums of a kernel, which has one for each row of a wanted parameter, as gradients."""
+    form, rest = call.form, iter(sums)
+    grads: list[Tensor | None] = []
+    tensors, asked = iter(call.tensors), iter(needed)
+    for row, is_wanted in zip((form.tau, form.theta, form.s, form.c), wanted[2:], strict=True):
+        for number in row:
+            total = next(rest) if is_wanted else None
+            if number is None:
+                t, need = next(tensors), next(asked)
+                grads.append(_shaped(total, t, x, call) if need and total is not None else None)
+    return grads
+
+
+def _shaped(total: Tensor, t: Tensor, x: Tensor, call: Call) -> Tensor:
+    """A sum per group in the shape, order and dtype of the parameter it belongs to."""
+    if t.numel() == 1:
+        return total.sum().reshape(t.shape).to(t.dtype)
+    if call.order == tuple(range(x.dim())):
+        return total.reshape(t.shape).to(t.dtype)
+    padded = (1,) * (x.dim() - t.dim()) + tuple(t.shape)
+    inverse = sorted(range(x.dim()), key=lambda d: call.order[d])
+    laid = total.reshape([padded[d] for d in call.order]).permute(inverse)
+    return laid.reshape(t.shape).to(t.dtype)

@@ -1,0 +1,282 @@
+"""Tier W: the gated inputs times the branch weights, as one matrix product or one convolution.
+
+Autograd would keep the gated inputs, K times the size of `x`, for the gradient of the weights. Here
+only `x` is kept and the gates are evaluated again in the backward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils import _pytree as tree
+
+from threshold_gating import primitive
+from threshold_gating.primitive import Values
+
+
+class Conv(NamedTuple):
+    """How a convolution runs over its gated inputs, which are padded, never `x` itself."""
+
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+    pad: tuple[int, ...] = ()  # what `padding` cannot say: uneven, or not with zeros
+    mode: str = "constant"
+
+
+class _Plan(NamedTuple):
+    """Everything about a product that is not a tensor."""
+
+    spec: Any
+    numbers: tuple[Any, ...]  # the leaves of the gate parameters, None where a tensor belongs
+    form: str
+    owner: Sequence[str] | None
+    conv: Conv | None
+
+    def parameters(self, tensors: Sequence[Tensor]) -> Any:
+        rest = iter(tensors)
+        leaves = [next(rest) if number is None else number for number in self.numbers]
+        return tree.tree_unflatten(leaves, self.spec)
+
+    def inputs(self, x: Tensor, tensors: Sequence[Tensor]) -> Tensor:
+        """The gated inputs, padded where the convolution itself cannot."""
+        axis, groups = (-1, 1) if self.conv is None else (1, self.conv.groups)
+        phi = primitive.features(
+            x,
+            *self.parameters(tensors),
+            axis=axis,
+            groups=groups,
+            form=self.form,
+            owner=self.owner,
+        )
+        if self.conv is None or not self.conv.pad:
+            return phi
+        return F.pad(phi, self.conv.pad, self.conv.mode)
+
+    def product(self, phi: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if self.conv is None:
+            return F.linear(phi, weight.flatten(1), bias)
+        run = (F.conv1d, F.conv2d, F.conv3d)[len(self.conv.stride) - 1]
+        y: Tensor = run(phi, weight.flatten(1, 2), bias, *self.conv[:4])
+        return y
+
+    def product_gradients(
+        self, dy: Tensor, phi: Tensor, weight: Tensor, wanted: Sequence[bool]
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """The gradients of `product` in phi, weight and bias, in the dtype of dy."""
+        if self.conv is None:
+            rows, flat = dy.reshape(-1, dy.shape[-1]), weight.flatten(1).to(dy.dtype)
+            return (
+                dy @ flat if wanted[0] else None,
+                (rows.t() @ phi.reshape(-1, phi.shape[-1]).to(dy.dtype)).view_as(weight)
+                if wanted[1]
+                else None,
+                rows.sum(0) if wanted[2] else None,
+            )
+        stride, padding, dilation, groups = self.conv[:4]
+        dphi, dw, db = torch.ops.aten.convolution_backward.default(
+            dy,
+            phi.to(dy.dtype),
+            weight.flatten(1, 2).to(dy.dtype),
+            [weight.shape[0]],
+            stride,
+            padding,
+            dilation,
+            False,
+            [0] * len(stride),
+            groups,
+            list(wanted),
+        )
+        return dphi, dw.view_as(weight) if wanted[1] else None, db
+
+
+def gated_product(
+    x: Tensor,
+    tau: Values,
+    theta: Values,
+    s: Values,
+    c: Values,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    form: str = "softmax",
+    owner: Sequence[str] | None = None,
+    conv: Conv | None = None,
+    keep: bool = False,
+) -> Tensor:
+    """sum_k W_k (g_k(x) (s_k x + c_k)) + b (Eq. 4 with the gates shared by the outputs).
+
+    Args:
+        x: (..., I), or (B, C, *spatial) for a convolution.
+        tau, theta, s, c, form, owner: as in `primitive.blend`, in shapes that broadcast to `x`.
+        weight: (O, K, I), or (O, K, C / groups, *kernel).
+        conv: how to convolve; None multiplies.
+        keep: let autograd keep what it likes, as plain torch would.
+
+    >>> x, weight = torch.tensor([[-1.0, 2.0]]), torch.tensor([[[10.0, 10.0], [1.0, 1.0]]])
+    >>> gated_product(x, float("inf"), (0.0,), (1, 1), (0, 0), weight)
+    tensor([[-8.]])
+    """
+    leaves, spec = tree.tree_flatten((tau, _listed(theta), _listed(s), _listed(c)))
+    numbers = tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    plan = _Plan(spec, numbers, form, owner, conv)
+    # A compiler decides by itself what to keep, and function transforms cannot see inside.
+    plain = keep or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    if plain or not torch.is_grad_enabled():
+        return plan.product(plan.inputs(x, tensors), weight, bias)
+    y: Tensor = _Recomputed.apply(plan, x, weight, bias, *tensors)  # type: ignore[no-untyped-call]
+    return y
+
+
+def _listed(w: Values) -> Any:
+    return list(w.unbind(0)) if isinstance(w, Tensor) and w.dim() else w
+
+
+class _Recomputed(torch.autograd.Function):
+    """`_Plan.product` of `_Plan.inputs` that keeps x and the weights only."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, plan: _Plan, x: Tensor, weight: Tensor, bias: Tensor | None, *tensors: Tensor
+    ) -> Tensor:
+        ctx.plan, ctx.biased = plan, bias is not None
+        ctx.save_for_backward(x, weight, *([] if bias is None else [bias]), *tensors)
+        fast = _Two.of(plan, x, tensors)
+        if fast is None:
+            phi = plan.inputs(x, tensors)
+        else:
+            phi = fast.inputs(fast.gate()).view(*x.shape[:-1], weight[0].numel())
+        y = plan.product(phi, weight, bias)
+        # A view that was made in here could not be overwritten (a product with one row is one).
+        return y.clone() if y._is_view() else y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        plan: _Plan = ctx.plan
+        x, weight, *rest = ctx.saved_tensors
+        bias, tensors = (rest[0], rest[1:]) if ctx.biased else (None, rest)
+        wanted = ctx.needs_input_grad[1:]
+        if torch.is_grad_enabled():  # someone differentiates twice
+            return None, *_twice(plan, dy, x, weight, bias, tensors, wanted)
+        fast = _Two.of(plan, x, tensors)
+        if fast is not None and dy.dtype == x.dtype == weight.dtype:
+            dx, *rest = fast.gradients(dy, weight, wanted)
+            return None, None if dx is None else dx.view_as(x), *rest
+        with torch.enable_grad():
+            own = [t.detach().requires_grad_(w) for t, w in _pairs(x, tensors, wanted)]
+            phi = plan.inputs(own[0], own[1:])
+        inside = wanted[0] or any(wanted[3:])
+        dphi, dw, db = plan.product_gradients(dy, phi.detach(), weight, (inside, *wanted[1:3]))
+        dx, *dt = _gradients(phi, own, dphi)
+        return (
+            None,
+            dx,
+            None if dw is None else dw.to(weight.dtype),
+            None if db is None or bias is None else db.to(bias.dtype),
+            *dt,
+        )
+
+
+def _pairs(
+    x: Tensor, tensors: Sequence[Tensor], wanted: Sequence[bool]
+) -> list[tuple[Tensor, bool]]:
+    return [(x, wanted[0]), *zip(tensors, wanted[3:], strict=True)]
+
+
+def _gradients(
+    y: Tensor, inputs: Sequence[Tensor], dy: Tensor | None, create_graph: bool = False
+) -> list[Tensor | None]:
+    """d y / d inputs, None for those that need none."""
+    needed = [t for t in inputs if t.requires_grad]
+    if dy is None or not needed:
+        return [None] * len(inputs)
+    grads = iter(
+        torch.autograd.grad(y, needed, dy.to(y.dtype), create_graph=create_graph, allow_unused=True)
+    )
+    return [next(grads) if t.requires_grad else None for t in inputs]
+
+
+def _twice(
+    plan: _Plan,
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    tensors: Sequence[Tensor],
+    wanted: Sequence[bool],
+) -> list[Tensor | None]:
+    y = plan.product(plan.inputs(x, tensors), weight, bias)
+    given = [x, weight, *([] if bias is None else [bias]), *tensors]
+    grads = _gradients(y, given, dy, create_graph=True)
+    if bias is None:
+        grads.insert(2, None)
+    return [g if want else None for g, want in zip(grads, wanted, strict=True)]
+
+
+class _Two(NamedTuple):
+    """The common case in few passes and buffers: two soft gates over x, phi = ((1 - g) x, g x)."""
+
+    z: Tensor  # (N, I)
+    tau: Tensor
+    theta: Tensor
+
+    @classmethod
+    def of(cls, plan: _Plan, x: Tensor, tensors: Sequence[Tensor]) -> _Two | None:
+        tau, theta, s, c = plan.parameters(tensors)
+        simple = (
+            plan.conv is None  # convolutions spend their time elsewhere
+            and x.element_size() >= 4
+            and isinstance(tau, Tensor)
+            and isinstance(theta, list)
+            and len(theta) == 1
+            and isinstance(theta[0], Tensor)
+            and all(not isinstance(w, Tensor) for w in (*s, *c))
+            and [*s, *c] == [1, 1, 0, 0]
+        )
+        return cls(x.reshape(-1, x.shape[-1]), tau, theta[0]) if simple else None
+
+    def gate(self) -> Tensor:
+        u = self.z - self.theta
+        g: Tensor = torch.ops.aten.sigmoid_.default(u.mul_(self.tau))
+        return g
+
+    def inputs(self, g: Tensor, room: Tensor | None = None) -> Tensor:
+        """phi, in `room` of shape (N, 2, I) if that is given."""
+        n, width = self.z.shape
+        phi = self.z.new_empty(n, 2, width) if room is None else room
+        torch.mul(g, self.z, out=phi[:, 1])
+        torch.sub(self.z, phi[:, 1], out=phi[:, 0])
+        return phi.flatten(1)
+
+    def gradients(self, dy: Tensor, weight: Tensor, wanted: Sequence[bool]) -> list[Tensor | None]:
+        """In x, weight, bias, tau and theta; the weights come last, in the room of the others."""
+        g, rows = self.gate(), dy.reshape(-1, dy.shape[-1])
+        room = self.z.new_empty(len(self.z), 2, self.z.shape[1])
+        inside: list[Tensor | None] = [None, None, None]
+        if wanted[0] or any(wanted[3:]):
+            torch.mm(rows, weight.flatten(1), out=room.flatten(1))
+            inside = list(self._through_gate(g, room))
+        dw = None
+        if wanted[1]:
+            phi = self.inputs(g, room)
+            del g
+            dw = (rows.t() @ phi).view_as(weight)
+        return [inside[0], dw, rows.sum(0) if wanted[2] else None, *inside[1:]]
+
+    def _through_gate(self, g: Tensor, dphi: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The gradients in x, tau and theta; dphi, (N, 2, I), is overwritten."""
+        low, swing = dphi[:, 0], dphi[:, 1].sub_(dphi[:, 0])
+        dx = torch.addcmul(low, g, swing)
+        # d g / d u = g (1 - g), times what the gate moves between
+        moved = swing.mul_(self.z).mul_(g)
+        moved = moved.addcmul_(moved, g, value=-1)
+        dx.addcmul_(moved, self.tau)
+        total = moved.sum_to_size(self.theta.shape)
+        along = torch.mul(moved, self.z, out=low).sum_to_size(self.tau.shape)
+        return dx, along - self.theta * total, -self.tau * total

@@ -1,0 +1,40 @@
+"""Training with gates: tiers up and down, parameter groups, families, what to log and measure."""
+
+from threshold_gating.training.families import family_penalty, left_family, project_families_
+from threshold_gating.training.folding import fold_batchnorm
+from threshold_gating.training.groups import check_decay, gate_parameters, param_groups
+from threshold_gating.training.hardening import Hardening, anneal_, harden
+from threshold_gating.training.metrics import Reached, steps_to_baseline, steps_to_peak
+from threshold_gating.training.promotion import (
+    Demotion,
+    Promotion,
+    demote,
+    difference,
+    half_transfer,
+    promote,
+)
+from threshold_gating.training.telemetry import gate_scalars, log_gates
+
+__all__ = [
+    "Demotion",
+    "Hardening",
+    "Promotion",
+    "Reached",
+    "anneal_",
+    "check_decay",
+    "demote",
+    "difference",
+    "family_penalty",
+    "fold_batchnorm",
+    "gate_parameters",
+    "gate_scalars",
+    "half_transfer",
+    "harden",
+    "left_family",
+    "log_gates",
+    "param_groups",
+    "project_families_",
+    "promote",
+    "steps_to_baseline",
+    "steps_to_peak",
+]

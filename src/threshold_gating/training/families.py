@@ -1,0 +1,111 @@
+"""The family guard: learned slopes may carry a channel out of the family it started in (Table 3).
+
+A family is a statement about slopes (`taxonomy.family`): some must be flat, of others one must not
+be. Sharpness, thresholds and constants never change it, nor do the weights of the tiers below A, so
+only an `Activation` that trains "s" and an LSTM or GRU with family="free" can leave. Slopes within
+`tol` count as flat.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from threshold_gating import taxonomy
+from threshold_gating.instance import TG
+from threshold_gating.layers import Activation
+from threshold_gating.recurrent import GRU, LSTM
+
+
+class _Site(NamedTuple):
+    """Learned slopes, and what its start says of them."""
+
+    name: str
+    slopes: list[Tensor]  # K of [G], views of the parameter
+    flat: list[int]  # branches that stay flat
+    carrying: list[int]  # branches one of which does not
+    lead: int  # of these the steepest at the start
+    sign: float  # the sign it had
+
+    @classmethod
+    def of(cls, name: str, start: TG, slopes: list[Tensor], tol: float) -> _Site:
+        every, word = range(start.K), taxonomy.family(start, tol)
+        outer = sorted({0, start.K - 1})
+        inner = [k for k in every if k not in outer]
+        if word == "constant":
+            flat, carrying = list(every), []
+        elif start.clamp is not None:
+            flat, carrying = [], list(every)
+        else:
+            flat, carrying = (outer, inner) if word == "saturating" else ([], outer)
+        lead = max(carrying, key=lambda k: abs(start.s[k]), default=0)
+        return cls(name, slopes, flat, carrying, lead, 1.0 if start.s[lead] >= 0 else -1.0)
+
+    def steepness(self) -> Tensor:
+        """How steep the steepest branch is that must not be flat, [G]."""
+        led = self.sign * self.slopes[self.lead]  # has a gradient where every slope is 0
+        return torch.stack([led, *(self.slopes[k].abs() for k in self.carrying)]).amax(0)
+
+    def left(self, tol: float) -> Tensor:
+        """Which channels have left, bool [G]."""
+        out = torch.zeros_like(self.slopes[0], dtype=torch.bool)
+        for k in self.flat:
+            out = out | (self.slopes[k].abs() > tol)
+        return out | (self.steepness() <= tol) if self.carrying else out
+
+
+def left_family(model: nn.Module, tol: float = 1e-3) -> dict[str, list[int]]:
+    """The channels that have left the family they started in, by site.
+
+    >>> act = Activation("sigmoid", share="channel", channels=3, train=("s",))
+    >>> with torch.no_grad():
+    ...     act.s[1, 2] = 0.1
+    >>> left_family(nn.Sequential(act))
+    {'0': [2]}
+    """
+    with torch.no_grad():
+        found = {s.name: s.left(tol).nonzero().flatten().tolist() for s in _sites(model, tol)}
+    return {name: channels for name, channels in found.items() if channels}
+
+
+@torch.no_grad()
+def project_families_(model: nn.Module, tol: float = 1e-3) -> dict[str, list[int]]:
+    """Put channels that have left their family back, in place; return which these were.
+
+    To be called after `optimizer.step()`. Slopes that must be flat become 0; where none is left
+    that carries the input on, the one that was steepest at the start becomes 2 tol, with its sign.
+    """
+    report = left_family(model, tol)
+    for site in _sites(model, tol):
+        for k in site.flat:
+            site.slopes[k].masked_fill_(site.slopes[k].abs() > tol, 0.0)
+        if site.carrying:
+            site.slopes[site.lead].masked_fill_(site.steepness() <= tol, 2 * tol * site.sign)
+    return report
+
+
+def family_penalty(model: nn.Module, tol: float = 1e-3) -> Tensor:
+    """How far the slopes are out of their families, squared and summed, to be added to the loss.
+
+    0 while every slope that must be flat is within tol and the steepest of those that must not be
+    is 2 tol or steeper.
+    """
+    parts = []
+    for site in _sites(model, tol):
+        parts += [(site.slopes[k].abs() - tol).relu().square().sum() for k in site.flat]
+        if site.carrying:
+            parts.append((2 * tol - site.steepness()).relu().square().sum())
+    return sum(parts[1:], parts[0]) if parts else torch.zeros(())
+
+
+def _sites(model: nn.Module, tol: float) -> Iterator[_Site]:
+    for name, module in model.named_modules():
+        if isinstance(module, Activation) and "s" in module.learned:
+            yield _Site.of(name, module.init, list(module.s.flatten(1).unbind(0)), tol)
+        elif isinstance(module, LSTM | GRU) and "s" in module.learning.train:
+            for gate, t in module.learned_gates().items():
+                slopes = [s for s in t.s if isinstance(s, Tensor)]
+                yield _Site.of(f"{name}.{gate}" if name else gate, t.start, slopes, tol)

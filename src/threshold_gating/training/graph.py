@@ -1,0 +1,150 @@
+"""A network as a graph: which activation feeds which layers. By torch.fx, on a copy."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx, nn
+
+from threshold_gating import sites
+from threshold_gating.conversion.answering import disown
+from threshold_gating.conversion.rewrite import PerCall
+from threshold_gating.dense import TIERED
+from threshold_gating.instance import TG
+from threshold_gating.layers import Activation
+
+# What moves elements around and nothing else, so that it commutes with an activation.
+_MOVES: tuple[Any, ...] = (
+    *(torch.flatten, torch.reshape, torch.permute, torch.transpose),
+    *("flatten", "reshape", "view", "permute", "transpose", "contiguous"),
+)
+
+
+class Tracer(fx.Tracer):
+    """Follows a network down to torch's own modules and ours."""
+
+    def is_leaf_module(self, m: nn.Module, qualified_name: str) -> bool:
+        ours = type(m).__module__.startswith("threshold_gating.")
+        return ours or super().is_leaf_module(m, qualified_name)
+
+
+class Act(NamedTuple):
+    """An activation in the graph: its instance, and the module if it has learned parameters."""
+
+    t: TG
+    learned: Activation | None
+
+
+class Network(NamedTuple):
+    """A copy of a network as a graph, and the activations in it."""
+
+    module: fx.GraphModule
+    acts: dict[fx.Node, Act]
+
+
+def trace(model: nn.Module) -> Network:
+    """`model` as a graph; it may be plain or converted, and is left as it was."""
+    own = copy.deepcopy(model)
+    plans = {name: vars(m).get("tg_sites") for name, m in own.named_modules()}
+    for module in own.modules():
+        disown(module)
+    try:
+        graph = Tracer().trace(own)
+    except Exception as error:
+        raise ValueError(
+            f"torch.fx cannot follow {type(model).__name__} ({type(error).__name__}: {error}); "
+            "give the parts that it can follow, for example model.features, one by one."
+        ) from error
+    module = fx.GraphModule(own, graph, type(model).__name__)
+    module.train(model.training)
+    return Network(module, dict(_acts(module, plans)))
+
+
+def _acts(module: fx.GraphModule, plans: dict[str, Any]) -> Iterator[tuple[fx.Node, Act]]:
+    recognised: dict[nn.Module, Act | None] = {}
+    counts: dict[tuple[str, str], int] = {}
+    for node in module.graph.nodes:
+        if node.op == "call_module":
+            part = module.get_submodule(node.target)
+            if isinstance(part, PerCall):
+                count = counts.get((node.target, ""), 0)
+                counts[node.target, ""] = count + 1
+                part = part.calls[count]
+            if part not in recognised:
+                recognised[part] = _of_module(part)
+            found = recognised[part]
+        elif node.op in ("call_function", "call_method"):
+            found = _of_call(node, plans, counts)
+        else:
+            found = None
+        if found is not None:
+            yield node, found
+
+
+def _of_module(part: nn.Module) -> Act | None:
+    if isinstance(part, Activation):
+        return Act(part.init, part if part.learned else None)
+    plain = not any(True for _ in part.parameters()) and not any(True for _ in part.buffers())
+    if not plain or not sites.is_bent(part):
+        return None
+    return Act(sites.recognise(part).t, None)
+
+
+def _of_call(
+    node: fx.Node, plans: dict[str, Any], counts: dict[tuple[str, str], int]
+) -> Act | None:
+    target: Any = node.target
+    target = getattr(Tensor, target, None) if isinstance(target, str) else target
+    kind = sites.FUNCTIONS.get(target, ("", False))[0]
+    if kind not in sites.KINDS or not node.args:
+        return None
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    owner = str(stack[-1][0]) if stack else ""
+    count = counts.get((owner, kind), 0)
+    counts[owner, kind] = count + 1
+    site = (plans.get(owner) or {}).get(f"{kind}#{count}")
+    if site is not None:
+        return Act(site.t, None)
+    how = sites.KINDS[kind]
+    args: Any = node.args
+    return Act(how.make(*how.read(*args, **node.kwargs).parameters), None)
+
+
+class Consumer(NamedTuple):
+    """A layer that an activation feeds, and the moves between the two, in order."""
+
+    layer: fx.Node
+    moves: tuple[fx.Node, ...]
+
+
+def consumers(network: Network, act: fx.Node) -> tuple[list[Consumer], list[fx.Node]]:
+    """The layers behind an activation, and everything else that reads it."""
+    layers: list[Consumer] = []
+    others: list[fx.Node] = []
+
+    def follow(node: fx.Node, moves: tuple[fx.Node, ...]) -> None:
+        for user in node.users:
+            if user.op == "call_module" and type(_part(network, user)) in TIERED:
+                layers.append(Consumer(user, moves))
+            elif _is_move(network, user) and user.args and user.args[0] is node:
+                follow(user, (*moves, user))
+            else:
+                others.append(user)
+
+    follow(act, ())
+    return layers, others
+
+
+def _part(network: Network, node: fx.Node) -> nn.Module:
+    return network.module.get_submodule(str(node.target))
+
+
+def _is_move(network: Network, node: fx.Node) -> bool:
+    if node.op == "call_module":
+        part = _part(network, node)
+        idle = isinstance(part, nn.Dropout) and part.p == 0
+        return idle or isinstance(part, nn.Flatten | nn.Identity)
+    return node.op in ("call_function", "call_method") and node.target in _MOVES

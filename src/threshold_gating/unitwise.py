@@ -1,0 +1,110 @@
+"""Gates with values of their own for each unit of a recurrent layer, learned: [sites, H].
+
+tau = tau0 exp(rho), with rho within +-7 so that tau stays positive whatever the optimiser does, and
+theta = theta0 + dtheta; both start at 0, exactly at the instance. Slopes and intercepts stay as
+they are, so that a gate of the constant family stays in it, unless the family is "free".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from threshold_gating.instance import TG
+from threshold_gating.layers import sharpening
+from threshold_gating.primitive import Value
+
+FAMILIES = ("constant", "free")
+# What is learned, and the parameter that holds it.
+HELD_BY = {"tau": "rho", "theta": "dtheta", "s": "s", "c": "c"}
+
+
+class Learned(NamedTuple):
+    """A soft instance of two branches with tensors [H] for the numbers of `start` it learns."""
+
+    start: TG
+    tau: Value
+    theta: Value
+    s: tuple[Value, ...]
+    c: tuple[Value, ...]
+
+
+class Learning(NamedTuple):
+    """What a layer learns of its gates: which numbers, in which family, at which sites."""
+
+    train: tuple[str, ...] = ()
+    family: str = "constant"
+    sites: tuple[str, ...] = ()
+
+
+def learning(
+    name: str, known: Sequence[str], train: Iterable[str], family: str, sites: Iterable[str] | None
+) -> Learning:
+    """What the layer `name` with the sites `known` is asked to learn, checked and in order."""
+    asked = {train} if isinstance(train, str) else set(train)
+    if unknown := asked - {"tau", "theta"}:
+        raise ValueError(
+            f"{name}: train takes tau, theta; got {', '.join(map(repr, sorted(unknown)))}. "
+            "The branches, s and c, are learned beside them with family='free'."
+        )
+    if family not in FAMILIES:
+        raise ValueError(f"{name}: family is 'constant' or 'free'; got {family!r}.")
+    wanted = {sites} if isinstance(sites, str) else set(known if sites is None else sites)
+    if not wanted or not wanted <= set(known):
+        given = ", ".join(map(repr, sorted(wanted))) or "none"
+        raise ValueError(f"{name}: sites are some of {', '.join(known)}; got {given}.")
+    if family == "free":
+        asked |= {"s", "c"}
+    if not asked:
+        return Learning()
+    ordered = tuple(what for what in HELD_BY if what in asked)
+    return Learning(ordered, family, tuple(site for site in known if site in wanted))
+
+
+def start(what: str, instances: Sequence[TG], units: int) -> Tensor:
+    """Where the parameter of `what` starts: [sites, H], for the branches [sites, 2, H]."""
+    if what in ("tau", "theta"):
+        return torch.zeros(len(instances), units)
+    rows = torch.tensor([getattr(t, what) for t in instances])
+    return rows.unsqueeze(-1).repeat(1, 1, units)
+
+
+def values(gates: Mapping[str, TG], held: Mapping[str, Tensor]) -> dict[str, Learned]:
+    """The learned gates as they are; `held` are the parameters, by what they hold."""
+    rows = {k: (sharpening(v) if k == "tau" else v).unbind(0) for k, v in held.items()}
+    now = {}
+    for k, (site, t) in enumerate(gates.items()):
+        if t.hard or t.K != 2 or t.q is not None:
+            raise ValueError(
+                f"a learned gate starts from a soft instance of two affine branches; {site!r} is "
+                f"{t!r}."
+            )
+        tau = _sharpness(t)
+        now[site] = Learned(
+            t,
+            tau * rows["tau"][k] if "tau" in rows else tau,
+            t.theta[0] + rows["theta"][k] if "theta" in rows else t.theta[0],
+            tuple(rows["s"][k].unbind(0)) if "s" in rows else t.s,
+            tuple(rows["c"][k].unbind(0)) if "c" in rows else t.c,
+        )
+    return now
+
+
+def before(t: Learned, units: int) -> tuple[Tensor, Tensor]:
+    """(e, d), float64 [H], with which the start at e a + d equals a constant-family gate at a.
+
+    tau0 (e a + d - theta0) = tau (a - theta), so e = tau / tau0 and d = theta0 - e theta.
+    """
+    tau, theta = (
+        w.detach().double() if isinstance(w, Tensor) else torch.full((units,), w).double()
+        for w in (t.tau, t.theta)
+    )
+    scale = tau / _sharpness(t.start)
+    return scale, t.start.theta[0] - scale * theta
+
+
+def _sharpness(t: TG) -> float:
+    return t.tau if isinstance(t.tau, float) else t.tau[0]

@@ -1,0 +1,346 @@
+"""Tiers up and down, gates to hard ones, BatchNorm into gates: on networks nobody made easy."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import threshold_gating as tg
+from threshold_gating.training import (
+    anneal_,
+    demote,
+    difference,
+    fold_batchnorm,
+    half_transfer,
+    harden,
+    promote,
+)
+
+# a handful of sums in another order
+ROUNDING = 2e-6
+
+
+class Block(nn.Module):
+    """A residual block whose one in-place ReLU is called twice, its result read twice."""
+
+    def __init__(self, channels, act):
+        super().__init__()
+        self.c1, self.b1 = nn.Conv2d(channels, channels, 3, padding=1), nn.BatchNorm2d(channels)
+        self.c2 = nn.Conv2d(channels, channels, 3, padding=1, groups=2)
+        self.b2, self.act = nn.BatchNorm2d(channels), act()
+
+    def forward(self, x):
+        y = self.b2(self.c2(self.act(self.b1(self.c1(x)))))
+        return self.act(y + x)
+
+
+class Network(nn.Module):
+    """Functional calls, residual sums, BatchNorm, an activation with two layers behind it."""
+
+    def __init__(self, act):
+        super().__init__()
+        self.stem, self.a, self.b = nn.Conv2d(3, 8, 3, padding=1), Block(8, act), Block(8, act)
+        self.fc1, self.fc2, self.fc3 = nn.Linear(8 * 36, 16), nn.Linear(16, 10), nn.Linear(16, 10)
+
+    def forward(self, x):
+        x = self.b(self.a(self.stem(x).relu_())).flatten(1)
+        h = F.silu(self.fc1(x))
+        return self.fc2(h) * 0.5 + self.fc3(h)
+
+
+ACTS = {
+    "relu": lambda: nn.ReLU(inplace=True),
+    "silu": nn.SiLU,
+    "hardtanh": nn.Hardtanh,
+    "sigmoid": nn.Sigmoid,
+    "mish": nn.Mish,
+    "leaky": lambda: nn.LeakyReLU(0.2),
+}
+EVERY = ("a.c1", "a.c2", "b.c1", "b.c2", "fc1", "fc2", "fc3")
+
+
+def _network(act="relu"):
+    """A network whose BatchNorms do something, also turn channels round."""
+    torch.manual_seed(0)
+    network = Network(ACTS[act]).eval()
+    for module in network.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.running_mean.normal_()
+            module.running_var.uniform_(0.5, 2)
+            nn.init.uniform_(module.weight, -1.5, 1.5)
+            nn.init.normal_(module.bias)
+    return network
+
+
+@pytest.fixture
+def x():
+    return torch.randn(4, 3, 6, 6, generator=torch.Generator().manual_seed(1))
+
+
+def _moved(model, by=0.2, seed=2):
+    """Learned gates away from their start."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if name.rpartition(".")[2] in ("rho", "dtheta", "s", "c", "v"):
+                p.add_(torch.randn(p.shape, generator=generator), alpha=by)
+    return model
+
+
+def _learned(**options):
+    torch.manual_seed(0)
+    every = ("tau", "theta", "s", "c")
+    return _moved(
+        nn.Sequential(
+            nn.Conv2d(3, 8, 3),
+            tg.Activation("silu", share="channel", channels=8, train=every),
+            nn.Conv2d(8, 6, 3, groups=2),
+            tg.Activation("relu", train=every[1:]),
+            nn.Flatten(),
+            nn.Linear(24, 4),
+        )
+    )
+
+
+@pytest.mark.parametrize("act", ACTS)
+@pytest.mark.parametrize("tier", ["W", "S", "general"])
+def test_a_trained_network_in_a_higher_tier_computes_the_same(act, tier, x):
+    network = _network(act)
+    before = copy.deepcopy(network.state_dict())
+    new = promote(network, tier)
+    assert new.promotion.layers == EVERY
+    assert difference(network, new, x) < ROUNDING
+    assert all(torch.equal(v, before[k]) for k, v in network.state_dict().items())
+    assert {m.tier for m in new.modules() if hasattr(m, "tier")} == {tier}
+
+
+@pytest.mark.parametrize("tier", ["W", "S", "general"])
+def test_no_branch_is_dead_after_promotion(tier, x):
+    new = promote(_network(), tier).train()
+    (new(x) * torch.randn(4, 10)).sum().backward()
+    for name, p in new.named_parameters():
+        assert p.grad is not None, name
+        branches = (
+            p.grad.transpose(0, 1).flatten(1) if p.dim() > 2 and "gate" not in name else p.grad
+        )
+        assert branches.abs().flatten(1 if branches.dim() > 1 else 0).sum(-1).gt(0).all(), name
+
+
+@pytest.mark.parametrize("inputs", [False, True])
+def test_a_converted_network_is_promoted_with_the_instances_it_was_given(inputs, x):
+    network = _network("relu")
+    choice = {"re:.*act": tg.TG(3.0, 0.2, (0.1, 1), (0, 0))}
+    gated = tg.convert(network, choice, inputs=x if inputs else None, strict=False)
+    new = promote(gated)
+    assert new.promotion.layers == EVERY
+    assert difference(gated, new, x) < ROUNDING < difference(network, new, x)
+
+
+def test_step_by_step_is_the_same_as_at_once(x):
+    network = _network()
+    w = promote(network)
+    s = promote(w, "S", "synapse")
+    general = promote(s, "general")
+    assert max(difference(network, each, x) for each in (w, s, general)) < ROUNDING
+
+
+@pytest.mark.parametrize("tier", ["W", "general"])
+def test_learned_gates_slopes_and_constants_are_carried_along(tier, x):
+    network = _learned()
+    new = promote(network, tier)
+    assert new.promotion.layers == ("2", "5")
+    assert difference(network, new, x) < ROUNDING
+
+
+def test_a_promoted_network_trains_and_its_keys_are_those_of_the_old_one(x):
+    network = _network()
+    new = promote(network).train()
+    old = set(network.state_dict())
+    assert old <= set(new.state_dict())
+    optimizer, losses = torch.optim.Adam(new.parameters(), 1e-3), []
+    for _ in range(30):
+        loss = new(x).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.7 * losses[0]
+
+
+def test_what_cannot_be_promoted_is_named_with_its_reason(x):
+    class Shared(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            x = F.hardswish(self.a(torch.relu(x)))
+            return self.a(torch.relu(self.b(x))).tanh()
+
+    new = promote(nn.Sequential(Shared(), nn.ReLU(), nn.Linear(4, 2)))
+    assert new.promotion.layers == ("2",)
+    assert new.promotion.kept["0.a"] == "is called several times"
+    assert "hardswish" in new.promotion.kept["0.b"]
+    with pytest.raises(ValueError, match="no layer of Sequential can be: no activation"):
+        promote(nn.Sequential(nn.Linear(2, 2)))
+
+
+def test_a_network_that_cannot_be_followed_is_refused_with_the_way_out():
+    class Branching(nn.Module):
+        def forward(self, x):
+            return x.relu() if x.sum() > 0 else x
+
+    with pytest.raises(ValueError, match=r"torch\.fx cannot follow Branching .* one by one"):
+        promote(Branching())
+
+
+def test_going_down_undoes_going_up(x):
+    network = _network()
+    general = promote(network, "general")
+    for tier in ("S", "W", "A"):
+        down = demote(general, tier, inputs=x)
+        assert down.output < ROUNDING
+        assert max(down.lost.values()) < 1e-6
+        assert set(down.lost) == set(EVERY)
+    with pytest.raises(ValueError, match="has no layer above tier S"):
+        demote(promote(network), "S")
+    with pytest.raises(ValueError, match="tier is one of A, W, S; got 'general'"):
+        demote(general, "general")
+
+
+def test_going_down_reports_what_untied_weights_lose(x):
+    new = promote(_network())
+    torch.manual_seed(3)
+    with torch.no_grad():
+        new.fc1.weight.add_(torch.randn_like(new.fc1.weight), alpha=0.1)
+    down = demote(new, "A", inputs=x)
+    others = [lost for name, lost in down.lost.items() if name != "fc1"]
+    assert max(others) < 1e-6 < 0.1 < down.lost["fc1"]
+    # the projection is the nearest: the norm that is lost is what the singular values say
+    w = new.fc1.weight.permute(2, 1, 0)  # channel, branch, output
+    sigma = torch.linalg.svdvals(w.detach())
+    assert down.lost["fc1"] == pytest.approx(float(sigma[:, 1].norm() / sigma.norm()), rel=1e-4)
+    assert down.output > 0.01
+
+
+def test_from_tier_s_gates_are_averaged_by_the_weight_of_their_synapses():
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(3, 4), nn.SiLU(), nn.Linear(4, 2))
+    s = promote(network, "S")
+    with torch.no_grad():
+        s.get_submodule("2").gate.dtheta[0, 1] = 1.0  # every gate of the second output
+    w = demote(s, "W").model.get_submodule("2")
+    share = s.get_submodule("2").weight.square().sum(1)
+    expected = share[1] / share.sum(0)
+    torch.testing.assert_close(w.gate.values()[1][0], expected)
+
+
+def test_half_transfer_keeps_the_weights_and_starts_the_gates_anew(x):
+    network = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+    new = half_transfer(network)
+    silu = nn.Sequential(network[0], nn.SiLU(), network[2])
+    assert difference(silu, new, x) < ROUNDING < difference(network, new, x)
+    layer = new.get_submodule("2")
+    assert layer.gate.learned == ("tau", "theta")
+    assert not layer.gate.init.hard
+    assert torch.equal(layer.weight[:, 1], network[2].weight)
+    with pytest.raises(ValueError, match="has 2 branches, and mish gives gates for 3"):
+        half_transfer(network, "mish")
+
+
+@pytest.mark.parametrize("act", ["relu", "silu", "hardtanh", "mish"])
+def test_batchnorm_folds_into_the_gates_of_tier_w(act, x):
+    new = promote(_network(act))
+    folded = fold_batchnorm(new)
+    assert folded.folded == ("a.b1", "b.b1")
+    assert difference(new, folded, x) < ROUNDING
+    assert not any("b1" in name for name, _ in folded.named_modules())
+
+
+@pytest.mark.parametrize("act", ["relu", "silu", "mish", "sigmoid", "leaky_relu", "gelu_k4"])
+@pytest.mark.parametrize("train", [(), ("tau", "theta", "s", "c")])
+def test_batchnorm_folds_into_an_activation(act, train, x):
+    if act in ("relu", "leaky_relu"):
+        train = train[1:]
+    norm = _network().a.b1
+    options = {"share": "channel", "channels": 8} if train else {}
+    gate = _moved(tg.Activation(act, train=train, **options), by=0.02)
+    network = nn.Sequential(nn.Conv2d(3, 8, 3), norm, gate, nn.Conv2d(8, 2, 1)).eval()
+    folded = fold_batchnorm(network)
+    assert folded.folded == ("1",)
+    assert norm.weight.lt(0).any()
+    assert difference(network, folded, x) < ROUNDING
+
+
+def test_a_batchnorm_that_others_read_as_well_stays(x):
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.act = nn.BatchNorm2d(3), tg.Activation("silu")
+
+        def forward(self, x):
+            z = self.norm(x)
+            return self.act(z) + z
+
+    both = Both().eval()
+    folded = fold_batchnorm(both)
+    assert folded.folded == ()
+    assert difference(both, folded, x) == 0
+    with pytest.raises(ValueError, match="in evaluation only"):
+        fold_batchnorm(both.train())
+
+
+def test_hardening_says_what_it_cost_at_each_site_and_in_all(x):
+    network = _learned()
+    hard = harden(network, inputs=x)
+    assert set(hard.sites) == {"1"}  # the other gate is hard already
+    assert hard.output == pytest.approx(difference(network, hard.model, x))
+    y = network[0](x)
+    t = [replace_tau(t) for t in network[1].instances()]
+    expected = torch.stack([tk(y[:, k]) for k, tk in enumerate(t)], 1)
+    torch.testing.assert_close(hard.model[1](y), expected)
+    assert "output, max|d| / max|y|" in str(hard)
+
+
+def replace_tau(t):
+    return tg.TG(float("inf"), t.theta, t.s, t.c)
+
+
+def test_after_annealing_hardening_costs_little(x):
+    network = _learned()
+    before = harden(network, inputs=x)
+    anneal_(network, 300.0)
+    after = harden(network, inputs=x)
+    # sup |x sigma(tau x) - relu(x)| is 0.278 / tau, and the constants move within 1 / tau of theta
+    assert after.sites["1"] < 0.02 < before.sites["1"]
+    with pytest.raises(ValueError, match="factor is positive"):
+        anneal_(network, 0.0)
+
+
+@pytest.mark.parametrize("tier", ["W", "S", "general"])
+def test_tiered_layers_harden_and_keep_their_weights(tier, x):
+    network = promote(_network("silu"), tier)
+    hard = harden(network, inputs=x)
+    assert set(hard.sites) == set(EVERY) - {"a.c1"}  # behind the ReLU of the stem
+    assert torch.equal(hard.model.fc1.weight, network.fc1.weight)
+    relu = promote(_network("silu"), tier)
+    anneal_(relu, 1e4)
+    assert difference(relu, hard.model, x) < 1e-3
+
+
+def test_gates_without_a_hard_form_stay_soft_and_say_so():
+    unordered = tg.Activation("softplus")
+    hard = harden(nn.Sequential(unordered, tg.Activation("silu")))
+    assert set(hard.kept) == {"0"}
+    assert "not in order" in hard.kept["0"]
+    assert hard.model[1].init.hard
+    with pytest.raises(ValueError, match="no soft gates to harden"):
+        harden(nn.Sequential(nn.ReLU()))
+
+
+def test_a_hardened_gate_still_learns_its_threshold(x):
+    hard = harden(_learned()).model
+    (hard(x) * torch.randn(4, 4)).sum().backward()
+    assert hard[1].dtheta.grad.any()
