@@ -9,7 +9,8 @@ an error: sites are never shifted in silence.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ _OWNED: dict[type, type] = {}
 def own(module: nn.Module, plan: Mapping[str, Site | None] | None) -> None:
     """Let the calls that `module.forward` makes be answered by `plan` (None: as they come)."""
     module.__dict__["tg_sites"] = plan
+    module.__dict__["tg_native"] = plan is not None and all(map(_is_torchs, plan.values()))
     base = type(module)
     module.__class__ = _owned(base)
     if "forward" in module.__dict__:  # set on the instance, as accelerate does: wrap that one
@@ -36,10 +38,46 @@ def disown(module: nn.Module) -> None:
     base = getattr(type(module), "tg_base", None)
     if base is not None:
         module.__class__ = base
-        del module.__dict__["tg_sites"]
+        del module.__dict__["tg_sites"], module.__dict__["tg_native"]
         forward = module.__dict__.get("forward")
         if isinstance(forward, _Wrapped):
             module.__dict__["forward"] = forward.original
+
+
+_watched = False
+
+
+@contextmanager
+def watched() -> Iterator[None]:
+    """Inside, every call is answered, also where torch's own op runs: someone looks who asks."""
+    global _watched
+    before, _watched = _watched, True
+    try:
+        yield
+    finally:
+        _watched = before
+
+
+def _is_torchs(site: Site | None) -> bool:
+    """Whether the native answer to a call is the call itself."""
+    return site is None or (
+        site.op is None if site.t is None else site.exact and site.op is not None
+    )
+
+
+def _may_pass(module: Any) -> bool:
+    """Whether nothing has to look at the calls of an owner: native would answer with each itself.
+
+    Looking costs a microsecond for every call of torch, which is half of a small decoding step. An
+    owner around this one that does look must not see its calls.
+    """
+    return (
+        module.__dict__.get("tg_native", False)
+        and not torch.compiler.is_compiling()
+        and not _watched
+        and kernels.takes_native()
+        and torch._C._len_torch_function_stack() == 0
+    )
 
 
 def _owned(base: type) -> type:
@@ -47,7 +85,8 @@ def _owned(base: type) -> type:
     if base not in _OWNED:
 
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if "forward" in self.__dict__:  # reached through the wrapper, which answers already
+            # through the wrapper, which answers already
+            if "forward" in self.__dict__ or _may_pass(self):
                 return base.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
             with Answering(self.tg_sites):
                 return base.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
@@ -73,6 +112,8 @@ class _Wrapped:
         self.module, self.original = module, original
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if _may_pass(self.module):
+            return self.original(*args, **kwargs)
         with Answering(self.module.__dict__["tg_sites"]):
             return self.original(*args, **kwargs)
 
@@ -135,7 +176,7 @@ def answer(site: Site, func: Any, args: Any, kwargs: Any) -> Any:
     inplace = sites.FUNCTIONS[func][1]
     if site.t is None:
         x = args[0] if args else None
-        gated = func if kernels.takes_native() else sites.WHOLE[site.kind]
+        gated = site.op or (func if kernels.takes_native() else sites.WHOLE[site.kind])
         y = gated(*args, **kwargs)
         out = x if inplace else out
         return y if out is None or y is out else out.copy_(y)
