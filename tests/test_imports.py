@@ -56,6 +56,7 @@ ALLOWED = {
     "panels": set(),
     "report": {"panels", "style"},
     "demo": {*_CONVERSION, "panels", "report"},
+    "benchmarking": None,
     "cli": None,  # anything
     "__main__": None,
     "__init__": None,

@@ -1,114 +1,45 @@
-"""Eq. 11 of the paper: softmax as one gate per logit, whose threshold the other logits set.
+"""Attention by gates, three ways, and the recursive form of Eq. 11's threshold.
 
-    softmax(z)_i = sigma(z_i - theta_i),   theta_i = LSE(z_-i) = log sum_{j != i} exp(z_j)
+| way | what runs | memory |
+| --- | --- | --- |
+| `native` | `torch.nn.functional.scaled_dot_product_attention`: the same values | torch's |
+| `fused` | one pass of Triton, algebraically the gates' output; a learned temperature | linear |
+| `literal` | two passes of Triton: thresholds first, then sigma(z - theta) of every pair | linear |
 
-The thresholds come from four numbers per row, the top-2 statistics: the maximum m1, its index i1,
-the maximum m2 of the other logits, and T = sum_{j != i1} exp(z_j - m2). With rel = T exp(m2 - m1),
-
-    theta_i  = m1 + log1p(rel - exp(z_i - m1))   for i != i1, where rel holds the term taken off
-    theta_i1 = m2 + log T
-
-so nothing cancels: theta keeps its digits at a peak of any height, where LSE(z) minus a logit has
-none left at +20. The statistics of two tiles merge into those of both (`merge`).
-
-The backward is analytic. Of dp_i/du_i = p_i (1 - p_i), u = z - theta, and dtheta_i/dz_j =
-p_j / (1 - p_i) the factor 1 - p_i, which is 0 at a peak, cancels before anything is evaluated:
-
-    dz = p (dp - sum_j p_j dp_j)
-
-The Jacobian is symmetric, so forward mode is the same product. Higher derivatives pass through p,
-that is through this rule again. 16-bit logits are evaluated in float32 and rounded once.
+Where the kernels cannot run (CPU, float64, heads above 256, a mask that needs a gradient) `fused`
+and `literal` are the plain formula, `logits.attend`, in quadratic memory.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from threshold_gating import kernels, logits
+from threshold_gating.kernels import flash
+from threshold_gating.logits import Top2, merge, softmax, thresholds, top2
 from threshold_gating.primitive import wide
 
+__all__ = [
+    "WAYS",
+    "Top2",
+    "TreeOperations",
+    "merge",
+    "row_statistics",
+    "scaled_dot_product_attention",
+    "softmax",
+    "thresholds",
+    "top2",
+    "tree_logsumexp",
+    "tree_operations",
+    "with_statistics",
+]
 
-class Top2(NamedTuple):
-    """Statistics of rows that give every threshold; each keeps the reduced axis, with size 1."""
-
-    m1: Tensor  # the maximum
-    i1: Tensor  # the index of the first entry that has it
-    m2: Tensor  # the maximum of the other entries, -inf if there is none
-    T: Tensor  # sum of exp(z_j - m2) over j != i1, 0 if m2 is -inf
-
-
-def softmax(
-    input: Tensor, dim: int = -1, dtype: torch.dtype | None = None, *, masked: float = math.nan
-) -> Tensor:
-    """Softmax by gates (Eq. 11): sigma(z_i - theta_i), theta_i the log-sum-exp of the others.
-
-    Takes the arguments of `torch.softmax` and gives its values to rounding: every row sums to one
-    and a logit of -inf gets exactly 0. A single +inf gets 1, the limit, where torch has NaN; two
-    have no limit and give NaN.
-
-    Args:
-        input: logits, floating point, or anything that `dtype` makes so.
-        dim: the axis that sums to one.
-        dtype: cast the logits to it first.
-        masked: what a row of nothing but -inf becomes: NaN, as in `torch.softmax`, or 0, as in
-            `scaled_dot_product_attention`.
-
-    >>> softmax(torch.tensor([0.0, 1.0, -torch.inf]))
-    tensor([0.2689, 0.7311, 0.0000])
-    """
-    if not (masked == 0 or math.isnan(masked)):
-        raise ValueError(f"softmax: a masked row becomes nan or 0; got masked={masked!r}.")
-    logits = input if dtype is None else input.to(dtype)
-    z = wide(logits)
-    # Dynamo refuses a function that has a forward mode; there it is left out.
-    gates = _Gates if torch.compiler.is_compiling() else _DualGates
-    p = gates.apply(z, dim, masked) if z.numel() else z.clone()  # type: ignore[no-untyped-call]
-    return p if dtype is None and _autocast_widens(logits) else p.to(logits.dtype)
-
-
-def thresholds(z: Tensor, dim: int = -1, stats: Top2 | None = None) -> Tensor:
-    """The threshold of every logit (Eq. 11): theta_i = LSE(z_-i), -inf where no other is live.
-
-    A 16-bit `z` gives float32. No gradient flows: differentiate `softmax`, which never forms
-    theta's derivative.
-
-    Args:
-        z: logits, or a tile of them.
-        dim: the axis of a row.
-        stats: the statistics of the whole rows, if `z` is a tile or they are known.
-
-    >>> thresholds(torch.tensor([0.0, 0.0, 20.0]))
-    tensor([20.0000, 20.0000,  0.6931])
-    """
-    z = wide(z).detach()
-    if z.numel() == 0:
-        return z
-    m1, _, m2, T = top2(z, dim) if stats is None else stats
-    rel = T * _relative_exp(m2, m1)
-    at_peak = m2 + T.log()
-    return torch.where(z == m1, at_peak, m1 + torch.log1p(rel - _relative_exp(z, m1)))
-
-
-def top2(z: Tensor, dim: int = -1, start: int = 0) -> Top2:
-    """The statistics of rows along `dim`, or of their tiles that begin at index `start`."""
-    z = wide(z).detach()
-    m1, i1 = z.max(dim, keepdim=True)
-    others = z.scatter(dim, i1, -math.inf)
-    m2 = others.amax(dim, keepdim=True)
-    return Top2(m1, i1 + start, m2, _relative_exp(others, m2).sum(dim, keepdim=True))
-
-
-def merge(a: Top2, b: Top2) -> Top2:
-    """The statistics of two tiles of the same rows taken together, `a` before `b`."""
-    later = b.m1 > a.m1  # strictly, so the first maximum keeps the index
-    lower = torch.where(later, a.m1, b.m1)
-    m2 = torch.maximum(torch.maximum(a.m2, b.m2), lower)
-    T = a.T * _relative_exp(a.m2, m2) + b.T * _relative_exp(b.m2, m2) + _relative_exp(lower, m2)
-    return Top2(torch.where(later, b.m1, a.m1), torch.where(later, b.i1, a.i1), m2, T)
+WAYS = ("native", "fused", "literal")
 
 
 def scaled_dot_product_attention(
@@ -121,137 +52,229 @@ def scaled_dot_product_attention(
     *,
     scale: float | None = None,
     enable_gqa: bool = False,
+    tau: Tensor | None = None,
+    way: str | None = None,
 ) -> Tensor:
-    """Attention by gates: softmax(scale Q K^T + mask) V with every gate of Eq. 11 evaluated.
+    """Attention by gates: softmax(scale tau Q K^T + mask) V, each softmax the gates of Eq. 11.
 
-    The reference for `torch.nn.functional.scaled_dot_product_attention`, with its signature and
-    rules: a boolean mask is True where a key takes part, a floating-point one is added, `is_causal`
-    aligns the two sequences at their beginning, a row without any key gives 0, dropout is applied
-    whenever `dropout_p` > 0. Memory is quadratic in the length.
+    The signature and rules of `torch.nn.functional.scaled_dot_product_attention`: a boolean mask is
+    True where a key takes part, a floating-point one is added, `is_causal` aligns the two sequences
+    at their beginning, a row without any key gives 0, dropout is applied whenever `dropout_p` > 0.
 
     Args:
-        query: shape (..., Hq, L, E); the axis of heads is needed for `enable_gqa` only.
+        query: shape (..., Hq, L, E); the axis of heads is needed for `enable_gqa` and `tau` only.
         key, value: shapes (..., H, S, E) and (..., H, S, Ev).
         attn_mask: broadcasts to (..., Hq, L, S).
-        dropout_p: the share of gates set to 0; the others are divided by 1 - `dropout_p`.
+        dropout_p: the share of gates set to 0; `fused` and `literal` have none.
         is_causal: query i sees the keys up to i.
         scale: of the logits, 1 / sqrt(E) by default.
         enable_gqa: each head of `key` and `value` serves Hq / H consecutive heads of `query`.
+        tau: a temperature for each head, shape (Hq,), that multiplies the logits before a mask is
+            added; it gets a gradient.
+        way: one of `WAYS`. None goes by the backend in force: under `reference`, and in an exported
+            graph, the plain formula; under `triton`, `literal`; else `native`, or `fused` with
+            `tau`.
 
     Returns:
         shape (..., Hq, L, Ev), the dtype of `query`.
     """
-    kind = query.device.type
-    if torch.is_autocast_enabled(kind):  # as torch: the arguments get its dtype, the steps do not
-        q, k, v = _autocast(query), _autocast(key), _autocast(value)
-        with torch.autocast(kind, enabled=False):
-            return scaled_dot_product_attention(
-                q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    query, key, value = _checked(query, key, value, attn_mask, is_causal, tau)
+    with torch.autocast(query.device.type, enabled=False):
+        chosen = _choose(way, tau, dropout_p)
+        if chosen == "native":
+            return F.scaled_dot_product_attention(
+                *(query, key, value, attn_mask, dropout_p, is_causal),
+                scale=scale,
+                enable_gqa=enable_gqa,
             )
-    _check_attention(query, key, value, attn_mask, is_causal)
-    q, k, v = wide(query), wide(key), wide(value)
-    if enable_gqa:
-        k, v = _repeat_heads(k, q), _repeat_heads(v, q)
-    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    z = _apply_mask((q * scale) @ k.transpose(-2, -1), attn_mask, is_causal)  # (..., Hq, L, S)
-    p = softmax(z, masked=0.0)
-    p = F.dropout(p, dropout_p) if dropout_p else p
-    return (p @ v).to(query.dtype)
+        if chosen != "reference" and _fits(query, key, value, attn_mask, enable_gqa):
+            return flash.attend(
+                *(query, key, value, attn_mask, tau, _scale(query, scale), is_causal),
+                literal=chosen == "literal",
+            )[0]
+        return logits.attend(
+            *(query, key, value, attn_mask, dropout_p, is_causal),
+            scale=scale,
+            enable_gqa=enable_gqa,
+            tau=tau,
+        )
 
 
-class _Gates(torch.autograd.Function):
-    """sigma(z - theta) with the analytic backward."""
+def with_statistics(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    tau: Tensor | None = None,
+) -> tuple[Tensor, Top2]:
+    """The output of attention and the statistics of its rows of logits, in one pass.
 
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(z: Tensor, dim: int, masked: float) -> Tensor:
-        m1 = z.amax(dim, keepdim=True)
-        # Without the shift an offset of 1e4 costs 5e-4, and a row of finfo.min has gates of 1/2.
-        z = z - _finite(m1)
-        p = _sigma(z - thresholds(z, dim))
-        return torch.where(m1 == -math.inf, masked, p)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.dim = inputs[1]
-        ctx.save_for_backward(output)
-
-    @staticmethod
-    def backward(ctx: Any, dp: Tensor) -> tuple[Tensor, None, None]:
-        (p,) = ctx.saved_tensors
-        return _times_jacobian(p, dp, ctx.dim), None, None
-
-
-class _DualGates(_Gates):
-    """The same with forward mode."""
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _Gates.setup_context(ctx, inputs, output)
-        ctx.save_for_forward(output)
-
-    @staticmethod
-    def jvp(ctx: Any, dz: Tensor, *_: None) -> Tensor:
-        (p,) = ctx.saved_tensors
-        return _times_jacobian(p, dz, ctx.dim)
-
-
-def _times_jacobian(p: Tensor, d: Tensor, dim: int) -> Tensor:
-    return p * (d - (p * d).sum(dim, keepdim=True))
-
-
-def _sigma(u: Tensor) -> Tensor:
-    """The gate as e / (1 + e): 1 / (1 + exp(-u)) overflows, and loses gates below 1e-38."""
-    e = torch.exp(-u.abs())
-    return torch.where(u < 0, e, 1.0) / (1 + e)
+    The arguments are those of `scaled_dot_product_attention`. The statistics, shapes (..., Hq, L,
+    1), give the thresholds of chosen rows, `thresholds(z, stats=...)`; those of all pairs would
+    take L x S numbers. No gradient flows through them.
+    """
+    query, key, value = _checked(query, key, value, attn_mask, is_causal, tau)
+    with torch.autocast(query.device.type, enabled=False):
+        if _takes_kernels() and _fits(query, key, value, attn_mask, enable_gqa):
+            out, found = flash.attend(
+                *(query, key, value, attn_mask, tau, _scale(query, scale), is_causal),
+                statistics=True,
+            )
+            assert found is not None
+            return out, found
+        rest = (scale, enable_gqa, tau)
+        out = logits.attend(
+            query,
+            key,
+            value,
+            attn_mask,
+            0.0,
+            is_causal,
+            scale=scale,
+            enable_gqa=enable_gqa,
+            tau=tau,
+        )
+        return out, top2(logits.attention_logits(query, key, attn_mask, is_causal, *rest))
 
 
-def _finite(m: Tensor) -> Tensor:
-    """A maximum that can be subtracted: from +-inf, it leaves +-inf instead of NaN."""
-    largest = torch.finfo(m.dtype).max
-    return m.clamp(-largest, largest)
+def row_statistics(
+    query: Tensor,
+    key: Tensor,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    tau: Tensor | None = None,
+) -> Top2:
+    """The statistics of `with_statistics` alone: the first pass of the literal form."""
+    query, key, _ = _checked(query, key, key, attn_mask, is_causal, tau)
+    with torch.autocast(query.device.type, enabled=False):
+        if _takes_kernels() and _fits(query, key, key, attn_mask, enable_gqa):
+            return flash.row_statistics(query, key, attn_mask, tau, _scale(query, scale), is_causal)
+        return top2(
+            logits.attention_logits(query, key, attn_mask, is_causal, scale, enable_gqa, tau)
+        )
 
 
-def _relative_exp(z: Tensor, m: Tensor) -> Tensor:
-    """exp(z - m) for z <= m, 0 for z = -inf."""
-    return torch.exp(z - _finite(m))
+class TreeOperations(NamedTuple):
+    """What one row of n logits takes in `tree_logsumexp`."""
+
+    gates: int  # hard gates: the larger of two
+    integrals: int  # of the soft gate: softplus
+    additions: int  # differences among them
+    depth: int  # nodes in series
 
 
-def _autocast_widens(z: Tensor) -> bool:
-    """Whether autocast makes `torch.softmax` answer in float32: on accelerators, not on the CPU."""
-    kind = z.device.type
-    return kind != "cpu" and z.element_size() < 4 and torch.is_autocast_enabled(kind)
+def tree_logsumexp(z: Tensor, dim: int = -1) -> Tensor:
+    """log sum exp by a tree of LSE(a, b) = max(a, b) + softplus(-|a - b|), Section 4 of the paper.
+
+    The maximum is a hard gate and softplus the integral of a soft one, so threshold and gate of
+    Eq. 11 are made of gates alone. Errors grow with the depth of the tree, log2 n, where adding up
+    one after the other makes them grow with n.
+
+    >>> tree_logsumexp(torch.zeros(8)) - math.log(8)
+    tensor(0.)
+    """
+    z = wide(z).movedim(dim, -1)
+    if z.shape[-1] == 0:
+        return z.new_full(z.shape[:-1], -math.inf)
+    while z.shape[-1] > 1:
+        odd = z[..., -1:] if z.shape[-1] % 2 else z[..., :0]  # climbs as it is
+        pairs = z[..., : z.shape[-1] - odd.shape[-1]]
+        z = torch.cat([_lse(pairs[..., ::2], pairs[..., 1::2]), odd], -1)
+    return z[..., 0]
+
+
+def tree_operations(n: int) -> TreeOperations:
+    """The operations of one row of n logits in `tree_logsumexp`: n - 1 nodes.
+
+    >>> tree_operations(1024)
+    TreeOperations(gates=1023, integrals=1023, additions=2046, depth=10)
+    """
+    if n < 1:
+        raise ValueError(f"tree_operations: a row has at least one logit; got {n}.")
+    return TreeOperations(n - 1, n - 1, 2 * (n - 1), (n - 1).bit_length())
+
+
+def _lse(a: Tensor, b: Tensor) -> Tensor:
+    # not b + relu(a - b), which differs from the maximum in a sixth of all float32 pairs
+    larger = torch.where(a > b, a, b)
+    # of two -inf the difference is NaN; their sum is -inf whatever is added
+    apart = torch.where(a == b, 0.0, (a - b).abs())
+    return larger + torch.log1p(torch.exp(-apart))
+
+
+def _choose(way: str | None, tau: Tensor | None, dropout_p: float) -> str:
+    """The way of a call, or `reference`."""
+    if way is None:
+        if tau is None and kernels.takes_native():
+            return "native"
+        if kernels.backend() == "native":
+            raise kernels.BackendError(
+                "attention with a temperature has no native op; use the backend 'auto' or "
+                "'reference' for it."
+            )
+        if dropout_p or not _takes_kernels():
+            return "reference"
+        # the backend triton promises that every gate is evaluated
+        return "literal" if kernels.backend() == "triton" else "fused"
+    if way not in WAYS:
+        raise ValueError(f"attention: way is None or one of {', '.join(WAYS)}; got {way!r}.")
+    if way == "native" and tau is not None:
+        raise ValueError("attention: native has no temperature per head; use 'fused' or 'literal'.")
+    if way != "native" and dropout_p:
+        raise ValueError(
+            f"attention: {way} has no dropout; got dropout_p={dropout_p}. Use 0, the way 'native', "
+            "or the backend 'reference' with way=None."
+        )
+    return way
+
+
+def _takes_kernels() -> bool:
+    # An exported graph is for people and other tools to read.
+    return kernels.backend() != "reference" and not torch.compiler.is_exporting()
+
+
+def _fits(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, enable_gqa: bool
+) -> bool:
+    """Whether the kernels can run these arguments here."""
+    return (
+        flash.can_run(query, key, value, enable_gqa)
+        # its gradient has as many entries as there are pairs
+        and not (attn_mask is not None and attn_mask.requires_grad)
+    )
+
+
+def _scale(query: Tensor, scale: float | None) -> float:
+    return 1 / math.sqrt(query.shape[-1]) if scale is None else scale
 
 
 def _autocast(t: Tensor) -> Tensor:
     """`t` as autocast hands it to attention: in its 16-bit dtype, float64 as it is."""
-    return t if t.dtype == torch.float64 else t.to(torch.get_autocast_dtype(t.device.type))
+    kind = t.device.type
+    if not torch.is_autocast_enabled(kind) or t.dtype == torch.float64:
+        return t
+    return t.to(torch.get_autocast_dtype(kind))
 
 
-def _apply_mask(z: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
-    if is_causal:
-        attn_mask = torch.ones(z.shape[-2:], dtype=torch.bool, device=z.device).tril()
-    if attn_mask is None:
-        return z
-    if attn_mask.dtype == torch.bool:
-        return z.masked_fill(~attn_mask, -math.inf)
-    return z + attn_mask.to(z.dtype)
-
-
-def _repeat_heads(t: Tensor, query: Tensor) -> Tensor:
-    have, want = t.shape[-3], query.shape[-3]
-    if want % have:
-        raise ValueError(
-            f"enable_gqa: the heads of query must be a multiple of those of key and value; "
-            f"got {want} and {have}."
-        )
-    return t.repeat_interleave(want // have, -3)
-
-
-def _check_attention(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, is_causal: bool
-) -> None:
+def _checked(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    tau: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, key and value in the dtype that autocast wants, if the arguments fit together."""
+    if not (isinstance(query, Tensor) and query.is_floating_point()):
+        wide(query)  # refuses it
+    query, key, value = _autocast(query), _autocast(key), _autocast(value)
     if not query.dtype == key.dtype == value.dtype:
         raise TypeError(
             f"attention: query, key and value need one dtype; "
@@ -262,12 +285,18 @@ def _check_attention(
             f"attention: query, key and value need at least two axes, (..., length, size); "
             f"got {query.dim()}, {key.dim()}, {value.dim()}."
         )
-    if attn_mask is None:
-        return
-    if is_causal:
+    if tau is not None and tau.shape != (query.shape[-3] if query.dim() > 2 else 1,):
+        raise ValueError(
+            f"attention: tau has one entry for each head of query, {tuple(query.shape)}; "
+            f"got shape {tuple(tau.shape)}."
+        )
+    if attn_mask is not None and is_causal:
         raise ValueError("attention: attn_mask and is_causal exclude each other; give one of them.")
-    if attn_mask.dtype != torch.bool and not attn_mask.is_floating_point():
+    if attn_mask is not None and not (
+        attn_mask.dtype == torch.bool or attn_mask.is_floating_point()
+    ):
         raise TypeError(
             f"attention: attn_mask is boolean (True takes part) or floating point (added); "
             f"got {attn_mask.dtype}."
         )
+    return query, key, value

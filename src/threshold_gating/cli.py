@@ -77,6 +77,11 @@ def _parser() -> argparse.ArgumentParser:
     env = commands.add_parser("env", help="versions, devices, and each backend tried out")
     env.add_argument("--json", action="store_true", help="for other programs")
 
+    bench = commands.add_parser("bench", help="check every kernel, then time it against others")
+    bench.add_argument("--smoke", action="store_true", help="small sizes on the CPU, in seconds")
+    bench.add_argument("--json", type=Path, metavar="FILE", help="every time, for other programs")
+    bench.add_argument("--only", nargs="+", metavar="SECTION", help="these sections only")
+
     demo = commands.add_parser("demo", help="train five small networks, convert them, compare")
     demo.add_argument(
         "--out", type=Path, default=Path(), metavar="DIR", help="for the report (default: here)"
@@ -337,6 +342,15 @@ def _say_missing(command: str, what: str, package: str, extra: str) -> None:
     )
 
 
+# tg bench
+
+
+def _bench(args: argparse.Namespace) -> int:
+    from threshold_gating import benchmarking
+
+    return benchmarking.run(args.smoke, args.json, args.only)
+
+
 COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "table": _table,
     "explain": _explain,
@@ -345,6 +359,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "audit": converting.audit,
     "verify": converting.verify,
     "evaluate": evaluating.evaluate,
+    "bench": _bench,
     "env": _env,
     "demo": _demo,
 }

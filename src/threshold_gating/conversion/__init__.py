@@ -8,6 +8,7 @@ from threshold_gating.conversion.config import Checkpoint
 from threshold_gating.conversion.files import CheckpointError, load_weights
 from threshold_gating.conversion.plan import ConversionError, Site
 from threshold_gating.conversion.rewrite import convert, convert_, revert
+from threshold_gating.conversion.thresholds import fixed_thresholds
 
 __all__ = [
     "Audit",
@@ -22,6 +23,7 @@ __all__ = [
     "calibrate",
     "convert",
     "convert_",
+    "fixed_thresholds",
     "load",
     "load_weights",
     "revert",

@@ -154,6 +154,11 @@ def _plain(v: Any) -> Any:
 
 
 def _site_to_json(site: Site) -> dict[str, Any]:
+    if site.t is None and site.op is not None:
+        raise CheckpointError(
+            f"{site.name} is answered by a function of its own (fixed thresholds), which no "
+            "instance describes; keep the state dict instead."
+        )
     data = {
         "name": site.name,
         "kind": site.kind,

@@ -2,8 +2,8 @@
 
 `native` lowers a frozen exact instance to torch's own op, `reference` evaluates the gates in plain
 torch, `triton` by fused kernels on a GPU, `auto` (the default) takes native where there is one,
-Triton on a GPU and few in-place passes on a CPU. Figures and certificates are made with `reference`.
-The environment variable TG_BACKEND sets the initial choice.
+Triton on a GPU and few in-place passes on a CPU. Figures and certificates are made with
+`reference`. The environment variable TG_BACKEND sets the initial choice.
 """
 
 from __future__ import annotations
@@ -184,4 +184,5 @@ def evaluate(t: TG, x: Tensor, v: Tensor | None = None, op: Op | None = None) ->
 
 def gated_product(x: Tensor, *parameters: Any, **options: Any) -> Tensor:
     """Tier W (Eq. 4): the gated inputs times the weights of the branches; see `products`."""
-    return products.gated_product(x, *parameters, keep=_backend == "reference", **options)
+    keep = _backend == "reference"
+    return products.gated_product(x, *parameters, keep=keep, triton=_runs_triton(x), **options)

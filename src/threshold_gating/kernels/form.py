@@ -86,15 +86,11 @@ def take_apart(
         return None  # nothing to gate, or an error that the reference words
     if len(taus) not in (1, K - 1):
         return None
-    if not _is_regular(_numbers(taus), _numbers(thetas)):
+    rows = (_numbers(taus), _numbers(thetas), _numbers(slopes), _numbers(constants))
+    if not _is_regular(*rows[:2]):
         return None
     structure = Form(
-        _numbers(taus),
-        _numbers(thetas),
-        _numbers(slopes),
-        _numbers(constants),
-        tuple(owner) if owner else None,
-        _is_centred(centred, _numbers(slopes), _numbers(constants)),
+        *rows, tuple(owner) if owner else None, centred=_is_centred(centred, *rows[2:])
     )
     parameters = (*taus, *thetas, *slopes, *constants)
     tensors = [w for w in parameters if isinstance(w, Tensor)]

@@ -6,7 +6,7 @@ For eager mode on a CPU: it goes through memory in tiles that stay in a core's c
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -77,7 +77,10 @@ class _Blend(torch.autograd.Function):
         ctx.how = how
         form, order, sizes, role, triton = how
         call = Call(form, list(tensors), order, sizes)
-        return (_forward_triton if triton else _forward)(x, other, call, role)
+        if not triton:
+            return _forward(x, other, call, role)
+        ctx.rows = _packed(x, call, role)  # views of the parameters, which are saved above
+        return _forward_triton(x, other, call, role, ctx.rows)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
@@ -85,49 +88,66 @@ class _Blend(torch.autograd.Function):
         form, order, sizes, role, triton = ctx.how
         call = Call(form, tensors, order, sizes)
         needed = (*ctx.needs_input_grad[:2], *ctx.needs_input_grad[3:])
-        way = _backward_triton if triton else _backward
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            way = _by_autograd  # somebody differentiates the gradient: through the formulas
-        grads = way(dy, x, other, call, role, needed)
+            # somebody differentiates the gradient: through the formulas
+            grads = _by_autograd(dy, x, other, call, role, needed)
+        elif triton:
+            grads = _backward_triton(dy, x, other, call, ctx.rows, needed)
+        else:
+            grads = _backward(dy, x, other, call, needed)
         return *grads[:2], None, *grads[2:]
 
 
-def _forward_triton(x: Tensor, other: Tensor | None, call: Call, role: int) -> Tensor:
+Packed = tuple[list[Tensor], list[int]]
+
+
+def _forward_triton(
+    x: Tensor, other: Tensor | None, call: Call, role: int, packed: Packed | None = None
+) -> Tensor:
     run = launch.forward_op if torch.compiler.is_compiling() else launch.forward
-    memory, second, rows, codes = _laid_out(x, other, call, role)
-    return _restored(run(memory, second, rows, codes), x, call.order)
+    memory, second = (_memory(t, call) for t in (x, other))
+    assert memory is not None
+    y = run(memory, second, *(packed or _packed(x, call, role)))
+    return _restored(y, x, call.order)
 
 
 def _backward_triton(
-    dy: Tensor, x: Tensor, other: Tensor | None, call: Call, role: int, needed: Sequence[bool]
+    dy: Tensor,
+    x: Tensor,
+    other: Tensor | None,
+    call: Call,
+    packed: Packed,
+    needed: Sequence[bool],
 ) -> list[Tensor | None]:
     run = launch.backward_op if torch.compiler.is_compiling() else launch.backward
-    memory, second, rows, codes = _laid_out(x, other, call, role)
     wanted = _wanted(call.form, needed)
     if call.form.hard:  # a comparison gives its threshold nothing
         wanted = wanted._replace(theta=False)
-    slopes = in_memory(dy, call.order, call.sizes).contiguous()
-    dx, dother, sums = run(slopes, memory, second, rows, codes, list(wanted))
+    slopes, memory, second = (_memory(t, call) for t in (dy, x, other))
+    assert slopes is not None and memory is not None
+    dx, dother, sums = run(slopes, memory, second, *packed, list(wanted))
     found = [dx if wanted.x else None, dother if wanted.v else None]
     grads = [None if d is None else _restored(d, x, call.order) for d in found]
-    return [*grads, *_parameter_gradients(sums.unbind(0), x, call, wanted, needed[2:])]
+    return [*grads, *_parameter_gradients(sums, x, call, wanted, needed[2:])]
 
 
-def _laid_out(
-    x: Tensor, other: Tensor | None, call: Call, role: int
-) -> tuple[Tensor, Tensor | None, list[Tensor], list[int]]:
-    """What the Triton kernels take."""
-    memory = in_memory(x, call.order, call.sizes).contiguous()
-    second = None if other is None else in_memory(other, call.order, call.sizes).contiguous()
-    rest = iter([_row(t.detach(), call, x.dim()).view(-1) for t in call.tensors])
-    form, rows = call.form, []
+def _memory(t: Tensor | None, call: Call) -> Tensor | None:
+    return None if t is None else in_memory(t, call.order, call.sizes).contiguous()
+
+
+def _packed(x: Tensor, call: Call, role: int) -> Packed:
+    """The parameters as the Triton kernels take them, and what these know when compiled."""
+    tensors, form = call.tensors, call.form
+    if call.order != tuple(range(x.dim())):
+        tensors = [_row(t, call, x.dim()) for t in tensors]
+    rest, rows = iter(tensors), []
     for numbers in (form.tau, form.theta, form.s, form.c):
-        tensors = [next(rest) for n in numbers if n is None]
-        rows.append(launch.packed(numbers, tensors, x.device))
-    return memory, second, [r.tensor for r in rows], launch.codes(form, rows, role)
+        own = [next(rest) for n in numbers if n is None]
+        rows.append(launch.packed(numbers, own, x.device))
+    return [r.tensor for r in rows], launch.codes(form, rows, role)
 
 
-def _forward(x: Tensor, v: Tensor | None, call: Call, role: int = 1) -> Tensor:
+def _forward(x: Tensor, v: Tensor | None, call: Call, role: int) -> Tensor:
     read = _reader(x, v, call)
     # Written through a view of the result, which is none itself: torch refuses to overwrite one.
     y = torch.empty_permuted(x.shape, call.order, dtype=x.dtype)
@@ -138,7 +158,7 @@ def _forward(x: Tensor, v: Tensor | None, call: Call, role: int = 1) -> Tensor:
 
 
 def _backward(
-    dy: Tensor, x: Tensor, v: Tensor | None, call: Call, role: int, needed: Sequence[bool]
+    dy: Tensor, x: Tensor, v: Tensor | None, call: Call, needed: Sequence[bool]
 ) -> list[Tensor | None]:
     read, slopes = _reader(x, v, call), in_memory(dy, call.order, call.sizes)
     wanted = _wanted(call.form, needed)
@@ -245,7 +265,7 @@ def _wanted(form: Form, needed: Sequence[bool]) -> tile.Wanted:
 
 
 def _parameter_gradients(
-    sums: Sequence[Tensor], x: Tensor, call: Call, wanted: tile.Wanted, needed: Sequence[bool]
+    sums: Iterable[Tensor], x: Tensor, call: Call, wanted: tile.Wanted, needed: Sequence[bool]
 ) -> list[Tensor | None]:
     """The sums of a kernel, which has one for each row of a wanted parameter, as gradients."""
     form, rest = call.form, iter(sums)
@@ -262,10 +282,10 @@ def _parameter_gradients(
 
 def _shaped(total: Tensor, t: Tensor, x: Tensor, call: Call) -> Tensor:
     """A sum per group in the shape, order and dtype of the parameter it belongs to."""
-    if t.numel() == 1:
-        return total.sum().reshape(t.shape).to(t.dtype)
-    if call.order == tuple(range(x.dim())):
-        return total.reshape(t.shape).to(t.dtype)
+    if t.numel() == 1 and total.numel() > 1:
+        total = total.sum()
+    if t.numel() == 1 or call.order == tuple(range(x.dim())):
+        return total.view(t.shape) if total.dtype == t.dtype else total.view(t.shape).to(t.dtype)
     padded = (1,) * (x.dim() - t.dim()) + tuple(t.shape)
     inverse = sorted(range(x.dim()), key=lambda d: call.order[d])
     laid = total.reshape([padded[d] for d in call.order]).permute(inverse)

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils import _pytree as tree
 
 from threshold_gating import primitive
+from threshold_gating.kernels import halves
 from threshold_gating.primitive import Values
 
 
@@ -42,6 +43,19 @@ class _Plan(NamedTuple):
         rest = iter(tensors)
         leaves = [next(rest) if number is None else number for number in self.numbers]
         return tree.tree_unflatten(leaves, self.spec)
+
+    def is_simple(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether these are two soft gates over x itself, alike but for tau and theta."""
+        tau, theta, s, c = self.parameters(tensors)
+        return (
+            len(tensors) == 2
+            and isinstance(tau, Tensor)
+            and isinstance(theta, list)
+            and len(theta) == 1
+            and [*s, *c] == [1, 1, 0, 0]
+            and tau.shape == theta[0].shape
+            and (tau.numel() == 1 or tau.dim() == (1 if self.conv is None else 3))
+        )
 
     def inputs(self, x: Tensor, tensors: Sequence[Tensor]) -> Tensor:
         """The gated inputs, padded where the convolution itself cannot."""
@@ -108,6 +122,7 @@ def gated_product(
     owner: Sequence[str] | None = None,
     conv: Conv | None = None,
     keep: bool = False,
+    triton: bool = False,
 ) -> Tensor:
     """sum_k W_k (g_k(x) (s_k x + c_k)) + b (Eq. 4 with the gates shared by the outputs).
 
@@ -117,6 +132,7 @@ def gated_product(
         weight: (O, K, I), or (O, K, C / groups, *kernel).
         conv: how to convolve; None multiplies.
         keep: let autograd keep what it likes, as plain torch would.
+        triton: use kernels of Triton where there are any.
 
     >>> x, weight = torch.tensor([[-1.0, 2.0]]), torch.tensor([[[10.0, 10.0], [1.0, 1.0]]])
     >>> gated_product(x, float("inf"), (0.0,), (1, 1), (0, 0), weight)
@@ -128,10 +144,26 @@ def gated_product(
     plan = _Plan(spec, numbers, form, owner, conv)
     # A compiler decides by itself what to keep, and function transforms cannot see inside.
     plain = keep or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    if triton and not plain and plan.is_simple(tensors):
+        x, weight, bias = _cast(x, weight, bias)
+        if x.dtype == weight.dtype and halves.takes(plan, x):
+            with torch.autocast(x.device.type, enabled=False):
+                halved: Tensor = halves.Halved.apply(plan, x, weight, bias, *tensors)  # type: ignore[no-untyped-call]
+            return halved
     if plain or not torch.is_grad_enabled():
         return plan.product(plan.inputs(x, tensors), weight, bias)
     y: Tensor = _Recomputed.apply(plan, x, weight, bias, *tensors)  # type: ignore[no-untyped-call]
     return y
+
+
+def _cast(*tensors: Tensor | None) -> Any:
+    """All in the type of autocast where it is on, as a product of torch would take them."""
+    first = tensors[0]
+    assert first is not None
+    if not torch.is_autocast_enabled(first.device.type):
+        return tensors
+    dtype = torch.get_autocast_dtype(first.device.type)
+    return tuple(None if t is None else t.to(dtype) for t in tensors)
 
 
 def _listed(w: Values) -> Any:
@@ -163,7 +195,7 @@ class _Recomputed(torch.autograd.Function):
         bias, tensors = (rest[0], rest[1:]) if ctx.biased else (None, rest)
         wanted = ctx.needs_input_grad[1:]
         if torch.is_grad_enabled():  # someone differentiates twice
-            return None, *_twice(plan, dy, x, weight, bias, tensors, wanted)
+            return None, *twice(plan, dy, x, weight, bias, tensors, wanted)
         fast = _Two.of(plan, x, tensors)
         if fast is not None and dy.dtype == x.dtype == weight.dtype:
             dx, *rest = fast.gradients(dy, weight, wanted)
@@ -202,7 +234,7 @@ def _gradients(
     return [next(grads) if t.requires_grad else None for t in inputs]
 
 
-def _twice(
+def twice(
     plan: _Plan,
     dy: Tensor,
     x: Tensor,
@@ -228,18 +260,10 @@ class _Two(NamedTuple):
 
     @classmethod
     def of(cls, plan: _Plan, x: Tensor, tensors: Sequence[Tensor]) -> _Two | None:
-        tau, theta, s, c = plan.parameters(tensors)
-        simple = (
-            plan.conv is None  # convolutions spend their time elsewhere
-            and x.element_size() >= 4
-            and isinstance(tau, Tensor)
-            and isinstance(theta, list)
-            and len(theta) == 1
-            and isinstance(theta[0], Tensor)
-            and all(not isinstance(w, Tensor) for w in (*s, *c))
-            and [*s, *c] == [1, 1, 0, 0]
-        )
-        return cls(x.reshape(-1, x.shape[-1]), tau, theta[0]) if simple else None
+        # convolutions spend their time elsewhere, and 16 bits on a CPU too
+        if plan.conv is not None or x.element_size() < 4 or not plan.is_simple(tensors):
+            return None
+        return cls(x.reshape(-1, x.shape[-1]), *tensors)
 
     def gate(self) -> Tensor:
         u = self.z - self.theta

@@ -1,0 +1,201 @@
+"""`tg evaluate`: the perplexity of a Hugging Face model before and after conversion.
+
+    tg evaluate hf:FOLDER --data FILE.txt --context 1024
+    torchrun --nproc-per-node 8 -m threshold_gating evaluate hf:FOLDER --data FILE.txt --device cuda
+
+The measuring itself is in `evaluation`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from threshold_gating.converting import choices, command
+from threshold_gating.evaluation import COLUMNS, Evaluation
+from threshold_gating.evaluation import evaluate as measured
+from threshold_gating.evaluation import windows as cut
+from threshold_gating.networks import UsageError, needed
+
+WIKITEXT = "wikitext2-raw"
+
+
+def add_command(commands: Any) -> None:
+    """Add the command to the parser of `tg`."""
+    parser = commands.add_parser("evaluate", help="perplexity before and after conversion")
+    parser.add_argument("network", metavar="NETWORK", help="hf:FOLDER_OR_ID or hf:FILE.gguf")
+    parser.add_argument(
+        "--data", required=True, help=f"FILE.txt, FILE.parquet, or {WIKITEXT} (its test part)"
+    )
+    parser.add_argument("--context", type=int, default=1024, metavar="N", help="(default: 1024)")
+    parser.add_argument(
+        "--stride", type=int, metavar="N", help="between windows (default: the context, no overlap)"
+    )
+    parser.add_argument("--limit", type=int, metavar="TOKENS", help="read no more than these")
+    parser.add_argument(
+        "--columns",
+        type=_columns,
+        default=list(COLUMNS),
+        help=f"some of {','.join(COLUMNS)} (default: all)",
+    )
+    parser.add_argument(
+        "--site",
+        action="append",
+        default=[],
+        metavar="NAME=CHOICE",
+        help="what to put at a site (or re:pattern): a row, a number of branches, or none",
+    )
+    parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
+    parser.add_argument(
+        "--finished", type=Path, metavar="FILE", help="keep finished windows here; go on from it"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there as well")
+
+
+def _columns(text: str) -> list[str]:
+    names = text.split(",")
+    if unknown := [name for name in names if name not in COLUMNS]:
+        raise argparse.ArgumentTypeError(
+            f"a column is one of {', '.join(COLUMNS)}; got {unknown[0]!r}"
+        )
+    return names
+
+
+@command
+def evaluate(args: argparse.Namespace) -> int:
+    """`tg evaluate`."""
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))  # torchrun sets it
+    if ranks > 1:
+        dist.init_process_group("gloo")
+    try:
+        return _evaluate(args, int(os.environ.get("RANK", "0")))
+    finally:
+        if ranks > 1:
+            dist.destroy_process_group()
+
+
+def _evaluate(args: argparse.Namespace, rank: int) -> int:
+    start = time.monotonic()
+    with redirect_stdout(sys.stderr):
+        model, tokenizer = load(args.network, getattr(torch, args.dtype))
+    tokens = tokenised(tokenizer, read_text(args.data))[: args.limit]
+    try:
+        found = cut(tokens, args.context, args.stride)
+        if not found:
+            raise ValueError(f"{args.data} has {len(tokens)} tokens; nothing can be predicted.")
+        said = f"{args.network} on {args.data}: {len(tokens):,} tokens, context {args.context:,}"
+        said += "" if args.stride is None else f", stride {args.stride:,}"
+        device = _device(args.device)
+        result = measured(
+            model.to(device),
+            found,
+            columns=args.columns,
+            sites=choices(args.site),
+            finished=args.finished,
+            progress=_progress(rank),
+        )
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    if rank == 0:
+        print(f"{said}\n\n{result.table()}\n\n{_summary(result)}")
+        if args.json is not None:
+            facts = {"network": args.network, "data": str(args.data), "tokens": len(tokens)}
+            facts |= {"context": args.context, "stride": args.stride, "dtype": args.dtype}
+            facts |= {"device": str(device), "seconds": round(time.monotonic() - start, 1)}
+            args.json.write_text(json.dumps({**facts, **result.to_dict()}, indent=2) + "\n")
+    return 0
+
+
+def _summary(result: Evaluation) -> str:
+    return (
+        f"{result.predicted:,} tokens predicted in {result.windows:,} windows; "
+        f"{result.sites['softmax']} softmax and {result.sites['activations']} activations gated; "
+        "native ops off."
+    )
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        said = str(error).splitlines()[0]
+        raise UsageError(f"--device {name!r} is not to be had here: {said}") from error
+    several = device.type == "cuda" and device.index is None and "LOCAL_RANK" in os.environ
+    return torch.device("cuda", int(os.environ["LOCAL_RANK"])) if several else device
+
+
+def load(network: str, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Any]:
+    """A causal language model, in evaluation, and its tokenizer: hf:FOLDER_OR_ID, hf:FILE.gguf."""
+    source, _, name = network.partition(":")
+    if source != "hf" or not name:
+        raise UsageError(f"no network {network!r}; it is hf:FOLDER_OR_ID or hf:FILE.gguf.")
+    transformers = needed("transformers", "text")
+    options: dict[str, Any] = {}
+    if name.endswith(".gguf"):
+        path = Path(name)
+        name, options = str(path.parent), {"gguf_file": path.name}
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name, **options)
+        model = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **options)
+    except (OSError, ValueError, ImportError) as error:
+        raise UsageError(f"hf: {str(error).strip().splitlines()[0]}") from error
+    return model.eval(), tokenizer
+
+
+def read_text(data: str) -> str:
+    """The text of a file; rows of a parquet file, and of WikiText-2, put together as they are.
+
+    Some put two newlines between the rows of WikiText-2; that is another text, and its perplexity
+    another one.
+    """
+    path = Path(data)
+    if path.is_file() and path.suffix == ".parquet":
+        rows = needed("pyarrow.parquet").read_table(path)["text"].to_pylist()
+        return "".join(rows)
+    if path.is_file():
+        return path.read_text("utf-8")
+    if data != WIKITEXT:
+        raise UsageError(f"--data {data!r} is no file; give FILE.txt, FILE.parquet or {WIKITEXT}.")
+    datasets = needed("datasets")
+    try:
+        part = datasets.load_dataset("Salesforce/wikitext", "wikitext-2-raw-v1", split="test")
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"{WIKITEXT} could not be fetched ({str(error).splitlines()[0]}); give its test part "
+            "as FILE.txt or FILE.parquet."
+        ) from error
+    return "".join(part["text"])
+
+
+def tokenised(tokenizer: Any, text: str) -> Tensor:
+    """All tokens of a text, as the tokenizer begins and ends one."""
+    ids: Tensor = tokenizer(text, return_tensors="pt", verbose=False)["input_ids"][0]
+    return ids
+
+
+def _progress(rank: int) -> Callable[[int, int, dict[str, float]], None]:
+    """On a terminal one line that is written over; nothing elsewhere."""
+    start = time.monotonic()
+
+    def show(done: int, count: int, ppl: dict[str, float]) -> None:
+        if rank == 0 and sys.stderr.isatty():
+            values = "  ".join(f"{name} {value:.3f}" for name, value in ppl.items())
+            passed = time.monotonic() - start
+            end = "\n" if done == count else ""
+            line = f"\rwindow {done}/{count}  {values}  {passed:.0f} s"
+            print(line, end=end, file=sys.stderr, flush=True)
+
+    return show

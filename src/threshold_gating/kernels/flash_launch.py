@@ -1,0 +1,196 @@
+"""How the Triton kernels of attention are cut into tiles and launched."""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Blocks(NamedTuple):
+    """How a kernel is cut up: rows and keys of a tile, warps, stages, registers of a thread."""
+
+    m: int
+    n: int
+    warps: int
+    stages: int
+    registers: int | None = None  # at most; fewer let more programs run beside each other
+
+
+def blocks(kernel: str, head: int, dtype: torch.dtype) -> Blocks:
+    """The tiles of a kernel by the padded size of a head; 64 and 128 were swept on an H200."""
+    if interpreting():
+        return Blocks(32, 16, 4, 1)  # small tiles, so that small tests have several
+    if dtype == torch.float32:
+        return Blocks(64, 32, 4, 2) if head <= 128 else Blocks(32, 16, 4, 2)
+    table = _SWEPT[kernel]
+    return next((tiles for size, tiles in table.items() if head <= size), Blocks(64, 32, 4, 2))
+
+
+_SWEPT = {
+    "fused": {64: Blocks(64, 64, 4, 3), 128: Blocks(64, 64, 4, 3)},
+    "fused with statistics": {64: Blocks(64, 64, 4, 3, 168), 128: Blocks(64, 64, 4, 3)},
+    "statistics": {64: Blocks(64, 128, 4, 2), 128: Blocks(64, 128, 4, 2)},
+    "gates": {64: Blocks(64, 64, 4, 3), 128: Blocks(64, 64, 4, 3)},
+    "queries_gradient": {64: Blocks(64, 64, 4, 3), 128: Blocks(128, 64, 8, 3)},
+    "keys_gradient": {64: Blocks(64, 64, 4, 3), 128: Blocks(64, 64, 4, 2)},
+}
+
+
+def interpreting() -> bool:
+    """Whether Triton runs its kernels step by step on the CPU."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+class Call:
+    """The arguments that all kernels of one call share."""
+
+    def __init__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        tau: Tensor | None,
+        scale: float,
+        causal: bool,
+    ) -> None:
+        self.q, self.k, self.v, self.mask, self.tau, self.scale = q, k, v, mask, tau, scale
+        self.group = q.shape[1] // k.shape[1]
+        self.kind = 0 if mask is None else 1 if mask.dtype == torch.bool else 2
+        self.head = max(_padded(q), _padded(v))
+        self.flags = {
+            "CAUSAL": causal,
+            "MASK": self.kind,
+            "TAU": tau is not None,
+            "D": q.shape[-1],
+            "DV": v.shape[-1],
+            "BLOCK_D": _padded(q),
+            "BLOCK_DV": _padded(v),
+            "PRECISION": "tf32x3" if q.dtype == torch.float32 else "tf32",
+            "DOT": _dot_type(q.dtype),
+        }
+
+    @property
+    def tensors(self) -> tuple[Any, ...]:
+        mask = (
+            self.mask.view(torch.uint8) if self.kind == 1 and self.mask is not None else self.mask
+        )
+        return self.q, self.k, self.v, mask, self.tau
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        return *_strides(self.q), *_strides(self.k), *_strides(self.v)
+
+    @property
+    def mask_strides(self) -> tuple[int, ...]:
+        return (0, 0, 0, 0) if self.mask is None else tuple(self.mask.stride())
+
+    @property
+    def sizes(self) -> tuple[int, int, float]:
+        return self.q.shape[2], self.k.shape[2], self.scale
+
+    def forward(
+        self, out: Tensor | None, lse: Tensor, levels: Tensor | None, index: Tensor | None
+    ) -> None:
+        from threshold_gating.kernels.flash_forward import forward
+
+        name = "fused" if levels is None else "statistics" if out is None else _BOTH
+        tiles = blocks(name, self.head, self.q.dtype)
+        forward[self._grid(tiles.m)](
+            *(*self.tensors, out, lse, levels, index, *self.strides),
+            *(_strides(out) if out is not None else (0, 0, 0)),
+            *(*self.mask_strides, self.q.shape[1], self.group, *self.sizes),
+            VALUES=out is not None,
+            STATISTICS=levels is not None,
+            **self.flags,
+            **_tiling(tiles),
+        )
+
+    def gates(self, levels: Tensor, out: Tensor) -> None:
+        from threshold_gating.kernels.flash_gates import gates
+
+        tiles = blocks("gates", self.head, self.q.dtype)
+        gates[self._grid(tiles.m)](
+            *(*self.tensors, levels, out, *self.strides, *_strides(out), *self.mask_strides),
+            *(self.q.shape[1], self.group, *self.sizes),
+            **self.flags,
+            **_tiling(tiles),
+        )
+
+    def backward(
+        self, do: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        from threshold_gating.kernels.flash_backward import keys_gradient, queries_gradient
+
+        q, k, v = self.q, self.k, self.v
+        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        delta = torch.empty_like(lse[0])
+        rows = blocks("queries_gradient", self.head, q.dtype)
+        grid = self._grid(rows.m)
+        blocks_of_rows = grid[0] if self.tau is not None else 0
+        shares = torch.empty((*q.shape[:2], blocks_of_rows), device=q.device)
+        queries_gradient[grid](
+            *(*self.tensors, out, do, lse, delta, dq, shares, *self.strides, *_strides(out)),
+            *(*_strides(do), *_strides(dq), *self.mask_strides, q.shape[1], self.group),
+            *self.sizes,
+            **self.flags,
+            **_tiling(rows),
+        )
+        columns = blocks("keys_gradient", self.head, q.dtype)
+        keys_gradient[(-(-k.shape[2] // columns.n), k.shape[0] * k.shape[1])](
+            *(*self.tensors, do, lse, delta, dk, dv, *self.strides, *_strides(do)),
+            *(*_strides(dk), *_strides(dv), *self.mask_strides, q.shape[1], *self.sizes),
+            GROUP=self.group,
+            EVEN=q.shape[2] % columns.m == 0,
+            **self.flags,
+            **_tiling(columns),
+        )
+        return dq, dk, dv, shares.sum((0, 2)) if self.tau is not None else shares.flatten()
+
+    def in_logits(self, levels: Tensor) -> Tensor:
+        """m1 and m2 of bare products as logits, T as it is."""
+        factor: Tensor | float = abs(self.scale)
+        if self.kind == 2:
+            factor = math.log(2)
+        elif self.tau is not None:
+            factor = factor * self.tau.abs()[:, None]
+        return torch.stack([levels[0] * factor, levels[1] * factor, levels[2]])
+
+    def _grid(self, m: int) -> tuple[int, int]:
+        return -(-self.q.shape[2] // m), self.q.shape[0] * self.q.shape[1]
+
+
+_BOTH = "fused with statistics"
+
+
+def _tiling(tiles: Blocks) -> dict[str, int | None]:
+    return {
+        "BLOCK_M": tiles.m,
+        "BLOCK_N": tiles.n,
+        "num_warps": tiles.warps,
+        "num_stages": tiles.stages,
+        "maxnreg": tiles.registers,
+    }
+
+
+def _dot_type(dtype: torch.dtype) -> Any:
+    """What products are made of; the interpreter's are wrong in bf16."""
+    import triton.language as tl
+
+    if interpreting():
+        return tl.float32
+    return {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[
+        dtype
+    ]
+
+
+def _padded(t: Tensor) -> int:
+    return max(16, 1 << (t.shape[-1] - 1).bit_length())
+
+
+def _strides(t: Tensor) -> tuple[int, ...]:
+    return tuple(t.stride()[:3])

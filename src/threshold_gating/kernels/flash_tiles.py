@@ -1,0 +1,107 @@
+# mypy: ignore-errors
+# ruff: noqa: N803
+"""Triton: tiles of queries, keys and logits, which all kernels of attention share.
+
+Logits are kept as the bare product q k and in base 2: `unit` = scale * tau * log2(e) turns a
+difference of them into an exponent. With an added mask they are scaled at once and `unit` is 1.
+"""
+
+import os
+
+import triton
+import triton.language as tl
+
+INTERPRETED: tl.constexpr = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+INF: tl.constexpr = tl.constexpr(float("inf"))
+LOWEST: tl.constexpr = tl.constexpr(-1e14)  # swallows every logit, and 2^80 times it is a float
+NONE: tl.constexpr = tl.constexpr(0)  # kinds of mask
+KEEP: tl.constexpr = tl.constexpr(1)  # boolean
+ADD: tl.constexpr = tl.constexpr(2)  # floating point
+
+
+@triton.jit
+def load_rows(
+    base, stride, start, end,
+    COUNT: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, BOUND: tl.constexpr,
+):  # fmt: skip
+    """COUNT rows from `start`, with 0 past `end` (if BOUND) and past the head's SIZE."""
+    rows, columns = tl.arange(0, COUNT), tl.arange(0, PADDED)
+    at = base + (start + rows)[:, None].to(tl.int64) * stride + columns[None, :]
+    inside = (start + rows < end)[:, None]
+    if BOUND and PADDED != SIZE:
+        return tl.load(at, mask=inside & (columns < SIZE)[None, :], other=0.0)
+    if BOUND:
+        return tl.load(at, mask=inside, other=0.0)
+    if PADDED != SIZE:
+        return tl.load(at, mask=(columns < SIZE)[None, :], other=0.0)
+    return tl.load(at)
+
+
+@triton.jit
+def store_rows(
+    base, stride, start, end, value, COUNT: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr
+):
+    rows, columns = tl.arange(0, COUNT), tl.arange(0, PADDED)
+    at = base + (start + rows)[:, None].to(tl.int64) * stride + columns[None, :]
+    inside = (start + rows < end)[:, None] & (columns < SIZE)[None, :]
+    tl.store(at, value.to(base.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def load_mask(mask, row_stride, column_stride, rows, columns, inside):
+    at = mask + rows.to(tl.int64) * row_stride + columns.to(tl.int64) * column_stride
+    return tl.load(at, mask=inside, other=0)
+
+
+@triton.jit
+def exponent_of(added):
+    """A mask in base 2: finite where it was, so that a row of finfo.min stays a flat one."""
+    added = added.to(tl.float32)
+    return tl.where(added == -INF, -INF, tl.maximum(added * LOG2E, LOWEST))
+
+
+@triton.jit
+def visible(rows, columns, queries, keys, CAUSAL: tl.constexpr):
+    inside = (rows < queries) & (columns < keys)
+    return inside & (rows >= columns) if CAUSAL else inside
+
+
+@triton.jit
+def logits(
+    q, k, rows, columns, queries, keys, mask, mask_row, mask_column, factor,
+    EDGE: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The logits of a tile, -inf where a key takes no part; scaled only under an added mask."""
+    z = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    if EDGE or MASK != NONE:
+        seen = visible(rows[:, None], columns[None, :], queries, keys, CAUSAL)
+        if MASK != NONE:
+            m = load_mask(mask, mask_row, mask_column, rows[:, None], columns[None, :], seen)
+            if MASK == ADD:
+                z = z * factor + exponent_of(m)
+            else:
+                seen = seen & (m != 0)
+        z = tl.where(seen, z, -INF)
+    return z
+
+
+@triton.jit
+def finite(m):
+    """A maximum that can be subtracted from -inf."""
+    return tl.where(m == -INF, 0.0, m)
+
+
+@triton.jit
+def factor_of(scale, tau, head, TAU: tl.constexpr):
+    factor = scale * LOG2E
+    return factor * tl.load(tau + head) if TAU else factor
+
+
+@triton.jit
+def key_range(block, keys, CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Where tiles end that all rows of a block see in full, and where keys end for them."""
+    if CAUSAL:
+        end = tl.minimum(keys, (block + 1) * BLOCK_M)
+        return tl.minimum(keys, block * BLOCK_M) // BLOCK_N * BLOCK_N, end
+    return keys // BLOCK_N * BLOCK_N, keys

@@ -1,0 +1,281 @@
+"""Every kernel equals its reference: in eager torch on a CPU, under Triton's interpreter, on a GPU."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from threshold_gating import kernels, primitive
+from threshold_gating.kernels.pairs import PAIRS, disagreement
+
+# Over the largest true value or, for sums, term. 16 bits: one unit in the last place, for Triton's
+# interpreter cuts off where a GPU rounds. Sums over a thousand terms in float32 and the two
+# instructions of a gate (2 and 1 units) stay below 1e-5.
+EPS = {dtype: torch.finfo(dtype).eps for dtype in (torch.bfloat16, torch.float16)}
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, **EPS}
+SHAPES = [(1, 1), (1, 63), (1003, 3), (5, 7, 3, 5)]
+
+
+def tolerance(name, dtype, device="cpu", second=""):
+    bound = TOLERANCE[dtype]
+    if name.startswith("dparameter"):  # these are float32
+        split = second == "times" and device == "cpu"
+        bound = max(bound, TOLERANCE[torch.float32]) if split else TOLERANCE[torch.float32]
+    # up * blend(x) is rounded twice where it is two steps, and its gradients as often
+    return bound * (3 if second == "times" else 1)
+
+
+def check(pair, shape, dtype, device="cpu", kernel=None):
+    torch.manual_seed(0)
+    inputs = pair.inputs(shape, dtype, device)
+    for name, error in disagreement(pair, inputs, kernel).items():
+        bound = tolerance(name, dtype, device, pair.second)
+        assert error <= bound, f"{pair.name} {shape} {dtype} {name}: {error:.1e}"
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", PAIRS)
+def test_the_cpu_path_equals_the_reference(name, shape):
+    for dtype in TOLERANCE:
+        check(PAIRS[name], shape, dtype)
+
+
+@pytest.mark.parametrize(
+    "name", ["silu channel", "gelu neuron", "hardtanh channel", "silu channel read"]
+)
+def test_tiles_of_any_size_give_the_same(name, monkeypatch):
+    for size in (1, 7, 64):
+        monkeypatch.setattr(kernels.fused, "_TILE", {True: size, False: size})
+        check(PAIRS[name], (5, 7, 3, 5), torch.float32)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_channels_last_is_kept_and_equal(name):
+    pair = PAIRS[name]
+    inputs = pair.inputs((2, 6, 5, 3), torch.float32, "cpu")
+    known = 2 if pair.second else 1
+    inputs[:known] = [
+        t.detach().to(memory_format=torch.channels_last).requires_grad_() for t in inputs[:known]
+    ]
+    assert pair.call(pair.kernel, inputs).is_contiguous(memory_format=torch.channels_last)
+    for name, error in disagreement(pair, inputs).items():
+        assert error <= tolerance(name, torch.float32, second=pair.second), name
+
+
+def wrong(x, tau, theta, s, c, **options):
+    return kernels.blend(x, tau, [-t for t in theta], s, c, **options)
+
+
+def test_a_kernel_that_is_wrong_on_purpose_fails():
+    with pytest.raises(AssertionError, match="silu channel"):
+        check(PAIRS["silu channel"], (1, 63), torch.float32, kernel=wrong)
+
+
+def test_a_wrong_gradient_alone_fails():
+    class Off(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, y):
+            return y.clone()
+
+        @staticmethod
+        def backward(ctx, dy):
+            return dy * 1.0001
+
+    with pytest.raises(AssertionError, match="dx"):
+        check(
+            PAIRS["silu layer"],
+            (1, 63),
+            torch.float32,
+            kernel=lambda x, *p, **o: Off.apply(kernels.blend(x, *p, **o)),
+        )
+
+
+@pytest.mark.parametrize("name", ["silu channel", "gelu channel", "gelu_k4 layer", "tanh channel"])
+def test_gradients_have_gradients(name):
+    pair = PAIRS[name]
+    inputs = [
+        t.detach().double().requires_grad_() for t in pair.inputs((3, 2), torch.float64, "cpu")
+    ]
+    assert torch.autograd.gradgradcheck(lambda *given: pair.call(pair.kernel, list(given)), inputs)
+
+
+def test_only_wanted_gradients_are_computed():
+    pair = PAIRS["silu channel"]
+    inputs = pair.inputs((4, 6), torch.float32, "cpu")
+    for t in inputs[1:]:
+        t.requires_grad_(False)
+    y = pair.call(pair.kernel, inputs)
+    (dx,) = torch.autograd.grad(y.sum(), inputs[0])
+    want = torch.autograd.grad(pair.call(primitive.blend, inputs).sum(), inputs[0])[0]
+    torch.testing.assert_close(dx, want)
+
+
+def test_x_alone_is_kept_for_the_backward_pass():
+    pair = PAIRS["gelu channel"]
+    inputs = pair.inputs((64, 6, 5, 5), torch.float32, "cpu")
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        pair.call(pair.kernel, inputs)
+    large = [t for t in kept if t.numel() == inputs[0].numel()]
+    assert len(large) == 1
+    assert large[0].data_ptr() == inputs[0].data_ptr()
+
+
+def test_transforms_of_functions_still_work():
+    def f(x):
+        return kernels.blend(x, torch.tensor(1.3), [torch.tensor(0.2)], (0.0, 1.0), (0.0, 0.0))
+
+    x = torch.randn(5, 3)
+    torch.testing.assert_close(torch.func.vmap(f)(x), f(x))
+    one = torch.ones_like(x)
+    slope = torch.func.jvp(f, (x,), (one,))[1]
+    x.requires_grad_()
+    torch.testing.assert_close(slope, torch.autograd.grad(f(x).sum(), x)[0])
+
+
+def test_thresholds_too_far_apart_for_one_exponential_take_the_other_way():
+    x = torch.linspace(-60, 60, 1001)
+    far = (-40.0, 0.0, 40.0)
+    parameters = (
+        torch.tensor(4.0),
+        [torch.tensor(t) for t in far],
+        (0.0, 0.3, 0.7, 1.0),
+        (0.0,) * 4,
+    )
+    want = primitive.blend(x.double(), 4.0, far, *parameters[2:]).float()
+    torch.testing.assert_close(kernels.blend(x, *parameters), want, rtol=1e-5, atol=1e-5)
+
+
+def test_nan_is_passed_on_and_infinity_stays_with_hard_gates():
+    x = torch.tensor([float("nan"), float("-inf"), float("inf"), 1e38, -1e38])
+    hard = kernels.blend(x, float("inf"), [torch.tensor(0.0)], (0.0, 1.0), (0.0, 0.0))
+    assert hard[0].isnan()
+    assert hard[1:].tolist() == torch.relu(x[1:]).tolist()
+    for K in (2, 5):
+        theta = [torch.tensor(float(k)) for k in range(K - 1)]
+        s = [torch.tensor(k / (K - 1)) for k in range(K)]
+        y = kernels.blend(x, torch.tensor(2.0), theta, s, (0.0,) * K)
+        assert y[0].isnan()
+        assert y[3:].tolist() == pytest.approx([1e38, 0.0])
+
+
+# Triton
+
+INTERPRETED = """
+import sys, torch
+sys.path.insert(0, {tests!r})
+import test_pairs as t
+from threshold_gating import kernels
+from threshold_gating.kernels.pairs import PAIRS
+
+_empty = torch.empty
+def poisoned(*a, **k):
+    out = _empty(*a, **k)
+    return out.fill_(float("nan")) if out.is_floating_point() else out
+torch.empty = poisoned
+torch.empty_like = lambda x, **k: torch.full_like(x, float("nan"), **k)
+torch.Tensor.new_empty = lambda x, *a, **k: torch.full(
+    a if isinstance(a[0], int) else a[0], float("nan"), dtype=k.get("dtype", x.dtype))
+torch.set_num_threads(1)
+with kernels.use("triton"):
+    for name in {names!r}:
+        for shape in t.SHAPES:
+            t.check(PAIRS[name], shape, torch.float32)
+        for dtype in t.EPS:
+            t.check(PAIRS[name], (3, 63), dtype)
+    t.check_special()
+    try:
+        t.check(PAIRS["silu channel"], (1, 63), torch.float32, kernel=t.wrong)
+    except AssertionError:
+        print("ok")
+"""
+
+
+def check_special(device="cpu"):
+    """What the table does not reach: extremes, fallback, no elements, layouts."""
+    x = torch.tensor([float("nan"), float("-inf"), float("inf"), 1e38, -1e38], device=device)
+    hard = kernels.blend(
+        x, float("inf"), [torch.tensor(0.0, device=device)], (0.0, 1.0), (0.0, 0.0)
+    )
+    assert hard[0].isnan()
+    assert hard[1:].tolist() == torch.relu(x[1:]).tolist()
+    x = torch.linspace(-60, 60, 1001, device=device)
+    far = (-40.0, 0.0, 40.0)
+    theta = [torch.tensor(t, device=device) for t in far]
+    s, c = (0.0, 0.3, 0.7, 1.0), (0.0,) * 4
+    want = primitive.blend(x.double(), 4.0, far, s, c).float()
+    have = kernels.blend(x, torch.tensor(4.0, device=device), theta, s, c)
+    torch.testing.assert_close(have, want, rtol=1e-5, atol=1e-5)
+    assert kernels.blend(x[:0], 1.0, (0.0,), (0.0, 1.0), (0.0, 0.0)).shape == (0,)
+    image = torch.randn(2, 6, 5, 3, device=device).to(memory_format=torch.channels_last)
+    tau = torch.rand(1, 6, 1, 1, device=device) + 0.5
+    have = kernels.blend(image, tau, [0.1 * tau], (0.0, 1.0), (0.0, 0.0))
+    assert have.is_contiguous(memory_format=torch.channels_last)
+    want = primitive.blend(image.contiguous(), tau, [0.1 * tau], (0.0, 1.0), (0.0, 0.0))
+    torch.testing.assert_close(have, want)
+    strided = torch.randn(6, 9, device=device)[:, ::2]
+    have = kernels.blend(strided, 1.0, (0.0,), (0.0, 1.0), (0.0, 0.0))
+    torch.testing.assert_close(have, torch.nn.functional.silu(strided))
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_the_triton_kernels_equal_the_reference_step_by_step(part):
+    """In a process of its own: Triton asks for TRITON_INTERPRET when it is imported."""
+    pytest.importorskip("triton")
+    code = INTERPRETED.format(tests=os.path.dirname(__file__), names=list(PAIRS)[part::4])
+    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    run = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert run.stdout == "ok\n", run.stderr[-3000:]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", PAIRS)
+def test_the_triton_kernels_equal_the_reference(name):
+    for shape in (*SHAPES, (4096, 1031), (8, 64, 56, 56)):
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            check(PAIRS[name], shape, dtype, "cuda")
+
+
+@pytest.mark.gpu
+def test_the_triton_kernels_at_the_edges():
+    check_special("cuda")
+
+
+@pytest.mark.gpu
+def test_two_runs_give_the_same_bits():
+    pair = PAIRS["gelu channel"]
+    inputs = pair.inputs((8192, 1031), torch.bfloat16, "cuda")
+    y = pair.call(pair.kernel, inputs)
+    first = torch.autograd.grad(y, inputs, torch.ones_like(y), retain_graph=True)
+    second = torch.autograd.grad(y, inputs, torch.ones_like(y))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.gpu
+def test_a_compiled_call_holds_the_kernels():
+    pair = PAIRS["silu channel"]
+    inputs = pair.inputs((512, 64), torch.bfloat16, "cuda")
+    f = torch.compile(lambda *given: pair.call(pair.kernel, list(given)), fullgraph=True)
+    for have, want in zip(
+        torch.autograd.grad(f(*inputs).sum(), inputs),
+        torch.autograd.grad(pair.call(pair.kernel, inputs).sum(), inputs),
+        strict=True,
+    ):
+        torch.testing.assert_close(have, want)
+
+
+def test_triton_is_refused_where_there_is_no_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(kernels.BackendError) as caught:
+        kernels.use("triton")
+    assert str(caught.value) == (
+        "the backend 'triton' needs a GPU, and torch sees none; use 'auto', or set "
+        "TRITON_INTERPRET=1 to step through the kernels on the CPU."
+    )
+    monkeypatch.setattr(kernels.launch, "is_installed", lambda: False)
+    with pytest.raises(kernels.BackendError, match="not installed"):
+        kernels.use("triton")
+    assert kernels.backend() == "auto"
