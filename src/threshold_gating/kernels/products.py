@@ -6,6 +6,7 @@ only `x` is kept and the gates are evaluated again in the backward pass.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.utils import _pytree as tree
 
 from threshold_gating import primitive
-from threshold_gating.kernels import halves
+from threshold_gating.kernels import columns, halves
 from threshold_gating.primitive import Values
 
 
@@ -56,6 +57,13 @@ class _Plan(NamedTuple):
             and tau.shape == theta[0].shape
             and (tau.numel() == 1 or tau.dim() == (1 if self.conv is None else 3))
         )
+
+    def chooses(self, x: Tensor, weight: Tensor) -> bool:
+        """Whether hard gates choose for one input vector which weights are read."""
+        tau, theta, s, _ = tree.tree_unflatten(list(self.numbers), self.spec)
+        one = self.conv is None and x.numel() == x.shape[-1] > 0 and x.dtype == weight.dtype
+        known = isinstance(theta, list) and all(t is None for t in theta) and set(s) == {1.0}
+        return one and known and tau == math.inf
 
     def inputs(self, x: Tensor, tensors: Sequence[Tensor]) -> Tensor:
         """The gated inputs, padded where the convolution itself cannot."""
@@ -150,9 +158,13 @@ def gated_product(
             with torch.autocast(x.device.type, enabled=False):
                 halved: Tensor = halves.Halved.apply(plan, x, weight, bias, *tensors)  # type: ignore[no-untyped-call]
             return halved
+    if triton and not plain and not torch.is_grad_enabled() and plan.chooses(x, weight):
+        levels, _, shifts = plan.parameters(tensors)[1:]
+        y: Tensor = columns.product(x, levels, owner, shifts, weight, bias)
+        return y.view(*x.shape[:-1], len(weight))
     if plain or not torch.is_grad_enabled():
         return plan.product(plan.inputs(x, tensors), weight, bias)
-    y: Tensor = _Recomputed.apply(plan, x, weight, bias, *tensors)  # type: ignore[no-untyped-call]
+    y = _Recomputed.apply(plan, x, weight, bias, *tensors)  # type: ignore[no-untyped-call]
     return y
 
 
