@@ -82,7 +82,7 @@ def test_a_command_like_no_other_gets_the_list(tg):
     code, _, err = tg("qqq")
     assert code == 2
     assert err.endswith(
-        "tg: error: no command 'qqq'; there are table, explain, convert, calibrate, audit, verify, evaluate, env, demo.\n"
+        "tg: error: no command 'qqq'; there are table, explain, convert, calibrate, audit, verify, evaluate, bench, env, demo.\n"
     )
 
 
@@ -382,8 +382,10 @@ def test_the_command_line_loads_no_extra():
 def test_env_tries_every_backend(tg):
     code, out, _ = tg("env")
     assert code == 0
-    for name in kernels.BACKENDS:
+    for name in ("auto", "native", "reference"):
         assert re.search(rf"^{name}( \(in use\))? +cpu +works \(max error \d", out, re.MULTILINE)
+    if not torch.cuda.is_available():
+        assert re.search(r"^triton +cpu +not here: the backend 'triton' needs", out, re.MULTILINE)
     assert re.search(rf"^{kernels.backend()} \(in use\)", out, re.MULTILINE)
 
 
@@ -400,7 +402,9 @@ def test_env_as_json_has_versions_devices_and_backends(tg, monkeypatch):
     assert data["versions"]["timm"] is None
     assert "cpu" in data["devices"]
     assert list(data["backends"]) == list(kernels.BACKENDS)
-    assert all(on["cpu"]["works"] for on in data["backends"].values())
+    works = {name: on["cpu"]["works"] for name, on in data["backends"].items()}
+    assert works == {"auto": True, "native": True, "reference": True, "triton": works["triton"]}
+    assert works["triton"] is not False
 
 
 def test_env_reports_a_backend_that_fails(tg, monkeypatch):

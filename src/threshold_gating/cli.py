@@ -231,7 +231,7 @@ def _env(args: argparse.Namespace) -> int:
     if torch.cuda.is_available():
         devices["cuda"] = torch.cuda.get_device_name()
     tried = {name: {d: try_backend(name, d) for d in devices} for name in kernels.BACKENDS}
-    works = all(result["works"] for on in tried.values() for result in on.values())
+    works = all(result["works"] is not False for on in tried.values() for result in on.values())
     if args.json:
         facts = {"versions": _versions(), "devices": devices, "backends": tried}
         print(json.dumps({**facts, "backend": kernels.backend()}, indent=2))
@@ -270,6 +270,8 @@ def try_backend(name: str, device: str = "cpu") -> dict[str, Any]:
     try:
         with kernels.use(name):
             error = max(_distance(key, x, device) for key in _TRIED)
+    except kernels.BackendError as absent:
+        return {"works": None, "max_error": None, "message": f"not here: {absent}"}
     except Exception as failure:  # whatever it is, the report is what was asked for
         message = f"fails: {type(failure).__name__}: {failure}"
         return {"works": False, "max_error": None, "message": message}
