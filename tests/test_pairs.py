@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from threshold_gating import kernels, primitive
+from threshold_gating import TAXONOMY, Activation, kernels, primitive
 from threshold_gating.kernels.pairs import PAIRS, disagreement
 
 # Over the largest true value or, for sums, term. 16 bits: one unit in the last place, for Triton's
@@ -218,6 +218,14 @@ def check_special(device="cpu"):
     strided = torch.randn(6, 9, device=device)[:, ::2]
     have = kernels.blend(strided, 1.0, (0.0,), (0.0, 1.0), (0.0, 0.0))
     torch.testing.assert_close(have, torch.nn.functional.silu(strided))
+    for key in ("gelu", "gelu_k4", "hardtanh", "tanh"):  # frozen, ready on the device
+        for x in (image, strided, strided[:0], image.bfloat16()):
+            have, t = Activation(key).to(device)(x), TAXONOMY[key]
+            assert have.dtype == x.dtype
+            assert have.stride() == x.stride() or x.shape != image.shape
+            error = (have.double() - t(x.double())).abs().max() if x.numel() else 0.0
+            assert error <= 4 * TOLERANCE[x.dtype], f"{key}: {error:.1e}"  # values up to 4
+    assert kernels.fused._ready.cache_info().hits > 0
 
 
 @pytest.mark.parametrize("part", range(4))

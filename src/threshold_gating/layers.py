@@ -151,6 +151,8 @@ class Activation(nn.Module):
         # compiled graph.
         if kernels.takes_native() and (op := kernels.lowered(self._op)) is not None:
             return kernels.overwriting(op, x) if self.inplace else op(x)
+        if not self.learned and (y := kernels.constant(self.init, x)) is not None:
+            return y
         shape = self._shape_in(x)
         tau, theta, s, c = self.values()
         form = self._structure

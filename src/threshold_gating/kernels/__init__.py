@@ -27,6 +27,7 @@ __all__ = [
     "backend",
     "blend",
     "blend_times",
+    "constant",
     "evaluate",
     "gated_product",
     "lowered",
@@ -171,6 +172,14 @@ def _runs_triton(x: Tensor) -> bool:
     return _backend == "triton" and x.is_cpu and launch.interpreting()
 
 
+def constant(t: TG, x: Tensor) -> Tensor | None:
+    """A frozen instance at `x` without a derivative, where a kernel has it ready; else None."""
+    eager = not torch.compiler.is_compiling() and _is_plain(x) and _runs_triton(x)
+    if not eager or (x.requires_grad and torch.is_grad_enabled()):
+        return None
+    return fused.constant(t, x)
+
+
 def evaluate(t: TG, x: Tensor, v: Tensor | None = None, op: Op | None = None) -> Tensor:
     """A frozen instance at `x` by the backend in force; `op` is its `native`, if it has one."""
     chosen = lowered(op) if v is None else None
@@ -178,6 +187,8 @@ def evaluate(t: TG, x: Tensor, v: Tensor | None = None, op: Op | None = None) ->
         return chosen(x)
     if _backend == "reference":
         return t(x, v)
+    if v is None and (y := constant(t, x)) is not None:
+        return y
     options = {"form": t.form, "owner": t.owner, "q": t.q, "anchor": t.anchor, "clamp": t.clamp}
     return blend(x, t.tau, t.theta, t.s, t.c, v=v, **options)
 

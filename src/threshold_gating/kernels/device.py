@@ -226,21 +226,21 @@ def _value(
 @triton.jit
 def _tile(i, R, N, iters, LAYOUT: tl.constexpr, RB: tl.constexpr, CB: tl.constexpr):
     """(rows, columns, place in memory, whether inside) of the i-th tile of this program."""
-    program = tl.program_id(0).to(tl.int64)
+    program = tl.program_id(0)
     if LAYOUT == 0:
-        rows = (program * iters + i) * RB + tl.arange(0, RB)
+        rows = (program.to(tl.int64) * iters + i) * RB + tl.arange(0, RB)
         columns = tl.arange(0, CB).to(tl.int64)
         place = rows[:, None] * CB + columns[None, :]
         inside = place < N
     else:
         if LAYOUT == 1:
             across = tl.cdiv(N, CB)
-            rows = (program // across * iters + i) * RB + tl.arange(0, RB)
-            columns = program % across * CB + tl.arange(0, CB)
+            rows = ((program // across).to(tl.int64) * iters + i) * RB + tl.arange(0, RB)
+            columns = (program % across).to(tl.int64) * CB + tl.arange(0, CB)
         else:
             across = tl.cdiv(R, RB)
-            rows = program % across * RB + tl.arange(0, RB)
-            columns = (program // across * iters + i) * CB + tl.arange(0, CB)
+            rows = (program % across).to(tl.int64) * RB + tl.arange(0, RB)
+            columns = ((program // across).to(tl.int64) * iters + i) * CB + tl.arange(0, CB)
         place = rows[:, None] * N + columns[None, :]
         inside = (rows < R)[:, None] & (columns < N)[None, :]
     return rows, columns, place, inside

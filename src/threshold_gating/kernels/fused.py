@@ -5,6 +5,7 @@ For eager mode on a CPU: it goes through memory in tiles that stay in a core's c
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -13,8 +14,9 @@ import torch
 from torch import Tensor
 
 from threshold_gating import primitive
+from threshold_gating.instance import TG
 from threshold_gating.kernels import launch, tile
-from threshold_gating.kernels.form import Call, Form, in_memory
+from threshold_gating.kernels.form import Call, Form, in_memory, take_apart
 from threshold_gating.primitive import Value
 
 _LOG2E = math.log2(math.e)
@@ -25,6 +27,7 @@ _sigmoid = torch.ops.aten.sigmoid.default  # the op itself, see `primitive`
 _TILE = {True: 2**18, False: 2**17}
 
 Part = tuple[slice, slice, slice]
+Packed = tuple[list[Tensor], list[int]]
 
 
 def blend(x: Tensor, other: Tensor | None, call: Call, role: int, triton: bool) -> Tensor:
@@ -34,6 +37,24 @@ def blend(x: Tensor, other: Tensor | None, call: Call, role: int, triton: bool) 
         y: Tensor = _Blend.apply(x, other, how, *call.tensors)  # type: ignore[no-untyped-call]
         return y
     return (_forward_triton if triton else _forward)(x, other, call, role)
+
+
+def constant(t: TG, x: Tensor) -> Tensor | None:
+    """A frozen instance by Triton, for inference; its numbers are put on the device once."""
+    ready = _ready(t, x.device)
+    if ready is None or not torch.ops.aten.is_non_overlapping_and_dense(x) or not x.numel():
+        return None
+    return launch.forward(x, None, *ready, (1, 1, x.numel()))
+
+
+@functools.lru_cache(64)
+def _ready(t: TG, device: torch.device) -> Packed | None:
+    x = torch.zeros(1, device=device)
+    options: dict[str, Any] = {
+        name: getattr(t, name) for name in ("form", "owner", "q", "anchor", "clamp")
+    }
+    call = take_apart(x, t.tau, t.theta, t.s, t.c, **options)
+    return None if call is None else _packed(x, call, launch.ALONE)
 
 
 def blend_traced(x: Tensor, v: Tensor | None, call: Call) -> Tensor | None:
@@ -96,9 +117,6 @@ class _Blend(torch.autograd.Function):
         else:
             grads = _backward(dy, x, other, call, needed)
         return *grads[:2], None, *grads[2:]
-
-
-Packed = tuple[list[Tensor], list[int]]
 
 
 def _forward_triton(

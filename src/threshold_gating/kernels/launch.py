@@ -84,23 +84,23 @@ def _power_of_two(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
 
 
-def tiles_forward(m: Matrix, K: int) -> Tiles:
-    """Swept on an H200, 16384 x 4096."""
+def tiles_forward(m: Matrix, K: int, size: int) -> Tiles:
+    """By layout, branches and bytes of an element; swept on an H200, 16384 x 4096."""
     if interpreting():
-        return m.tiles(2, 256, 4, 1, 4)
+        return m.tiles(64, 256, 4, 1, 4)
     if m.layout == 1:
-        return m.tiles(4, 512, 2, 1, 16 * 132) if K == 2 else m.tiles(1, 256, 2, 3, 32 * 132)
-    if K == 2:
-        return m.tiles(1, 1024, 4, 1, 2**31)
-    return m.tiles(1, 2048, 8, 1, 64 * 132)
+        if K > 2:
+            return m.tiles(1, 256, 2, 4 if size == 2 else 3, 16 * 132)
+        return m.tiles(8, 512, 2, 1, 10 * 132) if size == 2 else m.tiles(4, 512, 4, 1, 2**31)
+    return m.tiles(1, 1024, 4, 1, 2**31 if K == 2 else 64 * 132)
 
 
 def tiles_backward(m: Matrix, K: int) -> Tiles:
     if interpreting():
-        return m.tiles(2, 256, 4, 1, 4)
+        return m.tiles(64, 256, 4, 1, 4)
     if m.layout == 1:
-        return m.tiles(1, 256, 2, 4, 8 * 132) if K != 3 else m.tiles(1, 512, 4, 4, 8 * 132)
-    return m.tiles(1, 512, 2, 4, 8 * 132)
+        return m.tiles(1, 512, 4, 4, 8 * 132) if K == 3 else m.tiles(1, 256, 2, 6, 8 * 132)
+    return m.tiles(1, 512, 2, 5, 8 * 132)
 
 
 class Rows(NamedTuple):
@@ -173,14 +173,18 @@ def codes(form: Form, rows: Sequence[Rows], role: int) -> list[int]:
 
 
 def forward(
-    x: Tensor, other: Tensor | None, parameters: Sequence[Tensor], codes: Sequence[int]
+    x: Tensor,
+    other: Tensor | None,
+    parameters: Sequence[Tensor],
+    codes: Sequence[int],
+    sizes: Sequence[int] | None = None,
 ) -> Tensor:
-    """y of (outer, G, inner); `codes` come from `codes`."""
+    """y of (outer, G, inner), the shape of x or `sizes`; `codes` come from `codes`."""
     from threshold_gating.kernels import device
 
     y = torch.empty_like(x)
-    m = Matrix.of(x.shape)
-    tiles = tiles_forward(m, codes[5])
+    m = Matrix.of(sizes or x.shape)
+    tiles = tiles_forward(m, codes[5], x.element_size())
     given = [x, x if other is None else other, y, *_arguments(parameters)]
     _launch(device.blend_forward, m, tiles, given, codes)
     return y
