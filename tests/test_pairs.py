@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from threshold_gating import TAXONOMY, Activation, kernels, primitive
+from threshold_gating.kernels import fused
+from threshold_gating.kernels.form import take_apart
 from threshold_gating.kernels.pairs import PAIRS, disagreement
 
 # Over the largest true value or, for sums, term. 16 bits: one unit in the last place, for Triton's
@@ -62,6 +64,18 @@ def test_channels_last_is_kept_and_equal(name):
     assert pair.call(pair.kernel, inputs).is_contiguous(memory_format=torch.channels_last)
     for name, error in disagreement(pair, inputs).items():
         assert error <= tolerance(name, torch.float32, second=pair.second), name
+
+
+def traced(x, *parameters, **options):
+    return fused.blend_traced(x, None, take_apart(x, *parameters, **options))
+
+
+@pytest.mark.parametrize(
+    "name", ["silu channel", "gelu layer", "gelu neuron", "gelu_k4 layer", "mish channel"]
+)
+def test_the_steps_for_a_compiler_equal_the_reference(name):
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        check(PAIRS[name], (5, 7, 3, 5), dtype, kernel=traced)
 
 
 def wrong(x, tau, theta, s, c, **options):

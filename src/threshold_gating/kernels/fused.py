@@ -20,7 +20,9 @@ from threshold_gating.kernels.form import Call, Form, in_memory, take_apart
 from threshold_gating.primitive import Value
 
 _LOG2E = math.log2(math.e)
-_sigmoid = torch.ops.aten.sigmoid.default  # the op itself, see `primitive`
+# the ops themselves, see `primitive`
+_sigmoid, _clamp = torch.ops.aten.sigmoid.default, torch.ops.aten.clamp.default
+_maximum = torch.ops.aten.maximum.default
 
 # Elements of a tile: K = 2 has some eight tiles in flight, more branches some twenty. Smaller ones
 # would fit a nearer cache, but then calling torch costs more than the arithmetic.
@@ -58,25 +60,56 @@ def _ready(t: TG, device: torch.device) -> Packed | None:
 
 
 def blend_traced(x: Tensor, v: Tensor | None, call: Call) -> Tensor | None:
-    """Two soft gates as L_1 + g (L_2 - L_1), for a compiler to fuse; else None.
+    """Soft gates in steps that a compiler fuses into one loop; None for hard and centred ones.
 
-    Autograd's derivatives of the sigmoid are right to any order; where nobody asks for them, the
-    gate is a division by 1 + e^-u, whose derivative would be inf/inf far below the threshold.
+    Two are L_1 + g (L_2 - L_1). Autograd's derivatives of the sigmoid are right to any order; where
+    nobody asks for them, the gate is a division by 1 + e^-u, whose derivative would be inf/inf far
+    below the threshold.
     """
     form = call.form
-    if form.hard or form.K > 2 or form.centred:
+    if form.hard or form.centred:
         return None
     z = primitive.wide(x)
     u = z if v is None else v.to(z.dtype)
-    tensors = [t.to(z.dtype) for t in call.tensors]
-    (tau,), (theta,), (s0, s1), (c0, c1) = form.filled(tensors)
-    low, gap, moved = _affine(u, s0, c0), _affine(u, s1 - s0, c1 - c0), z - theta
+    tau, theta, s, c = form.filled([t.to(z.dtype) for t in call.tensors])
+    if form.K > 2:
+        return _many_traced(z, u, tau, theta, s, c).to(x.dtype)
+    low, gap = _affine(u, s[0], c[0]), _affine(u, s[1] - s[0], c[1] - c[0])
+    moved = z - theta[0]
     if _needs_gradient(x, v, *call.tensors):
-        y = low + _sigmoid(tau * moved) * gap
+        y = low + _sigmoid(tau[0] * moved) * gap
     else:
-        y = low + gap / (1 + torch.exp2(moved * (tau * -_LOG2E)))
+        y = low + gap / (1 + torch.exp2(moved * (tau[0] * -_LOG2E)))
     assert isinstance(y, Tensor)
     return y.to(x.dtype)
+
+
+def _many_traced(
+    z: Tensor, u: Tensor, tau: list[Value], theta: list[Value], s: list[Value], c: list[Value]
+) -> Tensor:
+    """Softmax gates without the stack that `primitive` makes: K exponentials, one loop."""
+    taus = tau if len(tau) == len(theta) else tau * len(theta)
+    bound = tile.UNDERFLOW[z.dtype] / _LOG2E
+    logits = [torch.zeros_like(z)]
+    for t, th in zip(taus, theta, strict=True):
+        logits.append(logits[-1] + _clamp(t * (z - th), -bound, bound))
+    top = functools.reduce(_maximum, logits).detach()  # gates do not change with it
+    e = [torch.exp(logit - top) for logit in logits]
+    total = sum(e[1:], e[0])
+    slope, constant = _weighted(e, s), _weighted(e, c)
+    y = slope if slope is None else slope * u
+    y = constant if y is None else y if constant is None else y + constant
+    return torch.zeros_like(z) if y is None else y / total
+
+
+def _weighted(e: list[Tensor], w: list[Value]) -> Tensor | None:
+    """sum_k w_k e_k; None where every w is the number 0."""
+    terms = [
+        ek if not isinstance(wk, Tensor) and wk == 1 else wk * ek
+        for ek, wk in zip(e, w, strict=True)
+        if isinstance(wk, Tensor) or wk != 0
+    ]
+    return sum(terms[1:], terms[0]) if terms else None
 
 
 def _needs_gradient(*tensors: Tensor | None) -> bool:

@@ -44,7 +44,7 @@ _sigmoid_backward, _tanh_backward = (
 # Largest exponent of two for which the weights w_k and their sum stay in float32.
 _WIDEST = 115.0
 # exp2 of less is 0; so arguments may be clamped there, as in `primitive`.
-_UNDERFLOW = {torch.float32: 150.0, torch.float64: 1080.0}
+UNDERFLOW = {torch.float32: 150.0, torch.float64: 1080.0}
 
 
 class Scratch:
@@ -402,7 +402,7 @@ def _exponentials(
     x: Tensor, tau: Sequence[Value], theta: Sequence[Value], room: Scratch
 ) -> list[Tensor]:
     """exp(l_k - max l) for the running sums l_k of the arguments."""
-    bound = _UNDERFLOW[x.dtype]
+    bound = UNDERFLOW[x.dtype]
     taus = list(tau) * len(theta) if len(tau) == 1 else tau
     logits: list[Tensor] = []
     for t, th in zip(taus, theta, strict=True):
