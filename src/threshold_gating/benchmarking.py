@@ -321,10 +321,17 @@ def table(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
+_HOW = (
+    "Element-wise kernels, gated units and growth are timed as replays of a recorded graph, all "
+    "contenders alike, which leaves out what Python costs; the rest is timed as it is called. "
+    "LOG.md has what the two ways of timing give where they differ."
+)
+
+
 def report(data: dict[str, Any]) -> str:
     """A page of results from what `--json` wrote; nothing in it is typed by hand."""
     rows = [Row(**row) for row in data["rows"]]
-    parts = ["# Results", "", "Written by `tg bench` from its JSON.", ""]
+    parts = ["# Results", "", "Written from the JSON of `tg bench`, nothing by hand.", "", _HOW, ""]
     parts += [", ".join(f"{k} {v}" for k, v in data["machine"].items()) + ".", ""]
     parts += [f"Checks: {'all pairs agree' if not data['wrong'] else '; '.join(data['wrong'])}."]
     for section in dict.fromkeys(row.section for row in rows):
