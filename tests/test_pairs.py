@@ -1,5 +1,7 @@
 """Every kernel equals its reference: in eager torch on a CPU, under Triton's interpreter, on a GPU."""
 
+import contextlib
+import copy
 import os
 import subprocess
 import sys
@@ -179,9 +181,11 @@ def test_nan_is_passed_on_and_infinity_stays_with_hard_gates():
 
 INTERPRETED = """
 import sys, torch
+from unittest import mock
 sys.path.insert(0, {tests!r})
 import test_pairs as t
 from threshold_gating import kernels
+from threshold_gating.kernels import learned
 from threshold_gating.kernels.pairs import PAIRS
 
 _empty = torch.empty
@@ -200,6 +204,10 @@ with kernels.use("triton"):
         for dtype in t.EPS:
             t.check(PAIRS[name], (3, 63), dtype)
     t.check_special()
+    if {part} == 0:
+        with mock.patch.object(learned, "activation", wraps=learned.activation) as calls:
+            t.check_learned()
+        assert calls.call_count > 20
     try:
         t.check(PAIRS["silu channel"], (1, 63), torch.float32, kernel=t.wrong)
     except AssertionError:
@@ -242,11 +250,61 @@ def check_special(device="cpu"):
     assert kernels.fused._ready.cache_info().hits > 0
 
 
+def check_learned(device="cpu"):
+    """A learned activation as a whole: its parameters go to the kernel as they are."""
+    every = ("tau", "theta", "s", "c")
+    cases = (("silu", every[:2]), ("silu", every), ("tanh", every[:2]), ("mish", every[:2]))
+    cases += (("gelu", every), ("gelu_k4", every), ("sigmoid", ("theta", "c")))
+    image = torch.randn(2, 6, 3, 4, device=device)
+    last = image.to(memory_format=torch.channels_last)
+    for key, train in cases:
+        for options, x in (
+            ({}, torch.randn(3, 5, device=device)),
+            ({"share": "channel", "channels": 6}, image),
+            ({"share": "channel", "channels": 6}, last),
+            ({"share": "neuron", "channels": (6, 3, 4)}, image),
+        ):
+            act = Activation(key, train=train, **options).to(device)
+            with torch.no_grad():
+                for p in act.parameters():
+                    p.add_(torch.randn_like(p), alpha=0.2)
+            agree(act, x, f"{key} {train} {options}")
+    far = Activation("silu", train=("tau",)).to(device)
+    with torch.no_grad():
+        far.rho.fill_(8.0)  # beyond the bound nothing moves
+    far(image).sum().backward()
+    assert far.rho.grad.item() == 0.0
+    x = torch.randn(4, 6, device=device, requires_grad=True)
+    act = Activation("mish", share="channel", channels=6, train=every[:2]).to(device)
+    (slope,) = torch.autograd.grad(act(x).sum(), x, create_graph=True)
+    (curve,) = torch.autograd.grad(slope.square().sum(), x)
+    with kernels.use("reference"):
+        (slope,) = torch.autograd.grad(act(x).sum(), x, create_graph=True)
+        torch.testing.assert_close(curve, torch.autograd.grad(slope.square().sum(), x)[0])
+
+
+def agree(act, x, what):
+    dy, found = torch.randn(x.shape, device=x.device), []
+    exact = copy.deepcopy(act).double()
+    for own, z in ((act, x), (exact, x.double())):
+        z = z.detach().clone().requires_grad_()
+        with kernels.use("reference") if own is exact else contextlib.nullcontext():
+            y = own(z)
+            y.backward(dy.to(z.dtype))
+        found.append({"y": y, "dx": z.grad, **{n: p.grad for n, p in own.named_parameters()}})
+    for name, want in found[1].items():
+        have = found[0][name].detach().double()
+        error = float((have - want).abs().max() / want.abs().max().clamp_min(1e-3))
+        assert error < 3e-5, f"{what} {name}: {error:.1e}"  # sums of a hundred float32 terms
+
+
 @pytest.mark.parametrize("part", range(4))
 def test_the_triton_kernels_equal_the_reference_step_by_step(part):
     """In a process of its own: Triton asks for TRITON_INTERPRET when it is imported."""
     pytest.importorskip("triton")
-    code = INTERPRETED.format(tests=os.path.dirname(__file__), names=list(PAIRS)[part::4])
+    code = INTERPRETED.format(
+        tests=os.path.dirname(__file__), names=list(PAIRS)[part::4], part=part
+    )
     env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     run = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
     assert run.stdout == "ok\n", run.stderr[-3000:]
@@ -263,6 +321,7 @@ def test_the_triton_kernels_equal_the_reference(name):
 @pytest.mark.gpu
 def test_the_triton_kernels_at_the_edges():
     check_special("cuda")
+    check_learned("cuda")
 
 
 @pytest.mark.gpu

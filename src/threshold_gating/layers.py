@@ -21,7 +21,7 @@ from threshold_gating.primitive import Anchor, Value
 SHARES = ("net", "layer", "channel", "neuron")
 LEARNABLE = ("tau", "theta", "s", "c")
 # exp(7) is 1100 times softer or sharper than the start; further out tau would leave float32.
-_RHO_BOUND = 7.0
+_RHO_BOUND = kernels.learned.BOUND
 
 
 class _Structure(NamedTuple):
@@ -96,6 +96,7 @@ class Activation(nn.Module):
         self.learned = _learned(record, train)
         self._structure = _structure(record, self.learned)
         self._op = None if self.learned else kernels.native(record)
+        self._form = _kernel_form(record, self._structure) if self.learned else None
         self._reset(device=device)
 
     def _reset(self, device: Any) -> None:
@@ -149,9 +150,11 @@ class Activation(nn.Module):
         """Apply the activation to each element of `x`; shape and dtype are kept."""
         # The backend is asked first: with native off, whether there is an op must not matter to a
         # compiled graph.
-        if kernels.takes_native() and (op := kernels.lowered(self._op)) is not None:
-            return kernels.overwriting(op, x) if self.inplace else op(x)
-        if not self.learned and (y := kernels.constant(self.init, x)) is not None:
+        if kernels.takes_native():
+            op = self._op or kernels.lowered(None)
+            if op is not None:
+                return kernels.overwriting(op, x) if self.inplace else op(x)
+        if kernels.launches(x) and (y := self._launched(x)) is not None:
             return y
         shape = self._shape_in(x)
         tau, theta, s, c = self.values()
@@ -169,6 +172,20 @@ class Activation(nn.Module):
             clamp=form.clamp,
             centred=form.centred,
         )
+
+    def _launched(self, x: Tensor) -> Tensor | None:
+        """By one kernel that takes the parameters as they are, or None if there is none."""
+        if self._form is None:
+            return None if self.learned else kernels.constant(self.init, x)
+        learned = kernels.learned
+        s, c = (getattr(self, n) if n in self.learned else None for n in ("s", "c"))
+        if not learned.takes(self._form, s, c):
+            return None
+        rows = self.tau0.flatten(1) if self._structure.own_tau else self.tau0.view(1, -1)
+        starts = learned.Starts(self._form, rows, self.theta0.flatten(1), self._shape_in(x))
+        rho = self.rho if "tau" in self.learned else None
+        dtheta = self.dtheta if "theta" in self.learned else None
+        return learned.activation(x, starts, (rho, dtheta, s, c))
 
     def _shape_in(self, x: Tensor) -> tuple[int, ...]:
         """The shape in which a group's values broadcast against `x`."""
@@ -345,6 +362,14 @@ def _structure(t: TG, learned: Sequence[str]) -> _Structure:
         clamp=t.clamp,
         centred=is_centred(t),
     )
+
+
+def _kernel_form(t: TG, known: _Structure) -> kernels.Form | None:
+    """What a kernel has to know of a learned activation; None where there is no kernel."""
+    if known.hard or t.K < 2 or t.clamp is not None or (t.K > 2 and t.form != "softmax"):
+        return None
+    taus = t.K - 1 if known.own_tau else 1
+    return kernels.Form((None,) * taus, (None,) * (t.K - 1), known.s, known.c, None, known.centred)
 
 
 def nearest(theta: Sequence[Any]) -> list[Any]:

@@ -17,19 +17,22 @@ from torch import Tensor
 
 from threshold_gating import primitive
 from threshold_gating.instance import TG
-from threshold_gating.kernels import fused, launch, products
-from threshold_gating.kernels.form import take_apart
+from threshold_gating.kernels import fused, launch, learned, products
+from threshold_gating.kernels.form import Form, take_apart
 from threshold_gating.kernels.lowering import Op, native, overwriting
 
 __all__ = [
     "BACKENDS",
     "BackendError",
+    "Form",
     "backend",
     "blend",
     "blend_times",
     "constant",
     "evaluate",
     "gated_product",
+    "launches",
+    "learned",
     "lowered",
     "native",
     "overwriting",
@@ -174,10 +177,14 @@ def _runs_triton(x: Tensor) -> bool:
 
 def constant(t: TG, x: Tensor) -> Tensor | None:
     """A frozen instance at `x` without a derivative, where a kernel has it ready; else None."""
-    eager = not torch.compiler.is_compiling() and _is_plain(x) and _runs_triton(x)
-    if not eager or (x.requires_grad and torch.is_grad_enabled()):
+    if not launches(x) or (x.requires_grad and torch.is_grad_enabled()):
         return None
     return fused.constant(t, x)
+
+
+def launches(x: Tensor) -> bool:
+    """Whether a kernel of Triton is called for x here and now, outside of any compiler."""
+    return _runs_triton(x) and not torch.compiler.is_compiling() and _is_plain(x)
 
 
 def evaluate(t: TG, x: Tensor, v: Tensor | None = None, op: Op | None = None) -> Tensor:

@@ -133,11 +133,6 @@ def _place(
     x: Tensor, tensors: Sequence[Tensor]
 ) -> tuple[tuple[int, ...], tuple[int, int, int]] | None:
     """Where the parameters' axes lie in x's memory; None if they are not one run of axes."""
-    order = tuple(range(x.dim()))
-    if not x.is_contiguous():
-        by_stride = sorted(order, key=lambda d: x.stride()[d], reverse=True)
-        if x.permute(by_stride).is_contiguous():
-            order = tuple(by_stride)
     shape: tuple[int, ...] = ()
     for t in tensors:
         if t.numel() > 1:
@@ -145,16 +140,41 @@ def _place(
             if shape and padded != shape:
                 return None
             shape = padded
+    return place_of(x.shape, () if x.is_contiguous() else x.stride(), shape)
+
+
+def place_of(
+    sizes: Sequence[int], stride: Sequence[int], shape: tuple[int, ...]
+) -> tuple[tuple[int, ...], tuple[int, int, int]] | None:
+    """The order of axes in memory and (outer, G, inner) for parameters of `shape`, or None.
+
+    `sizes` and `stride` are those of x; no stride means contiguous.
+    """
+    order = tuple(range(len(sizes)))
+    if stride:
+        by_stride = sorted(order, key=lambda d: stride[d], reverse=True)
+        if is_run(sizes, stride, by_stride):
+            order = tuple(by_stride)
     group = [d for d in order if shape and shape[d] > 1]
-    if len(shape) > x.dim() or any(x.shape[d] != shape[d] for d in group):
+    if len(shape) > len(sizes) or any(sizes[d] != shape[d] for d in group):
         return None
     if not group:
-        return order, (1, 1, x.numel())
+        return order, (1, 1, math.prod(sizes))
     first, last = order.index(group[0]), order.index(group[-1])
-    run = [d for d in order[first : last + 1] if x.shape[d] > 1]
+    run = [d for d in order[first : last + 1] if sizes[d] > 1]
     if run != group:
         return None
     # lists: Dynamo does not take a generator here
     parts = (order[:first], group, order[last + 1 :])
-    outer, within, inner = (math.prod([x.shape[d] for d in part]) for part in parts)
+    outer, within, inner = (math.prod([sizes[d] for d in part]) for part in parts)
     return order, (outer, within, inner)
+
+
+def is_run(sizes: Sequence[int], stride: Sequence[int], order: Sequence[int]) -> bool:
+    """Whether memory is dense in this order of axes."""
+    step = 1
+    for d in reversed(order):
+        if sizes[d] > 1 and stride[d] != step:
+            return False
+        step *= sizes[d]
+    return True

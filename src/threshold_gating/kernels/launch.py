@@ -117,13 +117,17 @@ class Rows(NamedTuple):
 _DIGITS = {0.0: 1, 1.0: 2, -1.0: 3}
 
 
+def code_of(numbers: Numbers) -> int:
+    """A base-4 digit for each row: 0 for one in memory, else the number 0, 1 or -1."""
+    digits = [0 if number is None else _DIGITS.get(number, 0) for number in numbers]
+    return sum(digit * 4**k for k, digit in enumerate(digits))
+
+
 def packed(numbers: Numbers, tensors: Sequence[Tensor], device: torch.device) -> Rows:
     """A parameter's rows, tensors given flat in memory order, for a kernel to read."""
-    rest, loaded, code = iter(tensors), [], 0
-    for k, number in enumerate(numbers):
-        digit = 0 if number is None else _DIGITS.get(number, 0)
-        code += digit * 4**k
-        if digit == 0:
+    rest, loaded, code = iter(tensors), [], code_of(numbers)
+    for number in numbers:
+        if number is None or number not in _DIGITS:
             loaded.append(next(rest) if number is None else _constant(number, device))
     if not loaded:
         return Rows(_constant(0.0, device).view(1, 1), code)
@@ -165,11 +169,15 @@ def _lies_in(last: Tensor, first: Tensor) -> bool:
 
 def codes(form: Form, rows: Sequence[Rows], role: int) -> list[int]:
     """What a kernel knows when it is compiled, in the order in which it takes it."""
+    return codes_of(form, [r.code for r in rows], role)
+
+
+def codes_of(form: Form, digits: Sequence[int], role: int) -> list[int]:
     mode = 4 if form.hard else 2 if len(form.tau) == 1 else 3
     if form.K == 2 and not form.hard:
         mode = int(form.centred)
     owners = sum(2**k for k, owner in enumerate(form.owner or ()) if owner == "hi")
-    return [*(r.code for r in rows), owners, form.K, mode, role]
+    return [*digits, owners, form.K, mode, role]
 
 
 def forward(
@@ -197,11 +205,12 @@ def backward(
     parameters: Sequence[Tensor],
     codes: Sequence[int],
     wanted: Sequence[bool],
+    sizes: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dx, dother, sums per row of a wanted parameter and group), empty where not wanted."""
     from threshold_gating.kernels import device
 
-    m, K = Matrix.of(x.shape), codes[5]
+    m, K = Matrix.of(sizes or x.shape), codes[5]
     tiles = tiles_backward(m, K)
     dx, dother = (torch.empty_like(x) if w else x.new_empty(0) for w in wanted[:2])
     splits, width = m.grid(tiles)[1], (1, m.N, m.R)[m.layout]

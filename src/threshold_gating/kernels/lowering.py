@@ -13,6 +13,9 @@ from threshold_gating import taxonomy
 from threshold_gating.instance import TG
 
 Op = Callable[[Tensor], Tensor]
+# Found once: looking an op up takes as long as a small one runs.
+_OPS: dict[str, Any] = {}
+_IN_PLACE: dict[str, str] = {}
 
 _FIXED = {
     taxonomy.TAXONOMY[key]: key.removesuffix("_clamp")
@@ -52,7 +55,9 @@ def overwriting(op: Op, x: Tensor) -> Tensor:
     """`op`, which `native` gave, written over its input where torch has such a form of it."""
     assert isinstance(op, partial)
     name, parameters = op.args
-    over = name + "_" if hasattr(torch.ops.aten, name + "_") else name
+    over = _IN_PLACE.get(name)
+    if over is None:
+        over = _IN_PLACE[name] = name + "_" if hasattr(torch.ops.aten, name + "_") else name
     return _call(over, parameters, x)
 
 
@@ -63,6 +68,8 @@ def _op(name: str, *parameters: float) -> Op:
 def _call(name: str, parameters: tuple[float, ...], x: Tensor) -> Tensor:
     # The op itself and not torch.relu, which a converted network intercepts around us; looked up
     # here because ops cannot be pickled.
-    op: Any = getattr(torch.ops.aten, name)
-    y: Tensor = op.default(x, *parameters)
+    op = _OPS.get(name)
+    if op is None:
+        op = _OPS[name] = getattr(torch.ops.aten, name).default
+    y: Tensor = op(x, *parameters)
     return y
