@@ -191,12 +191,12 @@ class _Recomputed(torch.autograd.Function):
     ) -> Tensor:
         ctx.plan, ctx.biased = plan, bias is not None
         ctx.save_for_backward(x, weight, *([] if bias is None else [bias]), *tensors)
-        fast = _Two.of(plan, x, tensors)
-        if fast is None:
-            phi = plan.inputs(x, tensors)
+        fast = _Two.of(plan, x, tensors) if x.dtype == weight.dtype else None
+        if fast is None or torch.is_autocast_enabled(x.device.type):
+            y = plan.product(plan.inputs(x, tensors), weight, bias)
         else:
-            phi = fast.inputs(fast.gate()).view(*x.shape[:-1], weight[0].numel())
-        y = plan.product(phi, weight, bias)
+            y = fast.value(weight, bias)
+            y = y if x.dim() == 2 else y.view(*x.shape[:-1], len(weight))
         # A view that was made in here could not be overwritten (a product with one row is one).
         return y.clone() if y._is_view() else y
 
@@ -264,7 +264,11 @@ def twice(
 
 
 class _Two(NamedTuple):
-    """The common case in few passes and buffers: two soft gates over x, phi = ((1 - g) x, g x)."""
+    """The common case in few passes and buffers: two soft gates over x, the halves one by one.
+
+    New memory costs as much as the arithmetic on it: a half is overwritten by the other, and two
+    products that add up take no more time than one of twice the inner size.
+    """
 
     z: Tensor  # (N, I)
     tau: Tensor
@@ -282,32 +286,31 @@ class _Two(NamedTuple):
         g: Tensor = torch.ops.aten.sigmoid_.default(u.mul_(self.tau))
         return g
 
-    def inputs(self, g: Tensor, room: Tensor | None = None) -> Tensor:
-        """phi, in `room` of shape (N, 2, I) if that is given."""
-        n, width = self.z.shape
-        phi = self.z.new_empty(n, 2, width) if room is None else room
-        torch.mul(g, self.z, out=phi[:, 1])
-        torch.sub(self.z, phi[:, 1], out=phi[:, 0])
-        return phi.flatten(1)
+    def value(self, weight: Tensor, bias: Tensor | None) -> Tensor:
+        high = self.gate().mul_(self.z)
+        second, first = weight[:, 1].t(), weight[:, 0].t()
+        y = high @ second if bias is None else torch.addmm(bias, high, second)
+        return y.addmm_(torch.sub(self.z, high, out=high), first)
 
     def gradients(self, dy: Tensor, weight: Tensor, wanted: Sequence[bool]) -> list[Tensor | None]:
         """In x, weight, bias, tau and theta; the weights come last, in the room of the others."""
         g, rows = self.gate(), dy.reshape(-1, dy.shape[-1])
-        room = self.z.new_empty(len(self.z), 2, self.z.shape[1])
         inside: list[Tensor | None] = [None, None, None]
+        room = None
         if wanted[0] or any(wanted[3:]):
-            torch.mm(rows, weight.flatten(1), out=room.flatten(1))
-            inside = list(self._through_gate(g, room))
+            room = rows @ weight[:, 0]
+            inside = list(self._through_gate(g, room, rows @ weight[:, 1]))
         dw = None
         if wanted[1]:
-            phi = self.inputs(g, room)
-            del g
-            dw = (rows.t() @ phi).view_as(weight)
+            dw = torch.empty_like(weight)
+            high = torch.mul(g, self.z, out=g if room is None else room)
+            torch.mm(rows.t(), high, out=dw[:, 1])
+            torch.mm(rows.t(), torch.sub(self.z, high, out=high), out=dw[:, 0])
         return [inside[0], dw, rows.sum(0) if wanted[2] else None, *inside[1:]]
 
-    def _through_gate(self, g: Tensor, dphi: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The gradients in x, tau and theta; dphi, (N, 2, I), is overwritten."""
-        low, swing = dphi[:, 0], dphi[:, 1].sub_(dphi[:, 0])
+    def _through_gate(self, g: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The gradients in x, tau and theta from those of the halves, which are overwritten."""
+        swing = high.sub_(low)
         dx = torch.addcmul(low, g, swing)
         # d g / d u = g (1 - g), times what the gate moves between
         moved = swing.mul_(self.z).mul_(g)
