@@ -1,5 +1,7 @@
 """What every test gets: a fixed seed, and NaN in whatever the library leaves unwritten."""
 
+import os
+import subprocess
 import sys
 
 import pytest
@@ -47,3 +49,19 @@ def poison(monkeypatch, request):
     if request.node.get_closest_marker("compile") is None:
         for name in ("empty", "empty_like", "empty_strided", "empty_permuted"):
             monkeypatch.setattr(torch, name, _poisoned(getattr(torch, name)))
+
+
+@pytest.fixture
+def step_by_step():
+    """Run code that ends by printing ok in a process where Triton interprets its kernels.
+
+    Triton asks for that when it is imported, so it cannot be this process.
+    """
+    pytest.importorskip("triton")
+
+    def run(code):
+        env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+        done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+        assert done.stdout == "ok\n", done.stderr[-3000:]
+
+    return run

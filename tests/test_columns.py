@@ -2,8 +2,6 @@
 
 import copy
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -66,12 +64,8 @@ except AssertionError:
 """
 
 
-def test_the_kernel_equals_float64_step_by_step():
-    pytest.importorskip("triton")
-    code = INTERPRETED.format(tests=os.path.dirname(__file__))
-    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    run = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
-    assert run.stdout == "ok\n", run.stderr[-3000:]
+def test_the_kernel_equals_float64_step_by_step(step_by_step):
+    step_by_step(INTERPRETED.format(tests=os.path.dirname(__file__)))
 
 
 @pytest.mark.gpu

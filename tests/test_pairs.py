@@ -3,8 +3,6 @@
 import contextlib
 import copy
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -299,15 +297,9 @@ def agree(act, x, what):
 
 
 @pytest.mark.parametrize("part", range(4))
-def test_the_triton_kernels_equal_the_reference_step_by_step(part):
-    """In a process of its own: Triton asks for TRITON_INTERPRET when it is imported."""
-    pytest.importorskip("triton")
-    code = INTERPRETED.format(
-        tests=os.path.dirname(__file__), names=list(PAIRS)[part::4], part=part
-    )
-    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    run = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
-    assert run.stdout == "ok\n", run.stderr[-3000:]
+def test_the_triton_kernels_equal_the_reference_step_by_step(part, step_by_step):
+    tests, names = os.path.dirname(__file__), list(PAIRS)[part::4]
+    step_by_step(INTERPRETED.format(tests=tests, names=names, part=part))
 
 
 @pytest.mark.gpu

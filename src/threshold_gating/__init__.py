@@ -1,5 +1,8 @@
 """Neural nonlinearity as one tunable gate: y = sum_k g_k(x) (s_k x + c_k)."""
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from threshold_gating import (
     attention,
     conversion,
@@ -11,8 +14,6 @@ from threshold_gating import (
     recurrent,
     sites,
     taxonomy,
-    theory,
-    training,
 )
 from threshold_gating._version import __version__ as __version__
 from threshold_gating.attention import softmax
@@ -58,3 +59,13 @@ __all__ = [
     "training",
     "verify",
 ]
+
+if TYPE_CHECKING:
+    from threshold_gating import theory, training
+
+
+def __getattr__(name: str) -> Any:
+    """The parts that most programs do without are imported when they are first used."""
+    if name in ("theory", "training"):
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -30,14 +29,17 @@ from threshold_gating.instance import TG
 from threshold_gating.kernels.products import Conv
 from threshold_gating.layers import Activation, nearest
 from threshold_gating.primitive import Value
+from threshold_gating.tying import (
+    SHARES,
+    branches_of,
+    parameter_count,
+    record_of,
+    share_of,
+    trained_of,
+)
 
-# The pairs of Table 1. Gates per neuron are gates per channel unless there are positions.
-SHARES = {
-    "W": ("layer", "channel", "neuron"),
-    "S": ("synapse", "channel_pair", "channel"),
-    "general": ("synapse",),
-}
-_STARTS = {2: "silu", 3: "gelu_k3", 4: "gelu_k4", 5: "gelu_k5"}
+__all__ = ["SHARES", "TIERED", "Conv1d", "Conv2d", "Conv3d", "Linear", "parameter_count"]
+
 # Elements of one gate that are held at once where each synapse has its own.
 _AT_ONCE = 1 << 22
 
@@ -63,10 +65,10 @@ class _Tiered(nn.Module):
     ) -> None:
         """Replace the dense weight by K of them that make the layer start as `init`, then W."""
         name = type(self).__name__
-        self.tier, self.share = tier, _share(name, tier, share)
-        self.init, self.size = _record(name, K, init), tuple(size)
-        learned = _trained(name, self.init, train)
-        branches, self._factors = _branches(self.init, free_constants=tier == "general")
+        self.tier, self.share = tier, share_of(name, tier, share)
+        self.init, self.size = record_of(name, K, init), tuple(size)
+        learned = trained_of(name, self.init, train)
+        branches, self._factors = branches_of(self.init, free_constants=tier == "general")
         group = self._group()
         # Tier S has K constants in all, not K for each synapse.
         one_set = tier == "S" and self.share != "channel"
@@ -389,80 +391,6 @@ TIERED: dict[type[nn.Module], type[Any]] = {
     nn.Conv2d: Conv2d,
     nn.Conv3d: Conv3d,
 }
-
-
-def parameter_count(weights: int, K: int, tier: str, gates: int = 0, *, c: bool = False) -> int:
-    """Parameters of a layer by Table 1, without its bias.
-
-    Args:
-        weights: those of the dense layer.
-        K: number of branches, with one tau.
-        tier: "W", "S" or "general".
-        gates: how many gates there are: 1 for a layer, the channels, or the synapses.
-        c: whether the constants are learned: in tier W K for each gate, in S K in all.
-
-    >>> parameter_count(100, 2, "general", gates=100), parameter_count(100, 2, "W", gates=10)
-    (600, 220)
-    """
-    constants = {"W": K * gates * c, "S": K * c, "general": K * weights}[tier]
-    return K * weights + K * gates + constants
-
-
-def _share(name: str, tier: str, share: str | None) -> str:
-    if tier == "A":
-        raise ValueError(
-            f"{name}: tier A is tg.Activation(...) in front of torch's layer; "
-            "a layer of its own has tier 'W', 'S' or 'general'."
-        )
-    if tier not in SHARES:
-        raise ValueError(f"{name}: tier is one of {', '.join(SHARES)}; got {tier!r}.")
-    chosen = share or ("channel" if tier == "W" else "synapse")
-    if chosen not in SHARES[tier]:
-        raise ValueError(
-            f"{name}: tier {tier} has share {', '.join(SHARES[tier])} (Table 1); got {share!r}."
-        )
-    return chosen
-
-
-def _record(name: str, K: int | None, init: TG | str | None) -> TG:
-    if init is None:
-        if K is not None and K not in _STARTS:
-            raise ValueError(f"{name}: K = {K} needs init, an instance with {K} branches.")
-        init = _STARTS[K or 2]
-    t = init if isinstance(init, TG) else taxonomy.TAXONOMY[taxonomy.key_of(init)]
-    if K is not None and t.K != K:
-        raise ValueError(f"{name}: K = {K} was asked for, but init has {t.K} branches.")
-    if t.K < 2 or t.q is not None or t.clamp is not None:
-        raise ValueError(
-            f"{name}: tiers have two or more affine branches and no clamp; "
-            f"got {taxonomy.name_of(t) or t!r} ('hardtanh' and 'hardswish_k3' are such ones)."
-        )
-    return t
-
-
-def _trained(name: str, t: TG, train: Iterable[str] | None) -> tuple[str, ...]:
-    """What is learned beside the weights: by default all that gates have."""
-    if train is None:
-        return ("theta",) if t.hard else ("tau", "theta")
-    names = (train,) if isinstance(train, str) else tuple(train)
-    if "s" in names:
-        raise ValueError(
-            f"{name}: the slopes are in the weights of the branches; train takes tau, theta, c."
-        )
-    return names
-
-
-def _branches(t: TG, free_constants: bool) -> tuple[TG, tuple[float, ...]]:
-    """`t` with slopes 0 or 1 only, and the factors of the weights that make up for it."""
-    if free_constants:
-        return replace(t, s=(1.0,) * t.K, c=(0.0,) * t.K, anchor=None), t.s
-    s, c, factors = [], [], []
-    for sk, ck in zip(t.s, t.c, strict=True):
-        constant = sk == 0 and ck != 0
-        s.append(0.0 if constant else 1.0)
-        c.append(ck if constant else 0.0 if sk == 0 else ck / sk)
-        factors.append(1.0 if constant else sk)
-    return replace(t, s=tuple(s), c=tuple(c), anchor=None), tuple(factors)
 
 
 def _from_dense(
