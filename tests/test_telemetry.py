@@ -64,8 +64,8 @@ def test_each_threshold_has_its_scalars():
 @pytest.mark.parametrize(
     ("init", "slopes", "left"),
     [
-        ("sigmoid", [[0, 0, 0.5, 0.005], [0, 0.5, 0, 0.005]], 2),  # constant
-        ("silu", [[0, 0, 0.005, 1], [1, 0, 0.005, 0]], 2),  # multiplicative
+        ("sigmoid", [[0, 0, 0.5, 0.0005], [0, 0.5, 0, 0.0005]], 2),  # constant
+        ("silu", [[0, 0, 0.0005, 1], [1, 0, 0.0005, 0]], 2),  # multiplicative
         ("hardtanh", [[0, 0, 0, 0.1], [1, 0, 1, 1], [0, 0, 0.1, 0]], 3),  # saturating
         ("hardtanh_clamp", [[1, 0.2, 0.5, 0]], 1),  # saturating by its clamp
     ],
@@ -76,8 +76,8 @@ def test_groups_that_left_their_family_are_counted_as_family_says(init, slopes, 
     with torch.no_grad():
         act.s.copy_(torch.tensor(slopes))
     assert telemetry.gate_scalars(act) == {"activation/left_family": left}
-    start = tg.family(tg.TAXONOMY[init], 0.01)
-    assert sum(word != start for word in tg.family(act, 0.01)) == left
+    start = tg.family(tg.TAXONOMY[init], 1e-3)
+    assert sum(word != start for word in tg.family(act, 1e-3)) == left
 
 
 def test_a_free_lstm_reports_the_units_that_left():

@@ -19,6 +19,8 @@ from threshold_gating.instance import TG
 from threshold_gating.layers import Activation
 from threshold_gating.recurrent import GRU, LSTM
 
+TOLERANCE = 1e-3  # of a slope that counts as flat
+
 
 class _Site(NamedTuple):
     """Learned slopes, and what its start says of them."""
@@ -57,7 +59,7 @@ class _Site(NamedTuple):
         return out | (self.steepness() <= tol) if self.carrying else out
 
 
-def left_family(model: nn.Module, tol: float = 1e-3) -> dict[str, list[int]]:
+def left_family(model: nn.Module, tol: float = TOLERANCE) -> dict[str, list[int]]:
     """The channels that have left the family they started in, by site.
 
     >>> act = Activation("sigmoid", share="channel", channels=3, train=("s",))
@@ -72,7 +74,7 @@ def left_family(model: nn.Module, tol: float = 1e-3) -> dict[str, list[int]]:
 
 
 @torch.no_grad()
-def project_families_(model: nn.Module, tol: float = 1e-3) -> dict[str, list[int]]:
+def project_families_(model: nn.Module, tol: float = TOLERANCE) -> dict[str, list[int]]:
     """Put channels that have left their family back, in place; return which these were.
 
     To be called after `optimizer.step()`. Slopes that must be flat become 0; where none is left
@@ -87,7 +89,7 @@ def project_families_(model: nn.Module, tol: float = 1e-3) -> dict[str, list[int
     return report
 
 
-def family_penalty(model: nn.Module, tol: float = 1e-3) -> Tensor:
+def family_penalty(model: nn.Module, tol: float = TOLERANCE) -> Tensor:
     """How far the slopes are out of their families, squared and summed, to be added to the loss.
 
     0 while every slope that must be flat is within tol and the steepest of those that must not be

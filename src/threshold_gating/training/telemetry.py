@@ -8,11 +8,10 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from threshold_gating.instance import TG
 from threshold_gating.layers import Activation
 from threshold_gating.primitive import Value
 from threshold_gating.recurrent import GRU, LSTM
-from threshold_gating.taxonomy import family
+from threshold_gating.training.families import TOLERANCE, left_family
 
 
 class Writer(Protocol):
@@ -25,14 +24,13 @@ class _Site(NamedTuple):
     """A learned gate as it is: values for each threshold or branch, numbers if not learned."""
 
     name: str
-    start: TG
+    where: str  # its name in `left_family`
     learned: tuple[str, ...]
     tau: Sequence[Value]
     theta: Sequence[Value]
-    s: Sequence[Value]
 
 
-def gate_scalars(model: nn.Module, *, tol: float = 0.01) -> dict[str, float]:
+def gate_scalars(model: nn.Module, *, tol: float = TOLERANCE) -> dict[str, float]:
     """The least, the mean and the largest tau and theta of each learned site, by name.
 
     "act/tau/mean"; with several thresholds "act/theta_1/mean", ... Where slopes are learned also
@@ -40,18 +38,19 @@ def gate_scalars(model: nn.Module, *, tol: float = 0.01) -> dict[str, float]:
     (Table 3) they started in, slopes up to `tol` taken as 0.
     """
     found: dict[str, float] = {}
+    left = left_family(model, tol)
     with torch.no_grad():
         for site in _sites(model):
             for what, rows in (("tau", site.tau), ("theta", site.theta)):
                 if what in site.learned:
                     found |= _spread(f"{site.name}/{what}", rows)
             if "s" in site.learned:
-                found[f"{site.name}/left_family"] = float(_left(site.start, site.s, tol))
+                found[f"{site.name}/left_family"] = float(len(left.get(site.where, ())))
     return found
 
 
 def log_gates(
-    model: nn.Module, writer: Writer, step: int, *, prefix: str = "gates", tol: float = 0.01
+    model: nn.Module, writer: Writer, step: int, *, prefix: str = "gates", tol: float = TOLERANCE
 ) -> None:
     """Write `gate_scalars` of `model` at `step`, under "gates/".
 
@@ -71,13 +70,14 @@ def _sites(model: nn.Module) -> Iterator[_Site]:
     for name, module in model.named_modules():
         at = name or type(module).__name__.lower()
         if isinstance(module, Activation) and module.learned:
-            tau, theta, s, _ = module.values()
+            tau, theta, _, _ = module.values()
             taus = tau if isinstance(tau, list) else [tau]
-            yield _Site(at, module.init, module.learned, taus, theta, s)
+            yield _Site(at, name, module.learned, taus, theta)
         elif isinstance(module, LSTM | GRU):
             for gate, t in module.learned_gates().items():
                 learned = module.learning.train
-                yield _Site(f"{at}.{gate}", t.start, learned, [t.tau], [t.theta], t.s)
+                where = f"{name}.{gate}" if name else gate
+                yield _Site(f"{at}.{gate}", where, learned, [t.tau], [t.theta])
 
 
 def _spread(name: str, rows: Sequence[Value]) -> dict[str, float]:
@@ -88,16 +88,3 @@ def _spread(name: str, rows: Sequence[Value]) -> dict[str, float]:
     names = [f"{name}_{k + 1}" if many else name for k in range(len(tensors))]
     keys = [f"{each}/{what}" for each in names for what in ("min", "mean", "max")]
     return dict(zip(keys, figures, strict=True))
-
-
-def _left(start: TG, s: Sequence[Value], tol: float) -> int:
-    """How many groups are of another family than `start`, by the rule of `taxonomy.family`."""
-    rows = [row for row in s if isinstance(row, Tensor)]  # all of them, where slopes are learned
-    slopes = torch.stack(rows).abs().flatten(1) > tol  # (K, G)
-    carries, outer = slopes.any(0), slopes[0] | slopes[-1]
-    stays = {
-        "constant": ~carries,
-        "saturating": carries & ~outer if start.clamp is None else carries,
-        "multiplicative": outer,
-    }[family(start, tol)]
-    return int((~stays).sum())
