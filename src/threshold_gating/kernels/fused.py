@@ -204,7 +204,10 @@ def _forward(x: Tensor, v: Tensor | None, call: Call, role: int) -> Tensor:
     y = torch.empty_permuted(x.shape, call.order, dtype=x.dtype)
     out = in_memory(y, call.order, call.sizes)
     for part in _parts(call.sizes, _TILE[call.form.K == 2]):
-        out[part] = tile.forward(*read(part))
+        here = out[part]
+        made = tile.forward(*read(part), here if x.element_size() >= 4 else None)
+        if made is not here:
+            here.copy_(made)
     return y
 
 

@@ -109,8 +109,10 @@ class Gradients(NamedTuple):
     c: list[Tensor]
 
 
-def forward(x: Tensor, v: Tensor, form: Form, p: Values, room: Scratch) -> Tensor:
-    """y of one tile; `v` is what the branches read, mostly `x` itself."""
+def forward(
+    x: Tensor, v: Tensor, form: Form, p: Values, room: Scratch, out: Tensor | None = None
+) -> Tensor:
+    """y of one tile; `v` is what the branches read, mostly `x` itself. `out` may become y."""
     if form.hard:
         return _forward_hard(x, v, form, p, room)
     if form.K > 2:
@@ -125,7 +127,10 @@ def forward(x: Tensor, v: Tensor, form: Form, p: Values, room: Scratch) -> Tenso
         gate = _sigmoid_(_argument(x, p.tau[0], p.theta[0], 1.0, room))
         constant = _line(gate, p.c[0], p.c[1] - p.c[0], room)
         slope = _line(gate, p.s[0], p.s[1] - p.s[0], None)
-    y = slope.mul_(v) if isinstance(slope, Tensor) else _branch(slope, v, 0.0, room)
+    if isinstance(slope, Tensor):
+        y: Value = torch.mul(slope, v, out=slope if out is None else out)
+    else:
+        y = _branch(slope, v, 0.0, room)
     y = _added(y, constant)
     # Equal constant branches do not depend on x; NaN is passed on all the same.
     return y if isinstance(y, Tensor) else torch.where(x.isnan(), x, y)
