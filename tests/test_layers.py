@@ -335,8 +335,8 @@ def test_onnxruntime_computes_the_same(key, tmp_path):
 MESSAGES = [
     (ValueError, lambda: Activation("reluu"), "no activation 'reluu' in the taxonomy; did you mean 'relu', 'rrelu', 'relu6'?"),
     (TypeError, lambda: Activation(3.0), "Activation: init is a TG or a key of TAXONOMY; got 3.0."),
-    (ValueError, lambda: Activation("silu", share="synapse"), "Activation: an activation acts before the weights and cannot differ per synapse; share is 'net', 'layer', 'channel' or 'neuron'."),
-    (ValueError, lambda: Activation("silu", share="row"), "Activation: share is one of net, layer, channel, neuron; got 'row'."),
+    (ValueError, lambda: Activation("silu", share="synapse"), "Activation: an activation acts before the weights and cannot differ per synapse; share is 'net', 'layer', 'channel', 'head' or 'neuron'."),
+    (ValueError, lambda: Activation("silu", share="row"), "Activation: share is one of net, layer, channel, head, neuron; got 'row'."),
     (ValueError, lambda: Activation("silu", share="channel"), "Activation: share='channel' needs channels, their number; got None."),
     (ValueError, lambda: Activation("silu", share="channel", channels=(3, 4)), "Activation: share='channel' needs channels, their number; got (3, 4)."),
     (ValueError, lambda: Activation("silu", share="neuron"), "Activation: share='neuron' needs channels, the shape of the positions, as (C, H, W); got None."),
@@ -360,3 +360,40 @@ def test_bad_input_is_answered_with_what_would_work(error, call, message):
 
 def test_every_row_that_torch_has_can_be_printed():
     assert all(key in repr(Activation(key)) for key in ROWS)
+
+
+def test_a_head_has_its_gates_as_a_channel_has():
+    x = torch.randn(2, 3, 5, 5)
+    head = Activation("sigmoid", share="head", channels=3, train=("tau", "theta"))
+    channel = Activation("sigmoid", share="channel", channels=3, train=("tau", "theta"))
+    with torch.no_grad():
+        for p in head.parameters():
+            p.normal_()
+    channel.load_state_dict(head.state_dict())
+    assert torch.equal(head(x), channel(x))
+    assert "share=head, channels=3" in repr(head)
+
+
+@pytest.mark.parametrize("share", ["layer", "channel"])
+def test_a_threshold_at_a_jump_learns_straight_through(share):
+    step = TG(math.inf, 0.0, (0, 0), (0, 1))
+    channels = 2 if share == "channel" else None
+    act = Activation(step, share=share, channels=channels, train=("theta",))
+    frozen, x = Activation(step), torch.randn(200, 2, requires_grad=True)
+    assert torch.equal(act(x), frozen(x))
+    # a step that should open at 0.5: theta goes there, and x gets no gradient through the gate
+    optimizer = torch.optim.Adam(act.parameters(), 0.05)
+    wanted = (x.detach() > 0.5).float()
+    for _ in range(60):
+        optimizer.zero_grad()
+        (act(x) - wanted).square().mean().backward()
+        optimizer.step()
+    assert not x.grad.any()
+    assert all(abs(t.theta[0] - 0.5) < 0.1 for t in act.instances())
+
+
+def test_a_continuous_hard_gate_has_no_surrogate():
+    x = torch.randn(50, requires_grad=True)
+    act = Activation("relu", train=("theta",))
+    act(x).sum().backward()
+    assert act.dtheta.grad.item() == -(x > 0).sum().item()  # -s of the open branch, exactly

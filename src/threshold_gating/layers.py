@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from threshold_gating import kernels, taxonomy
+from threshold_gating import kernels, primitive, taxonomy
 from threshold_gating.instance import TG
 from threshold_gating.primitive import Anchor, Value
 
-SHARES = ("net", "layer", "channel", "neuron")
+SHARES = ("net", "layer", "channel", "head", "neuron")
 LEARNABLE = ("tau", "theta", "s", "c")
 # exp(7) is 1100 times softer or sharper than the start; further out tau would leave float32.
 _RHO_BOUND = kernels.learned.BOUND
@@ -49,13 +49,15 @@ class Activation(nn.Module):
     Frozen (the default) it adds nothing to `state_dict`, so checkpoints of the original network
     load strictly, both ways. Learned, tau = tau0 exp(rho) and theta = theta0 + dtheta start exactly
     at `init`; rho is used within +-7, so tau stays positive whatever the optimiser does. A learned
-    hard gate keeps the values at its thresholds (`v` instead of `c`), which gives theta a gradient.
+    hard gate keeps the values at its thresholds (`v` instead of `c`), which gives theta a gradient;
+    where it jumps, theta has that of a soft gate there (`primitive.straight_through`).
     Gate tensors stay float32 under `.half()` and `.bfloat16()` (1.702 would become 1.7031).
 
     Args:
         init: an instance or a key of `TAXONOMY`.
         share: which elements share parameters: "net" or "layer" (all of them; reuse one module in
-            several places for "net"), "channel", "neuron" (each position).
+            several places for "net"), "channel", "head" (the same, of attention), "neuron" (each
+            position).
         channels: number of channels, or for "neuron" the shape of the positions from `axis` on.
         axis: where the channels are in the input; 1 for images, -1 for tokens.
         train: which of "tau", "theta", "s", "c" are learned.
@@ -97,6 +99,7 @@ class Activation(nn.Module):
         self._structure = _structure(record, self.learned)
         self._op = None if self.learned else kernels.native(record)
         self._form = _kernel_form(record, self._structure) if self.learned else None
+        self._jumps = record.hard and "theta" in self.learned and _has_jump(record)
         self._reset(device=device)
 
     def _reset(self, device: Any) -> None:
@@ -157,14 +160,15 @@ class Activation(nn.Module):
         if kernels.launches(x) and (y := self._launched(x)) is not None:
             return y
         shape = self._shape_in(x)
-        tau, theta, s, c = self.values()
+        tau, *rows = self.values()
+        theta, s, c = ([_viewed(w, shape) for w in row] for row in rows)  # type: ignore[attr-defined]
         form = self._structure
-        return kernels.blend(
+        y = kernels.blend(
             x,
             [t.view(shape) for t in tau] if isinstance(tau, list) else _viewed(tau, shape),
-            [_viewed(t, shape) for t in theta],
-            [_viewed(w, shape) for w in s],
-            [_viewed(w, shape) for w in c],
+            theta,
+            s,
+            c,
             form=form.form,
             owner=form.owner,
             q=form.q,
@@ -172,6 +176,9 @@ class Activation(nn.Module):
             clamp=form.clamp,
             centred=form.centred,
         )
+        if self._jumps and torch.is_grad_enabled():
+            y = primitive.straight_through(x, y, theta, s, c)
+        return y
 
     def _launched(self, x: Tensor) -> Tensor | None:
         """By one kernel that takes the parameters as they are, or None if there is none."""
@@ -306,7 +313,7 @@ def _group(share: str, channels: int | Sequence[int] | None) -> tuple[int, ...]:
     if share == "synapse":
         raise ValueError(
             "Activation: an activation acts before the weights and cannot differ per synapse; "
-            "share is 'net', 'layer', 'channel' or 'neuron'."
+            "share is 'net', 'layer', 'channel', 'head' or 'neuron'."
         )
     if share not in SHARES:
         raise ValueError(f"Activation: share is one of {', '.join(SHARES)}; got {share!r}.")
@@ -315,8 +322,8 @@ def _group(share: str, channels: int | Sequence[int] | None) -> tuple[int, ...]:
             raise ValueError(f"Activation: share={share!r} takes no channels; got {channels}.")
         return (1,)
     shape = (channels,) if isinstance(channels, int) else tuple(channels or ())
-    if not shape or min(shape) < 1 or (share == "channel" and len(shape) > 1):
-        want = "their number" if share == "channel" else "the shape of the positions, as (C, H, W)"
+    if not shape or min(shape) < 1 or (share != "neuron" and len(shape) > 1):
+        want = "their number" if share != "neuron" else "the shape of the positions, as (C, H, W)"
         raise ValueError(f"Activation: share={share!r} needs channels, {want}; got {channels!r}.")
     return shape
 
@@ -370,6 +377,14 @@ def _kernel_form(t: TG, known: _Structure) -> kernels.Form | None:
         return None
     taus = t.K - 1 if known.own_tau else 1
     return kernels.Form((None,) * taus, (None,) * (t.K - 1), known.s, known.c, None, known.centred)
+
+
+def _has_jump(t: TG) -> bool:
+    """Whether neighbouring branches differ where they meet."""
+    ends = [
+        (t.s[k + 1] - t.s[k]) * theta + (t.c[k + 1] - t.c[k]) for k, theta in enumerate(t.theta)
+    ]
+    return any(abs(end) > 1e-6 for end in ends)  # 1/6 of HardSigmoid is not exact
 
 
 def nearest(theta: Sequence[Any]) -> list[Any]:
