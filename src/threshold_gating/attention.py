@@ -126,19 +126,8 @@ def with_statistics(
             )
             assert found is not None
             return out, found
-        rest = (scale, enable_gqa, tau)
-        out = logits.attend(
-            query,
-            key,
-            value,
-            attn_mask,
-            0.0,
-            is_causal,
-            scale=scale,
-            enable_gqa=enable_gqa,
-            tau=tau,
-        )
-        return out, top2(logits.attention_logits(query, key, attn_mask, is_causal, *rest))
+        z = logits.attention_logits(query, key, attn_mask, is_causal, scale, enable_gqa, tau)
+        return logits.mixed(z, query, value, enable_gqa=enable_gqa), top2(z)
 
 
 def row_statistics(

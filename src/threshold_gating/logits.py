@@ -128,6 +128,13 @@ def attend(
     The reference for `attention.scaled_dot_product_attention`, which says what the arguments are.
     """
     z = attention_logits(query, key, attn_mask, is_causal, scale, enable_gqa, tau)
+    return mixed(z, query, value, dropout_p, enable_gqa)
+
+
+def mixed(
+    z: Tensor, query: Tensor, value: Tensor, dropout_p: float = 0.0, enable_gqa: bool = False
+) -> Tensor:
+    """The values weighed by the gates of logits `z`, in the dtype of the query."""
     p = softmax(z, masked=0.0)
     p = F.dropout(p, dropout_p) if dropout_p else p
     v = wide(value)

@@ -269,6 +269,25 @@ def _added(total, value, LAYOUT: tl.constexpr):
     return total
 
 
+@triton.jit
+def _store_sum(
+    sums_p, k, total, R, N, iters, LAYOUT: tl.constexpr, RB: tl.constexpr, CB: tl.constexpr
+):
+    """A program's k-th sum at its place in sums [k, split, width]."""
+    rows, columns, _, _ = _tile(0, R, N, iters, LAYOUT, RB, CB)
+    program = tl.program_id(0).to(tl.int64)
+    if LAYOUT == 0:
+        tl.store(sums_p + k * tl.num_programs(0) + program, tl.sum(tl.sum(total, 1), 0))
+    elif LAYOUT == 1:
+        across = tl.cdiv(N, CB)
+        split = k * (tl.num_programs(0) // across) + program // across
+        tl.store(sums_p + split * N + columns, tl.sum(total, 0), mask=columns < N)
+    else:
+        across = tl.cdiv(R, RB)
+        split = k * (tl.num_programs(0) // across) + program // across
+        tl.store(sums_p + split * R + rows, tl.sum(total, 1), mask=rows < R)
+
+
 # fmt: off
 @triton.jit
 def blend_forward(
@@ -443,17 +462,5 @@ def blend_backward(
         if DTHETA:
             if DTAU * TAUS <= k and k < DTAU * TAUS + K - 1:
                 total = -total * tau[k - DTAU * TAUS if MODE == 3 else 0]
-        rows, columns, _, _ = _tile(0, R, N, iters, LAYOUT, RB, CB)
-        # sums [k, split, width]
-        program = tl.program_id(0).to(tl.int64)
-        if LAYOUT == 0:
-            tl.store(sums_p + k * tl.num_programs(0) + program, tl.sum(tl.sum(total, 1), 0))
-        elif LAYOUT == 1:
-            across = tl.cdiv(N, CB)
-            split = k * (tl.num_programs(0) // across) + program // across
-            tl.store(sums_p + split * N + columns, tl.sum(total, 0), mask=columns < N)
-        else:
-            across = tl.cdiv(R, RB)
-            split = k * (tl.num_programs(0) // across) + program // across
-            tl.store(sums_p + split * R + rows, tl.sum(total, 1), mask=rows < R)
+        _store_sum(sums_p, k, total, R, N, iters, LAYOUT, RB, CB)
 # fmt: on
