@@ -569,7 +569,7 @@ DAMAGES = {
     ),
     "an impossible activation": (
         lambda d: edit(d, lambda c: c["modules"][1]["calls"][0]["activation"].update(share="pair")),
-        "tg_config.json: site 'act2': Activation: share is one of net, layer, channel, neuron; got 'pair'. Save the network again.",
+        "tg_config.json: site 'act2': Activation: share is one of net, layer, channel, head, neuron; got 'pair'. Save the network again.",
     ),
     "half a site": (
         lambda d: edit(d, lambda c: c["modules"][1]["calls"][0].pop("kind")),
