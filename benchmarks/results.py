@@ -46,12 +46,15 @@ def language_model(data):
     return "\n".join(lines) + "\n"
 
 
-def main(folder=HERE / "h200"):
+def main(folder=HERE / "h200", out=HERE):
     found = {p.stem: json.loads(p.read_text()) for p in sorted(Path(folder).glob("*.json"))}
-    parts = [report(found["bench"]) + "\n![Cost as the work grows](growth.svg)\n"]
+    try:
+        parts = [report(found["bench"]) + "\n![Cost as the work grows](growth.svg)\n"]
+    except ValueError as error:
+        raise SystemExit(f"benchmarks.results: {Path(folder) / 'bench.json'}: {error}") from None
     parts += [make(found[name]) for name, make in PAGES.items() if name in found]
-    (HERE / "RESULTS.md").write_text("\n".join(parts))
-    picture(found["bench"], HERE / "growth.svg")
+    (out / "RESULTS.md").write_text("\n".join(parts))
+    picture(found["bench"], out / "growth.svg")
 
 
 PAGES = {"attention": attention, "llm": language_model}

@@ -359,6 +359,70 @@ def test_it_is_copied_pickled_and_saved_like_any_module(tmp_path):
     assert torch.equal(fresh(x), layer(x))
 
 
+@pytest.mark.parametrize(("tier", "share"), PAIRS)
+@pytest.mark.parametrize("groups", [1, 2])
+def test_a_network_moves_to_channels_last_and_computes_the_same(tier, share, groups):
+    size = (5, 6) if share == "neuron" else ()
+    options = {"tier": tier, "share": share, "groups": groups, "padding": 1}
+    ours = _moved(tg.Conv2d(4, 8, 3, size=size, **options))
+    net = nn.Sequential(nn.Conv2d(4, 4, 1), ours, nn.Sequential(nn.Conv2d(8, 2, 3)))
+    x = torch.randn(2, 4, 5, 6)
+    before, state = net(x), {k: v.clone() for k, v in net.state_dict().items()}
+    assert net.to(memory_format=torch.channels_last) is net
+    assert list(net.state_dict()) == list(state)
+    assert all(torch.equal(v, state[k]) for k, v in net.state_dict().items())
+    flat = ours.weight.detach().flatten(1, 2)
+    assert flat.is_contiguous(memory_format=torch.channels_last)
+    assert flat.data_ptr() == ours.weight.data_ptr()  # what the convolution reads is no copy
+    y = net(x.to(memory_format=torch.channels_last))
+    torch.testing.assert_close(y, before, rtol=1e-5, atol=1e-5)  # sums in another order
+    y.sum().backward()
+    assert ours.weight.grad.shape == ours.weight.shape
+    again = copy.deepcopy(net).to(memory_format=torch.contiguous_format, dtype=torch.float64)
+    assert again[1].weight.is_contiguous()
+    again.load_state_dict(net.state_dict())
+    torch.testing.assert_close(again(x.double()).float(), before, rtol=1e-4, atol=1e-5)
+
+
+def test_a_convolution_in_channels_last_gives_one_in_channels_last():
+    dense = nn.Conv2d(4, 8, 3).to(memory_format=torch.channels_last)
+    weight = tg.Conv2d.from_dense(dense, "silu").weight
+    assert weight.flatten(1, 2).is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(weight[:, 1], dense.weight)
+    assert tg.Conv2d.from_dense(nn.Conv2d(4, 8, 3), "silu").weight.is_contiguous()
+
+
+def test_it_moves_with_its_gradients_where_torch_swaps_tensors():
+    layer, x = tg.Conv2d(4, 8, 3), torch.randn(1, 4, 5, 5)
+    layer(x).sum().backward()
+    with torch.no_grad():  # a graph would hold the parameters, which torch refuses
+        before = layer(x)
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        layer.to(memory_format=torch.contiguous_format).to(memory_format=torch.channels_last)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    torch.testing.assert_close(layer(x), before, rtol=1e-5, atol=1e-5)  # sums in another order
+    assert layer.weight.grad.stride() == layer.weight.stride()
+
+
+@pytest.mark.parametrize("tier", ["W", "general"])
+def test_one_and_three_dimensions_move_as_torchs_own(tier):
+    line = _moved(tg.Conv1d(4, 6, 3, tier=tier))
+    x, weight = torch.randn(2, 4, 9), line.weight
+    before = line(x)
+    line.to(memory_format=torch.channels_last)  # says nothing of three axes
+    assert line.weight.is_contiguous()
+    assert torch.equal(line(x), before)
+    assert line.weight is weight
+    volume = _moved(tg.Conv3d(4, 6, 2, tier=tier))
+    x = torch.randn(2, 4, 3, 4, 5)
+    before = volume(x)
+    volume.to(memory_format=torch.channels_last_3d)
+    assert volume.weight.flatten(1, 2).is_contiguous(memory_format=torch.channels_last_3d)
+    torch.testing.assert_close(volume(x), before, rtol=1e-5, atol=1e-5)  # sums in another order
+
+
 def test_it_says_its_tier_branches_family_and_true_overhead():
     assert repr(tg.Linear(512, 512)) == (
         "Linear(in_features=512, out_features=512, bias=True, tier=W, K=2, share=channel, "

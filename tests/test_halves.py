@@ -9,8 +9,11 @@ import torch
 import threshold_gating as tg
 from threshold_gating.kernels import halves
 
-# Over the largest true value. float32: a thousand terms in another order; 16 bits: the halves, the
-# first product and the result are rounded, each by half a unit in the last place.
+# Over the largest true value, and for a gate's gradient over the terms it is a sum of: these are
+# differences of products that 16 bits have rounded, so their errors are as large as the terms,
+# however far these cancel (1e-1 of a sum was seen in bf16). float32: a thousand terms in
+# another order; 16 bits: the halves, the first product and the result are rounded, each by
+# half a unit in the last place.
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2.5e-3}
 SHAPES = [(1, 17), (63, 5), (300, 17), (3, 7, 33), (0, 4)]
 
@@ -31,18 +34,33 @@ def results(layer, x, dy, backend):
     return {"y": y.detach(), "x": z.grad, **{n: p.grad for n, p in own.named_parameters()}}
 
 
+def sizes_of_terms(layer, x, dy):
+    """For each gradient of the gate the largest sum of |terms|: one for each element that it gates."""
+    tau, theta, s, c = layer._gates((-1, *(1,) * (x.dim() - 2)) if x.dim() == 4 else (-1,))
+    own = [w.detach().expand_as(x).clone().requires_grad_() for w in (tau, theta[0])]
+    conv = layer._conv() if x.dim() == 4 else None
+    with tg.kernels.use("reference"):
+        y = tg.kernels.gated_product(x, own[0], [own[1]], s, c, layer.weight, conv=conv)
+    dtau, dtheta = torch.autograd.grad(y, own, dy)
+    rest = [d for d in range(x.dim()) if d != (1 if x.dim() == 4 else x.dim() - 1)]
+    every = range(x.dim()) if layer.share == "layer" else rest
+    terms = {"gate.rho": dtau * own[0].detach(), "gate.dtheta": dtheta}
+    return {name: float(t.abs().sum(tuple(every)).max()) for name, t in terms.items()}
+
+
 def check(layer, x):
     """The kernels against the same layer in float64."""
     with torch.no_grad():
         dy = torch.randn(layer(x).shape, device=x.device).to(x.dtype)
     have = results(layer, x, dy, "triton")
-    want = results(copy.deepcopy(layer).double(), x.double(), dy.double(), "reference")
+    exact = copy.deepcopy(layer).double()
+    want = results(exact, x.double(), dy.double(), "reference")
+    terms = sizes_of_terms(exact, x.double(), dy.double()) if x.numel() else {}
     for name, true in want.items():
         assert have[name].shape == true.shape, name
         if true.numel():
-            error = float(
-                (have[name].double() - true).abs().max() / true.abs().max().clamp_min(1e-30)
-            )
+            size = max(float(true.abs().max()), terms.get(name, 0.0), 1e-30)
+            error = float((have[name].double() - true).abs().max()) / size
             assert error < TOLERANCE[x.dtype], f"{name} {tuple(x.shape)} {x.dtype}: {error:.1e}"
 
 
@@ -58,6 +76,39 @@ def check_all(device, dtypes):
             check(conv, image.to(memory_format=torch.channels_last))
 
 
+def check_values():
+    """Without derivatives, with views to overwrite, with numbers of other types, twice derived."""
+    layer, x = moved(tg.Linear(8, 4, share="channel")), torch.randn(3, 2, 8)
+    with tg.kernels.use("triton"):
+        y = layer(x)
+        with torch.no_grad():
+            assert torch.equal(layer(x), y)
+            torch.testing.assert_close(layer(x[0, 0]), y[0, 0])  # one row is another product
+        y.mul_(2)  # a user may
+        layer.gate.rho.data[0] = 9.0  # beyond the bound of tau: no gradient
+        layer.zero_grad()
+        layer(x).sum().backward()
+        assert layer.gate.rho.grad[0] == 0
+        assert layer.gate.rho.grad[1:].all()
+    grads = []
+    for backend in ("triton", "reference"):
+        with tg.kernels.use(backend):
+            z = x.clone().requires_grad_()
+            (dx,) = torch.autograd.grad(layer(z).square().sum(), z, create_graph=True)
+            given = [z, *layer.parameters()]
+            grads.append(torch.autograd.grad(dx.square().sum(), given, allow_unused=True))
+    for ours, theirs in zip(*grads, strict=True):
+        torch.testing.assert_close(ours, theirs)  # the same formulas but for x's own
+    gate = [torch.rand(8).double().requires_grad_() for _ in range(2)]  # as a function, in float64
+    for backend in ("triton", "reference"):
+        with tg.kernels.use(backend):
+            given = (gate[0], [gate[1]], [1.0, 1.0], [0.0, 0.0], layer.weight, layer.bias)
+            y = tg.kernels.gated_product(x, *given)
+            grads.append([y, *torch.autograd.grad(y.sum(), gate)])
+    for ours, theirs in zip(*grads[2:], strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
 INTERPRETED = """
 import sys, torch
 sys.path.insert(0, {tests!r})
@@ -68,15 +119,26 @@ plain = torch.empty_like
 torch.empty_like = lambda x, **k: plain(x, **k).fill_(float("nan"))
 new = torch.Tensor.new_empty
 torch.Tensor.new_empty = lambda x, *a, **k: new(x, *a, **k).fill_(float("nan"))
+calls, plain_split = [], halves.split
+halves.split = lambda *a: calls.append(1) or plain_split(*a)
 t.check_all("cpu", [torch.float32])
-low, high = halves.split(torch.randn(9, 40), torch.ones(40), torch.zeros(40), beside=False)
-assert not (low.isnan().any() or high.isnan().any())
-right = halves.split
-halves.split = lambda x, tau, theta, beside: right(x, tau, -theta, beside)  # wrong on purpose
-try:
-    t.check_all("cpu", [torch.float32])
-except AssertionError:
-    print("ok")
+assert len(calls) >= 2 * len(t.SHAPES)  # it was the kernels
+t.check_values()
+split, joined = halves.split, halves.joined
+wrong = {{  # on purpose: what is gated, where, and the gradients of tau and theta alone
+    "split": lambda x, g, beside: split(x, g._replace(theta0=-1 - g.theta0), beside),
+    "joined": lambda x, g, d: (joined(x, g, d)[0], 1.01 * joined(x, g, d)[1]),
+}}
+for name, worse in wrong.items():
+    right = getattr(halves, name)
+    setattr(halves, name, worse)
+    try:
+        t.check_all("cpu", [torch.float32])
+    except AssertionError:
+        setattr(halves, name, right)
+    else:
+        raise SystemExit(f"a wrong {{name}} passes")
+print("ok")
 """
 
 
@@ -84,14 +146,24 @@ def test_the_kernels_equal_float64_step_by_step(step_by_step):
     step_by_step(INTERPRETED.format(tests=os.path.dirname(__file__)))
 
 
-def test_memory_that_is_no_matrix_is_left_to_the_formulas():
-    plan = tg.kernels.products._Plan(None, (), "softmax", None, None)
-    assert halves.takes(plan, torch.randn(4, 6))
-    assert not halves.takes(plan, torch.randn(6, 4).t())
-    image = plan._replace(conv=tg.kernels.products.Conv((1, 1), (0, 0), (1, 1), 1))
+def test_memory_that_is_no_matrix_and_gates_that_do_not_fit_are_left_to_the_formulas():
+    plan = tg.kernels.products._soft(None)
+    one, three = (halves.Gates(torch.ones(n), None, torch.zeros(n), None) for n in (1, 3))
+    assert halves.takes(plan, torch.randn(4, 6), one)
+    assert not halves.takes(plan, torch.randn(4, 6), three)
+    assert not halves.takes(plan, torch.randn(6, 4).t(), one)
+    image = tg.kernels.products._soft(tg.kernels.products.Conv((1, 1), (0, 0), (1, 1), 1))
     x = torch.randn(2, 3, 4, 4)
-    assert not halves.takes(image, x)
-    assert halves.takes(image, x.to(memory_format=torch.channels_last))
+    assert not halves.takes(image, x, three)
+    assert halves.takes(image, x.to(memory_format=torch.channels_last), three)
+
+
+def test_a_layer_on_another_device_is_left_to_the_formulas_which_say_so():
+    layer, x = tg.Linear(4, 3), torch.randn(2, 4)
+    held = layer.to("meta")._held()
+    assert tg.kernels.products.launched(x, held, layer.weight, layer.bias, None) is None
+    with pytest.raises(RuntimeError, match="device"):
+        layer(x)
 
 
 @pytest.mark.gpu

@@ -183,7 +183,7 @@ from unittest import mock
 sys.path.insert(0, {tests!r})
 import test_pairs as t
 from threshold_gating import kernels
-from threshold_gating.kernels import learned
+from threshold_gating.kernels import direct
 from threshold_gating.kernels.pairs import PAIRS
 
 _empty = torch.empty
@@ -203,7 +203,7 @@ with kernels.use("triton"):
             t.check(PAIRS[name], (3, 63), dtype)
     t.check_special()
     if {part} == 0:
-        with mock.patch.object(learned, "activation", wraps=learned.activation) as calls:
+        with mock.patch.object(direct, "activation", wraps=direct.activation) as calls:
             t.check_learned()
         assert calls.call_count > 20
     try:
@@ -238,6 +238,12 @@ def check_special(device="cpu"):
     strided = torch.randn(6, 9, device=device)[:, ::2]
     have = kernels.blend(strided, 1.0, (0.0,), (0.0, 1.0), (0.0, 0.0))
     torch.testing.assert_close(have, torch.nn.functional.silu(strided))
+    for key in ("gelu", "gelu_k4", "gelu_tanh", "mish"):  # frozen, and x learns
+        x = torch.randn(5, 7, device=device, requires_grad=True)
+        (have,) = torch.autograd.grad(Activation(key).to(device)(x).sum(), x)
+        z = x.detach().double().requires_grad_()
+        (want,) = torch.autograd.grad(TAXONOMY[key](z).sum(), z)
+        torch.testing.assert_close(have, want.float(), rtol=1e-5, atol=1e-5)
     for key in ("gelu", "gelu_k4", "hardtanh", "tanh"):  # frozen, ready on the device
         for x in (image, strided, strided[:0], image.bfloat16()):
             have, t = Activation(key).to(device)(x), TAXONOMY[key]
@@ -245,7 +251,24 @@ def check_special(device="cpu"):
             assert have.stride() == x.stride() or x.shape != image.shape
             error = (have.double() - t(x.double())).abs().max() if x.numel() else 0.0
             assert error <= 4 * TOLERANCE[x.dtype], f"{key}: {error:.1e}"  # values up to 4
-    assert kernels.fused._ready.cache_info().hits > 0
+    assert kernels.direct._ready.cache_info().hits > 0
+    far = torch.tensor([float("nan"), 1e30, -1e30, 80.0, -80.0], device=device)
+    have = Activation("gelu").to(device)(far)
+    assert have[0].isnan()
+    torch.testing.assert_close(have[1:], torch.relu(far[1:]))
+    for key in ("silu", "gelu", "gelu_tanh"):  # gated units
+        x, up = (torch.randn(9, 5, device=device).requires_grad_() for _ in range(2))
+        found = []
+        for given, f in (((x, up), kernels.evaluate), ((x.double(), up.double()), gated_unit)):
+            y = f(TAXONOMY[key], given[0], up=given[1])
+            dx, dup = torch.autograd.grad(y.square().sum(), (x, up), create_graph=True)
+            found.append((y, dx, dup, torch.autograd.grad(dx.square().sum(), x)[0]))
+        for have, want in zip(*found, strict=True):  # the last has a dozen roundings behind it
+            torch.testing.assert_close(have, want.float(), rtol=1e-4, atol=1e-4)
+
+
+def gated_unit(t, x, up):
+    return t(x) * up
 
 
 def check_learned(device="cpu"):
@@ -253,6 +276,8 @@ def check_learned(device="cpu"):
     every = ("tau", "theta", "s", "c")
     cases = (("silu", every[:2]), ("silu", every), ("tanh", every[:2]), ("mish", every[:2]))
     cases += (("gelu", every), ("gelu_k4", every), ("sigmoid", ("theta", "c")))
+    cases += (("gelu", every[:2]), ("relu", ("theta", "s")), ("leaky_relu", every[1:]))
+    cases += (("hardtanh", ("theta",)), ("hardtanh", ("s", "c")), ("relu6", every[1:3]))
     image = torch.randn(2, 6, 3, 4, device=device)
     last = image.to(memory_format=torch.channels_last)
     for key, train in cases:

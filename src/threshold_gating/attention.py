@@ -226,7 +226,7 @@ def _choose(way: str | None, tau: Tensor | None, dropout_p: float) -> str:
 
 def _takes_kernels() -> bool:
     # An exported graph is for people and other tools to read.
-    return kernels.backend() != "reference" and not torch.compiler.is_exporting()
+    return kernels.backend() != "reference" and not kernels.exporting()
 
 
 def _fits(

@@ -16,7 +16,7 @@ its weights would never receive a gradient.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 from threshold_gating import kernels, taxonomy
 from threshold_gating.instance import TG
-from threshold_gating.kernels.products import Conv
+from threshold_gating.kernels.products import Conv, Gate, launched
 from threshold_gating.layers import Activation, nearest
 from threshold_gating.primitive import Value
 from threshold_gating.tying import (
@@ -84,7 +84,9 @@ class _Tiered(nn.Module):
         self.register_parameter("const", None)
         if one_set and "c" in learned:
             self.c = nn.Parameter(self.gate.c.flatten(1)[:, :1].clone())
-        self.weight = nn.Parameter(dense.new_empty(dense.shape[0], branches.K, *dense.shape[1:]))
+        # K times beside each other, so that they lie in memory as `dense` does (channels_last)
+        beside = torch.cat([dense] * branches.K, 1)
+        self.weight = nn.Parameter(_branches(beside, branches.K))
         if tier == "general":
             self.const = nn.Parameter(torch.empty_like(self.weight))
         self._tie(dense)
@@ -144,6 +146,10 @@ class _Tiered(nn.Module):
 
     def _shared(self, x: Tensor, conv: Conv | None) -> Tensor:
         """Tier W, one product."""
+        if kernels.launches(x):
+            y = launched(x, self._held(), self.weight, self.bias, conv)
+            if y is not None:
+                return y
         spatial = 0 if conv is None else x.dim() - 2
         group = self.gate.group if self.share != "layer" else ()
         shape = (*group, *(1,) * (spatial + 1 - len(group))) if group else ()
@@ -155,6 +161,24 @@ class _Tiered(nn.Module):
             form=self.init.form,
             owner=self.init.owner,
             conv=conv,
+        )
+
+    def _held(self) -> Gate:
+        gate = self.gate
+        known = gate._structure
+        # looked up here, because attributes of a module take longer than the rest
+        held: dict[str, Any] = {**gate._buffers, **gate._parameters}
+        anchored = known.hard and bool(gate.learned)
+        return Gate(
+            anchored,
+            known.owner,
+            known.s,
+            known.c,
+            held.get("tau0"),
+            held.get("rho"),
+            held["theta0"],
+            held.get("dtheta"),
+            held["v" if anchored else "c"],
         )
 
     def _synaptic(self, x: Tensor, tap: tuple[int, ...], groups: int) -> Tensor:
@@ -308,6 +332,17 @@ class _Conv(_Tiered):
 
     from_dense = Linear.__dict__["from_dense"]
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """As torch's, which goes by the number of axes when it converts to channels_last."""
+        axes = len(self.stride) + 3
+
+        def moved(t: Tensor) -> Tensor:
+            # (O, K, I, *kernel) as the weights (O, K I, *kernel) that the convolution reads; as
+            # data, because torch swaps no tensor that has views
+            return fn(t) if t.dim() != axes else _branches(fn(t.data.flatten(1, 2)), t.shape[1])
+
+        return super()._apply(moved, recurse)  # type: ignore[no-any-return, no-untyped-call]
+
     def forward(self, x: Tensor) -> Tensor:
         """(B, C, *spatial) or (C, *spatial), as torch's convolution."""
         if x.dim() == len(self.stride) + 1:
@@ -416,6 +451,11 @@ def _from_dense(
     new.weight, new.bias = layer.weight, layer.bias
     new._set(None, tier, share, init, train, size)
     return new
+
+
+def _branches(beside: Tensor, K: int) -> Tensor:
+    """(O, K I, ...) as (O, K, I, ...), a view."""
+    return beside.unflatten(1, (K, beside.shape[1] // K))  # type: ignore[no-untyped-call, no-any-return]
 
 
 def _times(factor: Value, w: Tensor) -> Value:

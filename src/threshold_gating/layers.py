@@ -21,7 +21,7 @@ from threshold_gating.primitive import Anchor, Value
 SHARES = ("net", "layer", "channel", "head", "neuron")
 LEARNABLE = ("tau", "theta", "s", "c")
 # exp(7) is 1100 times softer or sharper than the start; further out tau would leave float32.
-_RHO_BOUND = kernels.learned.BOUND
+_RHO_BOUND = kernels.direct.BOUND
 
 
 class _Structure(NamedTuple):
@@ -98,8 +98,8 @@ class Activation(nn.Module):
         self.learned = _learned(record, train)
         self._structure = _structure(record, self.learned)
         self._op = None if self.learned else kernels.native(record)
-        self._form = _kernel_form(record, self._structure) if self.learned else None
         self._jumps = record.hard and "theta" in self.learned and _has_jump(record)
+        self._kind = _kind(record, self._structure, self.learned)
         self._reset(device=device)
 
     def _reset(self, device: Any) -> None:
@@ -151,6 +151,13 @@ class Activation(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the activation to each element of `x`; shape and dtype are kept."""
+        if torch._C._len_torch_function_stack() == 0:
+            return self._evaluated(x)
+        # An owner around us must not look at our steps, nor answer them.
+        with torch._C.DisableTorchFunction():
+            return self._evaluated(x)
+
+    def _evaluated(self, x: Tensor) -> Tensor:
         # The backend is asked first: with native off, whether there is an op must not matter to a
         # compiled graph.
         if kernels.takes_native():
@@ -165,7 +172,7 @@ class Activation(nn.Module):
         form = self._structure
         y = kernels.blend(
             x,
-            [t.view(shape) for t in tau] if isinstance(tau, list) else _viewed(tau, shape),
+            [_viewed(t, shape) for t in tau] if isinstance(tau, list) else _viewed(tau, shape),
             theta,
             s,
             c,
@@ -182,17 +189,24 @@ class Activation(nn.Module):
 
     def _launched(self, x: Tensor) -> Tensor | None:
         """By one kernel that takes the parameters as they are, or None if there is none."""
-        if self._form is None:
-            return None if self.learned else kernels.constant(self.init, x)
-        learned = kernels.learned
-        s, c = (getattr(self, n) if n in self.learned else None for n in ("s", "c"))
-        if not learned.takes(self._form, s, c):
+        if not self.learned:
+            return kernels.direct.constant(self.init, x)
+        if self._kind is None:
             return None
-        rows = self.tau0.flatten(1) if self._structure.own_tau else self.tau0.view(1, -1)
-        starts = learned.Starts(self._form, rows, self.theta0.flatten(1), self._shape_in(x))
-        rho = self.rho if "tau" in self.learned else None
-        dtheta = self.dtheta if "theta" in self.learned else None
-        return learned.activation(x, starts, (rho, dtheta, s, c))
+        if self._jumps and torch.is_grad_enabled():
+            return None  # a threshold there has a gradient that no kernel gives
+        # looked up here, because attributes of a module take longer than the rest
+        tensors: dict[str, Any] = {**self._buffers, **self._parameters}
+        constant = tensors["v" if self.init.hard else "c"]
+        given = kernels.direct.Given(
+            tensors.get("rho"),
+            tensors.get("dtheta"),
+            tensors["s"],
+            constant,
+            tensors.get("tau0"),
+            tensors["theta0"],
+        )
+        return kernels.direct.activation(x, self._kind, self._shape_in(x), given)
 
     def _shape_in(self, x: Tensor) -> tuple[int, ...]:
         """The shape in which a group's values broadcast against `x`."""
@@ -371,12 +385,13 @@ def _structure(t: TG, learned: Sequence[str]) -> _Structure:
     )
 
 
-def _kernel_form(t: TG, known: _Structure) -> kernels.Form | None:
+def _kind(t: TG, known: _Structure, learned: Sequence[str]) -> kernels.direct.Kind | None:
     """What a kernel has to know of a learned activation; None where there is no kernel."""
-    if known.hard or t.K < 2 or t.clamp is not None or (t.K > 2 and t.form != "softmax"):
+    if not learned or t.K < 2 or t.clamp is not None or (t.K > 2 and t.form != "softmax"):
         return None
-    taus = t.K - 1 if known.own_tau else 1
-    return kernels.Form((None,) * taus, (None,) * (t.K - 1), known.s, known.c, None, known.centred)
+    taus = (math.inf,) if known.hard else (None,) * (t.K - 1 if known.own_tau else 1)
+    form = kernels.Form(taus, (None,) * (t.K - 1), known.s, known.c, known.owner, known.centred)
+    return kernels.direct.Kind.of(form, learned)
 
 
 def _has_jump(t: TG) -> bool:
@@ -414,7 +429,11 @@ def _rows_like(w: Any, like: Tensor) -> Tensor:
 
 
 def _viewed(w: Value, shape: tuple[int, ...]) -> Value:
-    return w.view(shape) if isinstance(w, Tensor) else w
+    if not isinstance(w, Tensor):
+        return w
+    return (
+        w.view(shape) if w.numel() == math.prod(shape) else w.expand(math.prod(shape)).view(shape)
+    )
 
 
 def _columns(rows: Sequence[Value], group: tuple[int, ...]) -> list[tuple[float, ...]]:

@@ -174,11 +174,12 @@ def _extreme(side: int) -> Callable[..., Tensor]:
 
 
 # A copy of torch's function whose softmax and attention are ours. The original stops at its first
-# line to ask whoever intercepts it, so its inside could not be reached.
+# line to ask whoever intercepts it, so its inside could not be reached. Its globals have no name:
+# a compiler would look them up in the module of that name.
 _multi_head_attention = types.FunctionType(
     F.multi_head_attention_forward.__code__,
     {
-        **vars(F),
+        **{name: value for name, value in vars(F).items() if name != "__name__"},
         "has_torch_function": lambda tensors: False,
         "softmax": _softmax,
         "scaled_dot_product_attention": attention.scaled_dot_product_attention,
@@ -223,9 +224,11 @@ FUNCTIONS: dict[Function, tuple[str, bool]] = {
 
 def read(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
     """The kind of nonlinearity that a call of torch is, or None if it is none."""
-    kind, _ = FUNCTIONS.get(function, (None, False))
+    if function not in FUNCTIONS:
+        return None
+    kind, _ = FUNCTIONS[function]
     x = args[0] if args else kwargs.get("input", kwargs.get("query"))
-    if kind is None or not isinstance(x, Tensor) or not x.is_floating_point():
+    if not isinstance(x, Tensor) or not x.is_floating_point():
         return None
     if kind in ("maximum", "minimum"):  # torch.max is also a reduction
         other = args[1] if len(args) > 1 else kwargs.get("other")

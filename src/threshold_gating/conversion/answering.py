@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -73,7 +74,6 @@ def _may_pass(module: Any) -> bool:
     """
     return (
         module.__dict__.get("tg_native", False)
-        and not torch.compiler.is_compiling()
         and not _watched
         and kernels.takes_native()
         and torch._C._len_torch_function_stack() == 0
@@ -127,6 +127,9 @@ class Answering(TorchFunctionMode):
         self.counts: dict[str, int] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Nearly every call is none of ours: that is found out first, with as little as possible.
+        if func not in sites.FUNCTIONS:
+            return func(*args, **kwargs) if kwargs else func(*args)
         kwargs = kwargs or {}
         kind = sites.read(func, args, kwargs)
         if kind is None:
@@ -155,19 +158,35 @@ class Answering(TorchFunctionMode):
         return self.plan[name]
 
 
-_MADE: dict[tuple[str, tuple[Any, ...]], Site] = {}
+# Sites of calls that no plan has, and the names by which these have them. Attributes and not items:
+# a compiler looks those up when it comes to them, so that it sees one that was made on the way.
+_MADE = SimpleNamespace()
+_NAMES: dict[tuple[str, tuple[Any, ...]], str] = {}
 
 
 def as_it_comes(kind: str, args: Any, kwargs: Any) -> Site:
+    """The site of a call that no plan has."""
     parameters = sites.KINDS[kind].read(*args, **kwargs).parameters if kind in sites.KINDS else ()
-    if (kind, parameters) not in _MADE:
+    site: Site = getattr(_MADE, _made(kind, parameters))
+    return site
+
+
+def _made(kind: str, parameters: tuple[Any, ...]) -> str:
+    """The name of a call's site, which is there then. It measures, even fits: not for a graph."""
+    name = _NAMES.get((kind, parameters))
+    if name is None:
         site = Site(f":{kind}", kind)
         if kind in sites.KINDS:
             known = sites.of_call(kind, parameters)
-            op = kernels.native(known.t)
-            site = Site(f":{kind}", kind, known.t, known.exact, known.sup, parameters, op)
-        _MADE[kind, parameters] = site
-    return _MADE[kind, parameters]
+            site = Site(f":{kind}", kind, *known, parameters, kernels.native(known.t))
+        name = f"site{id(site)}"  # no counter: threads may come here together
+        setattr(_MADE, name, site)
+        _NAMES[kind, parameters] = name
+    return name
+
+
+# torch.compiler.assume_constant_result, without the second that its import takes
+_made.__dict__["_dynamo_marked_constant"] = True
 
 
 def answer(site: Site, func: Any, args: Any, kwargs: Any) -> Any:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from threshold_gating import primitive
 from threshold_gating.instance import TG
-from threshold_gating.kernels import fused, launch, learned, products
+from threshold_gating.kernels import direct, fused, launch, products
 from threshold_gating.kernels.form import Form, take_apart
 from threshold_gating.kernels.lowering import Op, native, overwriting
 
@@ -29,10 +29,11 @@ __all__ = [
     "blend",
     "blend_times",
     "constant",
+    "direct",
     "evaluate",
+    "exporting",
     "gated_product",
     "launches",
-    "learned",
     "lowered",
     "native",
     "overwriting",
@@ -118,7 +119,14 @@ def lowered(op: Op | None) -> Op | None:
 def takes_native() -> bool:
     """Whether torch's own ops may run where they compute the same."""
     # An exported graph is for people and other tools to read: it holds the gates.
-    return _backend == "native" or (_backend == "auto" and not torch.compiler.is_exporting())
+    return _backend == "native" or (_backend == "auto" and not exporting())
+
+
+def exporting() -> bool:
+    """Whether a graph is being made for torch.export."""
+    # The flag and not `torch.compiler.is_exporting()`: Dynamo of torch 2.11 takes that for True
+    # in every graph that it compiles.
+    return torch.compiler._is_exporting_flag
 
 
 def blend(x: Tensor, *parameters: Any, **options: Any) -> Tensor:
@@ -158,7 +166,7 @@ def _fused(
 def _is_plain(x: Any) -> bool:
     """Whether x is memory: not transformed, of no subclass, not in a graph to export."""
     if torch.compiler.is_compiling():
-        return not torch.compiler.is_exporting()
+        return not exporting()
     return (
         type(x) in (Tensor, torch.nn.Parameter)
         and torch._C._functorch.peek_interpreter_stack() is None
@@ -176,10 +184,8 @@ def _runs_triton(x: Tensor) -> bool:
 
 
 def constant(t: TG, x: Tensor) -> Tensor | None:
-    """A frozen instance at `x` without a derivative, where a kernel has it ready; else None."""
-    if not launches(x) or (x.requires_grad and torch.is_grad_enabled()):
-        return None
-    return fused.constant(t, x)
+    """A frozen instance at `x`, where a kernel has it ready; else None."""
+    return direct.constant(t, x) if launches(x) else None
 
 
 def launches(x: Tensor) -> bool:
@@ -187,8 +193,16 @@ def launches(x: Tensor) -> bool:
     return _runs_triton(x) and not torch.compiler.is_compiling() and _is_plain(x)
 
 
-def evaluate(t: TG, x: Tensor, v: Tensor | None = None, op: Op | None = None) -> Tensor:
-    """A frozen instance at `x` by the backend in force; `op` is its `native`, if it has one."""
+def evaluate(
+    t: TG, x: Tensor, v: Tensor | None = None, op: Op | None = None, up: Tensor | None = None
+) -> Tensor:
+    """A frozen instance at `x` by the backend in force; `op` is its `native`, if it has one.
+
+    `up` multiplies the result (SwiGLU, GEGLU), on a GPU in the same pass.
+    """
+    if up is not None:
+        y = _constant_times(t, x, up) if v is None else None
+        return evaluate(t, x, v, op) * up if y is None else y
     chosen = lowered(op) if v is None else None
     if chosen is not None:
         return chosen(x)
@@ -198,6 +212,11 @@ def evaluate(t: TG, x: Tensor, v: Tensor | None = None, op: Op | None = None) ->
         return y
     options = {"form": t.form, "owner": t.owner, "q": t.q, "anchor": t.anchor, "clamp": t.clamp}
     return blend(x, t.tau, t.theta, t.s, t.c, v=v, **options)
+
+
+def _constant_times(t: TG, x: Tensor, up: Tensor) -> Tensor | None:
+    fits = up.shape == x.shape and up.dtype == x.dtype
+    return direct.constant_times(t, x, up) if fits and launches(x) else None
 
 
 def gated_product(x: Tensor, *parameters: Any, **options: Any) -> Tensor:

@@ -7,13 +7,13 @@ torch.compile they are opaque, known by the shapes they give. Triton is imported
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from threshold_gating.kernels.flash_launch import Call, interpreting
+from threshold_gating.kernels.launch import is_installed
 from threshold_gating.logits import Top2
 
 LARGEST_HEAD = 256
@@ -35,7 +35,7 @@ def can_run(query: Tensor, key: Tensor, value: Tensor, gqa: bool) -> bool:
         and min(sizes) > 0
         and max(sizes) <= LARGEST_HEAD
         and min(query.numel(), key.numel()) > 0
-        and importlib.util.find_spec("triton") is not None
+        and is_installed()
     )
 
 

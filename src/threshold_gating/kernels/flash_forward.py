@@ -25,14 +25,47 @@ from threshold_gating.kernels.flash_tiles import (
     store_rows,
 )
 
-COUNT: tl.constexpr = tl.constexpr(65536)  # far above every place in a tile
-LANES: tl.constexpr = tl.constexpr(8)  # a thread holds columns 2 l and 2 l + 1 of every 8
+COUNT: tl.constexpr = tl.constexpr(262144)  # far above every place in a tile
+LANES: tl.constexpr = tl.constexpr(4)  # `pairs`: lane l holds columns 2 l and 2 l + 1 of every 8
 
 
 @triton.jit
-def over_lanes(x):
-    """Columns 8 apart side by side: they lie in one thread, so a reduction of axis 1 is local."""
+def pairs(x):
+    """The columns of a lane side by side, in the last axis.
+
+    Straight from a product they lie in one thread, so that a reduction is local.
+    """
+    x = tl.reshape(x, [x.shape[0], x.shape[1] // (2 * LANES), LANES, 2])
+    x = tl.permute(x, [0, 2, 1, 3])
+    return tl.reshape(x, [x.shape[0], LANES, x.shape[2] * 2])
+
+
+@triton.jit
+def every_fourth(x):
+    """The same where a mask has moved logits to other threads, which `pairs` does not survive."""
     return tl.reshape(x, [x.shape[0], x.shape[1] // LANES, LANES])
+
+
+@triton.jit
+def lane_sum(x, PAIRED: tl.constexpr):
+    """Of each lane; a third axis is kept: no layout but this one has three, so none is changed."""
+    if PAIRED:
+        return tl.sum(pairs(x), 2, keep_dims=True)
+    return tl.sum(every_fourth(x), 1)[:, :, None]
+
+
+@triton.jit
+def lane_second(e, PAIRED: tl.constexpr):
+    """Of each lane the largest e < 0: as integers the least, and three are compared at once.
+
+    The bits of floats < 0 are integers < 0 that grow away from 0; those of the others are >= 0.
+    """
+    bits = e.to(tl.int32, bitcast=True)
+    if PAIRED:
+        least = tl.min(pairs(bits), 2, keep_dims=True)
+    else:
+        least = tl.min(every_fourth(bits), 1)[:, :, None]
+    return least.to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -42,14 +75,31 @@ def entries(place):
 
 
 @triton.jit
-def is_below(x, y):
-    """0 where x = y and 1 where x < y: (y - x) 2^80, rounded once and clipped, one instruction."""
+def spots(BLOCK_N: tl.constexpr, PAIRED: tl.constexpr):
+    """What an entry adds to `place`: COUNT and where it is in its lane, 0 amid the tile."""
+    column = tl.arange(0, BLOCK_N)
+    first = (column & -(2 * LANES)) + (column & 1) if PAIRED else column & -LANES
+    return (first + (COUNT - BLOCK_N // 2)).to(tl.float32)
+
+
+@triton.jit
+def product_below(x, y):
+    """x y rounded down, so that fma(x, y, -product_below(x, y)) is not below 0."""
     if INTERPRETED:
-        return tl.where(x < y, 1.0, 0.0)
+        return x * y  # its fma rounds the product as well: the difference is 0
     return tl.inline_asm_elementwise(
-        "fma.rn.ftz.sat.f32 $0, $1, 0fE7800000, $2;",
-        "=f,f,f", [x, y * 1208925819614629174706176.0], tl.float32, True, 1,
-    )  # fmt: skip
+        "mul.rm.f32 $0, $1, $2;", "=f,f,f", [x, y], tl.float32, True, 1
+    )
+
+
+@triton.jit
+def is_below_zero(e):
+    """1 where e < 0, else 0: -e 2^126, clipped, one instruction."""
+    if INTERPRETED:
+        return tl.where(e < 0, 1.0, 0.0)
+    return tl.inline_asm_elementwise(
+        "mul.rn.ftz.sat.f32 $0, $1, 0fFE800000;", "=f,f", [e], tl.float32, True, 1
+    )
 
 
 @triton.jit
@@ -63,10 +113,12 @@ def sweep(
     """Keys `lo` to `hi` into the running state of some rows: online softmax.
 
     m1 is the maximum and `total` = sum_j exp(z_j - m1). With STATISTICS there is `rest` instead,
-    the same sum without the entries equal to m1, and `second`, its largest term; `tile` is where m1
-    was found, and `place` adds for each such entry COUNT and LANES times its group of columns,
-    counted from 1. All but m1 and `tile` are kept apart for each lane of columns and joined at the
-    end. Products with 0 and 1 stand for selections: multipliers have time, comparers do not.
+    the same sum without the entries equal to m1, and `second`, its largest exponent; `tile` is
+    where m1 was found, and `place` adds the `spots` of such entries in it. They are those whose
+    exponent is not below 0, for what is subtracted is rounded down; one that is lower by less than
+    the rounding passes for a tie. All but m1 and `tile` are kept apart for each lane of columns and
+    joined at the end. Products with 0 and 1 stand for selections: multipliers have time, comparers
+    do not.
     """
     for start in tl.range(lo, hi, BLOCK_N):
         start = tl.multiple_of(start, BLOCK_N)
@@ -78,25 +130,26 @@ def sweep(
         )  # fmt: skip
         new = tl.maximum(m1, tl.max(z, 1))
         top = finite(new)
-        p = tl.exp2(z * unit - (top * unit)[:, None])
-        shrink = tl.exp2((m1 - top) * unit)
+        level = product_below(top, unit) if STATISTICS else top * unit
+        e = tl.fma(z, unit, -level[:, None])
+        p = tl.exp2(e)
+        fall = (m1 - top) * unit
+        shrink = tl.exp2(fall)
         if STATISTICS:
-            rises = (new > m1)[:, None]
-            other = is_below(z, top[:, None])
+            rises = (new > m1)[:, None, None]
+            other = is_below_zero(e)
             # entries equal to the old maximum are among the others now
-            rest = (rest + tl.where(rises, entries(place), 0.0)) * shrink[:, None]
-            others = p * other
-            rest += tl.sum(over_lanes(others), 1)
-            second = tl.where(rises, 1.0, second) * shrink[:, None]
-            second = tl.maximum(second, tl.max(over_lanes(others), 1))
-            group = ((tl.arange(0, BLOCK_N) & -LANES) + (COUNT + LANES)).to(tl.float32)
+            rest = (rest + tl.where(rises, entries(place), 0.0)) * shrink[:, None, None]
+            rest += lane_sum(p * other, MASK == NONE)
+            second = tl.where(rises, 0.0, second) + fall[:, None, None]
+            second = tl.maximum(second, lane_second(e, MASK == NONE))
+            spot = spots(BLOCK_N, MASK == NONE)[None, :]
             place = tl.where(rises, 0.0, place) + (
-                tl.sum(over_lanes(group[None, :]), 1)
-                - tl.sum(over_lanes(other * group[None, :]), 1)
+                lane_sum(spot, MASK == NONE) - lane_sum(other * spot, MASK == NONE)
             )
             tile = tl.where(new > m1, start, tile)
         else:
-            total = total * shrink[:, None] + tl.sum(over_lanes(p), 1)
+            total = total * shrink[:, None, None] + lane_sum(p, MASK == NONE)
         if VALUES:
             v = load_rows(v_base, v_row, start, keys, BLOCK_N, DV, BLOCK_DV, EDGE).to(DOT)
             acc = acc * shrink[:, None]
@@ -174,8 +227,9 @@ def forward(
     mask_base = mask + batch * mask_batch + head * mask_head if MASK != NONE else mask
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     m1 = tl.full([BLOCK_M], -INF, tl.float32)
-    total = tl.zeros([BLOCK_M, LANES], tl.float32)
-    rest, second, place, tile = total, total, total, tl.zeros([BLOCK_M], tl.int32)
+    total = tl.zeros([BLOCK_M, LANES, 1], tl.float32)
+    rest, place, tile = total, total, tl.zeros([BLOCK_M], tl.int32)
+    second = total - INF
     full, end = key_range(block, keys, CAUSAL, BLOCK_M, BLOCK_N)
     acc, m1, total, rest, second, tile, place = sweep(
         acc, m1, total, q_tile, k_base, k_row, v_base, v_row, rows, 0, full, queries, keys,
@@ -194,16 +248,22 @@ def forward(
     plane = tl.num_programs(1).to(tl.int64) * queries
     row = at * queries + rows
     if STATISTICS:
+        rest = tl.reshape(rest, [BLOCK_M, LANES])
+        second = tl.reshape(second, [BLOCK_M, LANES])
+        place = tl.reshape(place, [BLOCK_M, LANES])
         tops = entries(place)  # entries equal to m1
-        lane = place - tops * COUNT - LANES + tl.arange(0, LANES)[None, :]
+        start = tl.arange(0, LANES) * (2 if MASK == NONE else 1)
+        lane = place - tops * COUNT + (BLOCK_N // 2 + start[None, :])
         i1 = tile + tl.sum(tl.where(tops > 0, lane, 0.0), 1).to(tl.int32)
         T, second, tops = tl.sum(rest, 1), tl.max(second, 1), tl.sum(tops, 1)
-        whole = T + tops
-        gap = -tl.log2(second)  # m1 - m2; inf if no other entry is left
-        m2 = m1 - gap / unit
-        T = T / tl.where(second == 0, 1.0, second)
-        # Ties have no one place, and p underflows far below a peak: both are rare.
-        if tl.max(tl.where(inside & ((tops > 1) | ((gap > 64) & (tops > 0))), 1, 0)) > 0:
+        top = finite(m1)
+        level = product_below(top, unit)
+        above = tl.fma(top, unit, -level)  # the exponent of entries equal to m1, hardly more than 0
+        whole = T + tops * tl.exp2(above)
+        m2 = m1 + (second - above) / unit  # -inf if no other entry is left
+        T = T / tl.where(second == -INF, 1.0, tl.exp2(second))
+        # Ties have no one place, and exp2 underflows far below a peak: both are rare.
+        if tl.max(tl.where(inside & ((tops > 1) | ((second < -64) & (tops > 0))), 1, 0)) > 0:
             m1, i1, m2, T = merge_tiles(
                 tl.full([BLOCK_M], -INF, tl.float32), tl.zeros([BLOCK_M], tl.int32),
                 tl.full([BLOCK_M], -INF, tl.float32), tl.zeros([BLOCK_M], tl.float32),
@@ -217,7 +277,8 @@ def forward(
         tl.store(levels + 2 * plane + row, T, mask=inside)
         tl.store(index + row, tl.where(empty, 0, i1), mask=inside)
     else:
-        whole = tl.sum(total, 1)
+        whole = tl.sum(tl.reshape(total, [BLOCK_M, LANES]), 1)
+        level = finite(m1) * unit
     whole = tl.where(empty, 1.0, whole)
     spread = tl.log2(whole)
     if VALUES:
@@ -228,7 +289,7 @@ def forward(
         )  # fmt: skip
     # +inf for a row without keys: the backward finds exp2(z - inf) = 0 there. A large mask would
     # swallow the second term, so both are kept then.
-    level = m1 * unit if MASK == ADD else m1 * unit + spread
+    level = level if MASK == ADD else level + spread
     tl.store(lse + row, tl.where(empty, INF, level), mask=inside)
     if MASK == ADD:
         tl.store(lse + plane + row, spread, mask=inside)

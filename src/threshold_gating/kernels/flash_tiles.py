@@ -14,7 +14,7 @@ import triton.language as tl
 INTERPRETED: tl.constexpr = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 INF: tl.constexpr = tl.constexpr(float("inf"))
-LOWEST: tl.constexpr = tl.constexpr(-1e14)  # swallows every logit, and 2^80 times it is a float
+LOWEST: tl.constexpr = tl.constexpr(-1e14)  # swallows every logit and is finite
 NONE: tl.constexpr = tl.constexpr(0)  # kinds of mask
 KEEP: tl.constexpr = tl.constexpr(1)  # boolean
 ADD: tl.constexpr = tl.constexpr(2)  # floating point

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from threshold_gating import primitive
-from threshold_gating.instance import TG
 from threshold_gating.kernels import launch, tile
-from threshold_gating.kernels.form import Call, Form, in_memory, take_apart
+from threshold_gating.kernels.form import Call, Form, in_memory
 from threshold_gating.primitive import Value
 
 _LOG2E = math.log2(math.e)
@@ -29,7 +28,7 @@ _maximum = torch.ops.aten.maximum.default
 _TILE = {True: 2**18, False: 2**17}
 
 Part = tuple[slice, slice, slice]
-Packed = tuple[list[Tensor], list[int]]
+Packed = tuple[list[Tensor], launch.Codes]
 
 
 def blend(x: Tensor, other: Tensor | None, call: Call, role: int, triton: bool) -> Tensor:
@@ -39,24 +38,6 @@ def blend(x: Tensor, other: Tensor | None, call: Call, role: int, triton: bool) 
         y: Tensor = _Blend.apply(x, other, how, *call.tensors)  # type: ignore[no-untyped-call]
         return y
     return (_forward_triton if triton else _forward)(x, other, call, role)
-
-
-def constant(t: TG, x: Tensor) -> Tensor | None:
-    """A frozen instance by Triton, for inference; its numbers are put on the device once."""
-    ready = _ready(t, x.device)
-    if ready is None or not torch.ops.aten.is_non_overlapping_and_dense(x) or not x.numel():
-        return None
-    return launch.forward(x, None, *ready, (1, 1, x.numel()))
-
-
-@functools.lru_cache(64)
-def _ready(t: TG, device: torch.device) -> Packed | None:
-    x = torch.zeros(1, device=device)
-    options: dict[str, Any] = {
-        name: getattr(t, name) for name in ("form", "owner", "q", "anchor", "clamp")
-    }
-    call = take_apart(x, t.tau, t.theta, t.s, t.c, **options)
-    return None if call is None else _packed(x, call, launch.ALONE)
 
 
 def blend_traced(x: Tensor, v: Tensor | None, call: Call) -> Tensor | None:
@@ -155,11 +136,27 @@ class _Blend(torch.autograd.Function):
 def _forward_triton(
     x: Tensor, other: Tensor | None, call: Call, role: int, packed: Packed | None = None
 ) -> Tensor:
-    run = launch.forward_op if torch.compiler.is_compiling() else launch.forward
+    compiling = torch.compiler.is_compiling()
+    if compiling and role == launch.ALONE and (call.form.hard or call.form.K == 2):
+        return _by_formula(x, call)  # the compiler fuses it with what is around; backward is ours
     memory, second = (_memory(t, call) for t in (x, other))
     assert memory is not None
-    y = run(memory, second, *(packed or _packed(x, call, role)))
+    tensors, codes = packed or _packed(x, call, role)
+    if compiling:
+        y = launch.forward_op(memory, second, tensors, list(codes))
+    else:
+        y = launch.forward(memory, second, launch.Parameters.of(tensors), codes, call.sizes)
     return _restored(y, x, call.order)
+
+
+def _by_formula(x: Tensor, call: Call) -> Tensor:
+    """y in torch's ops."""
+    y = blend_traced(x, None, call)
+    if y is None:
+        tau, theta, s, c = call.form.filled(call.tensors)
+        options: Any = {"owner": call.form.owner, "centred": call.form.centred}
+        y = primitive.blend(x, tau[0], theta, s, c, **options)
+    return y
 
 
 def _backward_triton(
@@ -170,13 +167,21 @@ def _backward_triton(
     packed: Packed,
     needed: Sequence[bool],
 ) -> list[Tensor | None]:
-    run = launch.backward_op if torch.compiler.is_compiling() else launch.backward
     wanted = _wanted(call.form, needed)
     if call.form.hard:  # a comparison gives its threshold nothing
         wanted = wanted._replace(theta=False)
     slopes, memory, second = (_memory(t, call) for t in (dy, x, other))
     assert slopes is not None and memory is not None
-    dx, dother, sums = run(slopes, memory, second, *packed, list(wanted))
+    tensors, codes = packed
+    if torch.compiler.is_compiling():
+        dx, dother, sums = launch.backward_op(
+            slopes, memory, second, tensors, list(codes), list(wanted)
+        )
+    else:
+        p = launch.Parameters.of(tensors)
+        dx, dother, sums = launch.backward(
+            slopes, memory, second, p, codes, tuple(wanted), call.sizes
+        )
     found = [dx if wanted.x else None, dother if wanted.v else None]
     grads = [None if d is None else _restored(d, x, call.order) for d in found]
     return [*grads, *_parameter_gradients(sums, x, call, wanted, needed[2:])]
@@ -195,7 +200,8 @@ def _packed(x: Tensor, call: Call, role: int) -> Packed:
     for numbers in (form.tau, form.theta, form.s, form.c):
         own = [next(rest) for n in numbers if n is None]
         rows.append(launch.packed(numbers, own, x.device))
-    return [r.tensor for r in rows], launch.codes(form, rows, role)
+    digits = [launch.code_of(row) for row in (form.tau, form.theta, form.s, form.c)]
+    return rows, launch.codes(form, digits, role)
 
 
 def _forward(x: Tensor, v: Tensor | None, call: Call, role: int) -> Tensor:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import math
+import operator
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -27,9 +27,18 @@ def interpreting() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-@functools.cache
 def is_installed() -> bool:
-    return importlib.util.find_spec("triton") is not None
+    return _INSTALLED
+
+
+def _found() -> bool:
+    try:
+        return importlib.util.find_spec("triton") is not None
+    except ImportError:  # someone forbids it
+        return False
+
+
+_INSTALLED = _found()  # here, for Dynamo may not look
 
 
 class Tiles(NamedTuple):
@@ -88,50 +97,67 @@ def tiles_forward(m: Matrix, K: int, size: int) -> Tiles:
     """By layout, branches and bytes of an element; swept on an H200, 16384 x 4096."""
     if interpreting():
         return m.tiles(64, 256, 4, 1, 4)
+    every, narrow = 2**31, size == 2
     if m.layout == 1:
-        if K > 2:
-            return m.tiles(1, 256, 2, 4 if size == 2 else 3, 16 * 132)
-        return m.tiles(8, 512, 2, 1, 10 * 132) if size == 2 else m.tiles(4, 512, 4, 1, 2**31)
-    return m.tiles(1, 1024, 4, 1, 2**31 if K == 2 else 64 * 132)
+        if K == 2:
+            return m.tiles(8, 256, 1, 1, every) if narrow else m.tiles(4, 512, 4, 1, every)
+        if K == 3:
+            return m.tiles(2, 256, 1, 3, 16 * 132) if narrow else m.tiles(8, 128, 1, 1, every)
+        return m.tiles(4, 128, 1, 3, 8 * 132) if narrow else m.tiles(4, 256, 2, 3, 16 * 132)
+    if K == 2:
+        return m.tiles(1, 1024, 4, 1, every)
+    return m.tiles(2, 1024, 4, 2, 64 * 132) if narrow else m.tiles(1, 2048, 4, 1, every)
 
 
-def tiles_backward(m: Matrix, K: int) -> Tiles:
+def tiles_backward(m: Matrix, K: int, size: int) -> Tiles:
     if interpreting():
         return m.tiles(64, 256, 4, 1, 4)
+    narrow = size == 2
     if m.layout == 1:
-        return m.tiles(1, 512, 4, 4, 8 * 132) if K == 3 else m.tiles(1, 256, 2, 6, 8 * 132)
-    return m.tiles(1, 512, 2, 5, 8 * 132)
+        if K == 2 and narrow:
+            return m.tiles(2, 256, 1, 5, 8 * 132)
+        return m.tiles(2, 128, 1, 5, 8 * 132) if K < 4 else m.tiles(1, 128, 1, 4, 8 * 132)
+    if K == 3 and narrow:
+        return m.tiles(1, 1024, 2, 3, 8 * 132)
+    return m.tiles(1, 512, 2, 5, (16 if K < 4 else 8) * 132)
 
 
-class Rows(NamedTuple):
-    """One parameter: the rows that are tensors, and a base-4 digit for each that is a number."""
-
-    tensor: Tensor  # (rows, G) or (rows, 1), float32
-    code: int
-
-    def arguments(self) -> tuple[Tensor, int, int]:
-        wide = self.tensor.shape[1] > 1
-        return self.tensor, self.tensor.stride(0), self.tensor.stride(1) if wide else 0
+Codes = tuple[int, ...]
+Steps = tuple[int, ...]
 
 
-_DIGITS = {0.0: 1, 1.0: 2, -1.0: 3}
+class Parameters(NamedTuple):
+    """What the kernels read: tau, rho, theta, shift, s, c, and between rows and groups of each."""
+
+    tensors: tuple[Tensor, ...]
+    steps: Steps  # (row, group) of tau, theta, s, c
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor]) -> Parameters:
+        """From tau, theta, s and c of shape (rows, G) or (rows, 1)."""
+        tau, theta, s, c = tensors
+        steps = [n for t in tensors for n in (t.stride(0), t.stride(1) if t.shape[1] > 1 else 0)]
+        return cls((tau, tau, theta, theta, s, c), tuple(steps))
+
+
+DIGITS = {0.0: 1, 1.0: 2, -1.0: 3}
 
 
 def code_of(numbers: Numbers) -> int:
     """A base-4 digit for each row: 0 for one in memory, else the number 0, 1 or -1."""
-    digits = [0 if number is None else _DIGITS.get(number, 0) for number in numbers]
+    digits = [0 if number is None else DIGITS.get(number, 0) for number in numbers]
     return sum(digit * 4**k for k, digit in enumerate(digits))
 
 
-def packed(numbers: Numbers, tensors: Sequence[Tensor], device: torch.device) -> Rows:
-    """A parameter's rows, tensors given flat in memory order, for a kernel to read."""
-    rest, loaded, code = iter(tensors), [], code_of(numbers)
+def packed(numbers: Numbers, tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    """A parameter's rows, tensors given flat in memory order, as (rows, G) for a kernel to read."""
+    rest, loaded = iter(tensors), []
     for number in numbers:
-        if number is None or number not in _DIGITS:
+        if number is None or number not in DIGITS:
             loaded.append(next(rest) if number is None else _constant(number, device))
     if not loaded:
-        return Rows(_constant(0.0, device).view(1, 1), code)
-    return Rows(_stacked(loaded), code)
+        return _constant(0.0, device).view(1, 1)
+    return _stacked(loaded)
 
 
 @functools.lru_cache(256)
@@ -167,34 +193,22 @@ def _lies_in(last: Tensor, first: Tensor) -> bool:
     return last.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
 
 
-def codes(form: Form, rows: Sequence[Rows], role: int) -> list[int]:
+def codes(form: Form, digits: Sequence[int], role: int, learned: int = 0) -> Codes:
     """What a kernel knows when it is compiled, in the order in which it takes it."""
-    return codes_of(form, [r.code for r in rows], role)
-
-
-def codes_of(form: Form, digits: Sequence[int], role: int) -> list[int]:
     mode = 4 if form.hard else 2 if len(form.tau) == 1 else 3
     if form.K == 2 and not form.hard:
         mode = int(form.centred)
     owners = sum(2**k for k, owner in enumerate(form.owner or ()) if owner == "hi")
-    return [*digits, owners, form.K, mode, role]
+    return *digits, owners, form.K, mode, role, learned
 
 
 def forward(
-    x: Tensor,
-    other: Tensor | None,
-    parameters: Sequence[Tensor],
-    codes: Sequence[int],
-    sizes: Sequence[int] | None = None,
+    x: Tensor, other: Tensor | None, p: Parameters, codes: Codes, sizes: tuple[int, ...]
 ) -> Tensor:
-    """y of (outer, G, inner), the shape of x or `sizes`; `codes` come from `codes`."""
-    from threshold_gating.kernels import device
-
+    """y of x, which lies in memory as `sizes` say: (outer, G, inner)."""
     y = torch.empty_like(x)
-    m = Matrix.of(sizes or x.shape)
-    tiles = tiles_forward(m, codes[5], x.element_size())
-    given = [x, x if other is None else other, y, *_arguments(parameters)]
-    _launch(device.blend_forward, m, tiles, given, codes)
+    prepared = _prepared("blend_forward", sizes, x.element_size(), codes, p.steps)
+    prepared.run((x, x if other is None else other, y, *p.tensors))
     return y
 
 
@@ -202,79 +216,131 @@ def backward(
     dy: Tensor,
     x: Tensor,
     other: Tensor | None,
-    parameters: Sequence[Tensor],
-    codes: Sequence[int],
-    wanted: Sequence[bool],
-    sizes: Sequence[int] | None = None,
+    p: Parameters,
+    codes: Codes,
+    wanted: tuple[bool, ...],
+    sizes: tuple[int, ...],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dx, dother, sums per row of a wanted parameter and group), empty where not wanted."""
-    from threshold_gating.kernels import device
-
-    m, K = Matrix.of(sizes or x.shape), codes[5]
-    tiles = tiles_backward(m, K)
-    dx, dother = (torch.empty_like(x) if w else x.new_empty(0) for w in wanted[:2])
-    splits, width = m.grid(tiles)[1], (1, m.N, m.R)[m.layout]
-    sums = x.new_empty(count(codes, wanted), splits, width, dtype=torch.float32)
-    given = [x, x if other is None else other, dy, dx, dother, sums, *_arguments(parameters)]
-    _launch(device.blend_backward, m, tiles, given, [*codes, *map(int, wanted)])
-    return dx, dother, sums.view(len(sums), splits * (width // m.G), m.G).sum(1)
+    """(dx, dother, sums per row of a wanted parameter and group); the first two only if wanted."""
+    known = (*codes, *wanted)
+    run, shape = _prepared("blend_backward", sizes, x.element_size(), known, p.steps)
+    dx, dother = [torch.empty_like(x) if w else x for w in wanted[:2]]
+    sums = x.new_empty(shape, dtype=torch.float32)
+    run((x, x if other is None else other, dy, dx, dother, sums, *p.tensors))
+    return dx, dother, sums.sum(0)
 
 
-def count(codes: Sequence[int], wanted: Sequence[bool]) -> int:
+def count(codes: Sequence[int], wanted: Sequence[int]) -> int:
     """How many rows of sums the wanted parameters have."""
     K, taus = codes[5], codes[5] - 1 if codes[6] == 3 else 1
     return sum(n for n, w in zip((taus, K - 1, K, K), wanted[2:], strict=True) if w)
 
 
-def _arguments(parameters: Sequence[Tensor]) -> list[Any]:
-    return [a for p in parameters for a in Rows(p, 0).arguments()]
+class Launch:
+    """A kernel for a grid, with all but its tensors: to be called with these again and again.
+
+    Once compiled, it is called past Triton's own look-up, which takes longer than small kernels
+    run; with the addresses in place of the tensors, which Triton would ask for one by one.
+    """
+
+    def __init__(self, kernel: Any, grid: Sequence[int], warps: int, rest: Sequence[Any]) -> None:
+        self.kernel, self.warps, self.rest = kernel, warps, tuple(rest)
+        self.grid = (*grid, 1, 1)[:3]
+        self.ready: dict[Any, Callable[..., None]] = {}
+
+    def __call__(self, tensors: tuple[Tensor, ...]) -> None:
+        x = tensors[0]
+        if not x.is_cuda:
+            self._ordinary(tensors)
+            return
+        places = [t.data_ptr() for t in tensors]
+        odd = functools.reduce(operator.or_, places) & 15
+        # Triton compiles anew for other types and for addresses that are no multiples of 16.
+        device: int = x.device.index
+        key = device, *[t.dtype for t in tensors]
+        run = self.ready.get(key)
+        if run is not None and not odd and torch._C._cuda_getDevice() == device:
+            run(*places, *self.rest)
+            return
+        with torch.cuda.device(x.device):
+            compiled = self._ordinary(tensors)
+        if not odd:
+            self.ready[key] = _runner(compiled, self.grid, device)
+
+    def _ordinary(self, tensors: tuple[Tensor, ...]) -> Any:
+        return self.kernel[self.grid](*tensors, *self.rest, num_warps=self.warps)
 
 
-_compiled: dict[Any, Any] = {}
+def _runner(compiled: Any, grid: tuple[int, ...], device: int) -> Callable[..., None]:
+    """A compiled kernel as a function of its arguments, on the current stream of its device."""
+    from triton import __version__ as version
+    from triton import knobs
+
+    hooked = knobs.runtime.launch_enter_hook or knobs.runtime.launch_exit_hook
+    if hooked or version.split(".")[:2] not in (["3", "6"], ["3", "7"]):
+        run: Callable[..., None] = compiled[grid]
+        return run
+    # The same without what `compiled[grid]` asks anew each time; as Triton 3.6 and 3.7 have it.
+    stream, start = torch._C._cuda_getCurrentRawStream, compiled.run
+    function, metadata = compiled.function, compiled.packed_metadata
+
+    def direct(*arguments: Any) -> None:
+        start(*grid, stream(device), function, metadata, None, None, None, *arguments)
+
+    return direct
 
 
-def _launch(
-    kernel: Any, m: Matrix, tiles: Tiles, given: Sequence[Tensor | int], known: Sequence[int]
-) -> None:
-    """Run a kernel; one that is compiled is called past Triton's own, slower look-up."""
-    programs = math.prod(m.grid(tiles))
-    runtime = [*given, m.R, m.N, m.G, tiles.iters]
-    constants = (*known, m.layout, tiles.rows, tiles.columns, tiles.stages)
-    first = given[0]
-    assert isinstance(first, Tensor)
-    if not first.is_cuda:
-        kernel[programs,](*runtime, *constants, num_warps=tiles.warps)
-        return
-    # Triton compiles anew for these properties of its arguments, so they find the kernel.
-    key = (kernel, first.device, tiles.warps, constants, *map(_kind, runtime))
-    with torch.cuda.device(first.device):
-        ready = _compiled.get(key)
-        if ready is None:
-            _compiled[key] = kernel[programs,](*runtime, *constants, num_warps=tiles.warps)
-        else:
-            ready[programs, 1, 1](*runtime, *constants)
+class _Prepared(NamedTuple):
+    run: Launch
+    sums: tuple[int, int, int]  # what backward writes: parts, rows of parameters, groups
 
 
-def _kind(a: Tensor | int) -> Any:
-    if isinstance(a, Tensor):
-        return a.dtype, a.data_ptr() % 16 == 0
-    return 1 if a == 1 else (a % 16 == 0, a >= 2**31)
+@functools.lru_cache(4096)
+def _prepared(
+    name: str, sizes: tuple[int, ...], size: int, known: Codes, steps: Steps
+) -> _Prepared:
+    from threshold_gating.kernels import device
+
+    m, K = Matrix.of(sizes), known[5]
+    tiles = (tiles_forward if name == "blend_forward" else tiles_backward)(m, K, size)
+    layout = (m.layout, tiles.rows, tiles.columns, tiles.stages)
+    rest = (*steps, m.R, m.N, m.G, tiles.iters, *map(int, known), *layout)
+    across, along = m.grid(tiles)
+    parts = along * (m.R // m.G if m.layout == 2 else 1)
+    sums = parts, count(known, known[9:]) if name == "blend_backward" else 0, m.G
+    return _Prepared(Launch(getattr(device, name), (across * along,), tiles.warps, rest), sums)
 
 
 # For torch.compile, to which a kernel is opaque: an op known by the shapes it gives.
 forward_op = torch.library.custom_op(
     "threshold_gating::blend_forward",
-    lambda x, other, parameters, codes: forward(x, other, parameters, codes),
+    lambda x, other, parameters, codes: forward(
+        x, other, Parameters.of(parameters), tuple(codes), tuple(x.shape)
+    ),
     mutates_args=(),
     schema="(Tensor x, Tensor? other, Tensor[] parameters, int[] codes) -> Tensor",
 )
 backward_op = torch.library.custom_op(
     "threshold_gating::blend_backward",
-    lambda *given: backward(*given),
+    lambda *given: _backward_op(*given),
     mutates_args=(),
     schema="(Tensor dy, Tensor x, Tensor? other, Tensor[] parameters, int[] codes, bool[] wanted)"
     " -> (Tensor, Tensor, Tensor)",
 )
+
+
+def _backward_op(
+    dy: Tensor,
+    x: Tensor,
+    other: Tensor | None,
+    parameters: list[Tensor],
+    codes: list[int],
+    wanted: list[bool],
+) -> tuple[Tensor, ...]:
+    p = Parameters.of(parameters)
+    *grads, sums = backward(dy, x, other, p, tuple(codes), tuple(wanted), tuple(x.shape))
+    # what is not wanted comes back as x, which an op may not return
+    return *[g if w else x.new_empty(0) for g, w in zip(grads, wanted, strict=False)], sums
 
 
 @forward_op.register_fake

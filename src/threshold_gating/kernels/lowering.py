@@ -13,9 +13,7 @@ from threshold_gating import taxonomy
 from threshold_gating.instance import TG
 
 Op = Callable[[Tensor], Tensor]
-# Found once: looking an op up takes as long as a small one runs.
-_OPS: dict[str, Any] = {}
-_IN_PLACE: dict[str, str] = {}
+_WITH_PARAMETERS = ("hardtanh", "leaky_relu", "threshold", "hardshrink", "softshrink")
 
 _FIXED = {
     taxonomy.TAXONOMY[key]: key.removesuffix("_clamp")
@@ -24,6 +22,17 @@ _FIXED = {
         *("hardsigmoid", "hardsigmoid_clamp"),
     )
 }
+
+
+def _found(name: str) -> Any:
+    return getattr(torch._C._nn, name, None) or getattr(torch, name, None)
+
+
+# Found here, not when first called: a table that grows while a network is compiled has it compiled
+# again. The functions that torch.nn.functional calls, because they are the fastest; around a call
+# of one, a mode that answers such calls has to be off.
+_OPS = {name: _found(name) for name in {*_FIXED.values(), *_WITH_PARAMETERS}}
+_OVERWRITING = {op: _found(name + "_") or op for name, op in _OPS.items()}
 
 
 def native(t: TG) -> Op | None:
@@ -53,23 +62,17 @@ def native(t: TG) -> Op | None:
 
 def overwriting(op: Op, x: Tensor) -> Tensor:
     """`op`, which `native` gave, written over its input where torch has such a form of it."""
-    assert isinstance(op, partial)
-    name, parameters = op.args
-    over = _IN_PLACE.get(name)
-    if over is None:
-        over = _IN_PLACE[name] = name + "_" if hasattr(torch.ops.aten, name + "_") else name
-    return _call(over, parameters, x)
+    if isinstance(op, partial):
+        plain, parameters = op.args
+        op = partial(_call, _OVERWRITING[plain], parameters)
+    else:
+        op = _OVERWRITING[op]
+    return op(x)
 
 
 def _op(name: str, *parameters: float) -> Op:
-    return partial(_call, name, parameters)
+    return partial(_call, _OPS[name], parameters) if parameters else _OPS[name]
 
 
-def _call(name: str, parameters: tuple[float, ...], x: Tensor) -> Tensor:
-    # The op itself and not torch.relu, which a converted network intercepts around us; looked up
-    # here because ops cannot be pickled.
-    op = _OPS.get(name)
-    if op is None:
-        op = _OPS[name] = getattr(torch.ops.aten, name).default
-    y: Tensor = op(x, *parameters)
-    return y
+def _call(op: Callable[..., Tensor], parameters: tuple[float, ...], x: Tensor) -> Tensor:
+    return op(x, *parameters)

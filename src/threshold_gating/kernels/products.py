@@ -6,7 +6,7 @@ only `x` is kept and the gates are evaluated again in the backward pass.
 
 from __future__ import annotations
 
-import math
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -57,13 +57,6 @@ class _Plan(NamedTuple):
             and tau.shape == theta[0].shape
             and (tau.numel() == 1 or tau.dim() == (1 if self.conv is None else 3))
         )
-
-    def chooses(self, x: Tensor, weight: Tensor) -> bool:
-        """Whether hard gates choose for one input vector which weights are read."""
-        tau, theta, s, _ = tree.tree_unflatten(list(self.numbers), self.spec)
-        one = self.conv is None and x.numel() == x.shape[-1] > 0 and x.dtype == weight.dtype
-        known = isinstance(theta, list) and all(t is None for t in theta) and set(s) == {1.0}
-        return one and known and tau == math.inf
 
     def inputs(self, x: Tensor, tensors: Sequence[Tensor]) -> Tensor:
         """The gated inputs, padded where the convolution itself cannot."""
@@ -153,29 +146,75 @@ def gated_product(
     # A compiler decides by itself what to keep, and function transforms cannot see inside.
     plain = keep or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
     if triton and not plain and plan.is_simple(tensors):
-        x, weight, bias = _cast(x, weight, bias)
-        if x.dtype == weight.dtype and halves.takes(plan, x):
-            with torch.autocast(x.device.type, enabled=False):
-                halved: Tensor = halves.Halved.apply(plan, x, weight, bias, *tensors)  # type: ignore[no-untyped-call]
-            return halved
-    if triton and not plain and not torch.is_grad_enabled() and plan.chooses(x, weight):
-        levels, _, shifts = plan.parameters(tensors)[1:]
-        y: Tensor = columns.product(x, levels, owner, shifts, weight, bias)
-        return y.view(*x.shape[:-1], len(weight))
+        gates = halves.Gates(tensors[0], None, tensors[1], None)
+        if (y := _halved(plan, x, weight, bias, gates)) is not None:
+            return y
     if plain or not torch.is_grad_enabled():
         return plan.product(plan.inputs(x, tensors), weight, bias)
-    y = _Recomputed.apply(plan, x, weight, bias, *tensors)  # type: ignore[no-untyped-call]
-    return y
+    kept: Tensor = _Recomputed.apply(plan, x, weight, bias, *tensors)  # type: ignore[no-untyped-call]
+    return kept
 
 
-def _cast(*tensors: Tensor | None) -> Any:
-    """All in the type of autocast where it is on, as a product of torch would take them."""
-    first = tensors[0]
-    assert first is not None
-    if not torch.is_autocast_enabled(first.device.type):
-        return tensors
-    dtype = torch.get_autocast_dtype(first.device.type)
-    return tuple(None if t is None else t.to(dtype) for t in tensors)
+class Gate(NamedTuple):
+    """A gate as a module holds it: what is known of its branches, then its tensors.
+
+    tau = tau0 exp(rho) and theta = theta0 + dtheta, where rho and dtheta are; theta0 is (K - 1, G)
+    and c is (K, G), the values at the thresholds if the gate is `anchored`.
+    """
+
+    anchored: bool
+    owner: tuple[str, ...] | None
+    slopes: tuple[float | None, ...]  # None is a number that only a tensor holds
+    constants: tuple[float | None, ...]
+    tau0: Tensor | None  # None is hard
+    rho: Tensor | None
+    theta0: Tensor
+    dtheta: Tensor | None
+    c: Tensor
+
+
+def launched(
+    x: Tensor, gate: Gate, weight: Tensor, bias: Tensor | None, conv: Conv | None
+) -> Tensor | None:
+    """`gated_product` straight from the tensors of a module, or None where no kernel has that.
+
+    Gates evaluated in torch are half a dozen launches, and Python for each: more than a small
+    product takes.
+    """
+    anchored, owner, slopes, constants, tau0, rho, theta0, dtheta, c = gate
+    if not theta0.device == weight.device == x.device:  # kernels take addresses and do not ask
+        return None
+    if tau0 is None:  # hard
+        if conv is not None or torch.is_grad_enabled() or not columns.takes(x, weight, theta0):
+            return None
+        if any(w != 1 for w in slopes) or torch.is_autocast_enabled(x.device.type):
+            return None
+        shifted = any(w != 0 for w in constants)
+        return columns.product(x, theta0, dtheta, c, weight, bias, owner, shifted, anchored)
+    if slopes != (1, 1) or constants != (0, 0) or tau0.dim() != 1:
+        return None
+    return _halved(_soft(conv), x, weight, bias, halves.Gates(tau0, rho, theta0, dtheta))
+
+
+@functools.lru_cache(256)
+def _soft(conv: Conv | None) -> _Plan:
+    """The plan of two soft gates over x itself."""
+    leaves, spec = tree.tree_flatten((None, [None], [1.0, 1.0], [0.0, 0.0]))
+    return _Plan(spec, tuple(leaves), "softmax", None, conv)
+
+
+def _halved(
+    plan: _Plan, x: Tensor, weight: Tensor, bias: Tensor | None, gates: halves.Gates
+) -> Tensor | None:
+    if not torch.is_autocast_enabled(x.device.type):
+        takes = x.dtype == weight.dtype and halves.takes(plan, x, gates)
+        return halves.product(plan, x, weight, bias, gates) if takes else None
+    dtype = torch.get_autocast_dtype(x.device.type)
+    x, weight = x.to(dtype), weight.to(dtype)
+    if not halves.takes(plan, x, gates):
+        return None
+    with torch.autocast(x.device.type, enabled=False):
+        return halves.product(plan, x, weight, None if bias is None else bias.to(dtype), gates)
 
 
 def _listed(w: Values) -> Any:
@@ -207,7 +246,7 @@ class _Recomputed(torch.autograd.Function):
         bias, tensors = (rest[0], rest[1:]) if ctx.biased else (None, rest)
         wanted = ctx.needs_input_grad[1:]
         if torch.is_grad_enabled():  # someone differentiates twice
-            return None, *twice(plan, dy, x, weight, bias, tensors, wanted)
+            return None, *twice(plan, dy, (x, weight, bias, *tensors), tensors, wanted)
         fast = _Two.of(plan, x, tensors)
         if fast is not None and dy.dtype == x.dtype == weight.dtype:
             dx, *rest = fast.gradients(dy, weight, wanted)
@@ -249,18 +288,17 @@ def _gradients(
 def twice(
     plan: _Plan,
     dy: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
+    given: Sequence[Tensor | None],
     tensors: Sequence[Tensor],
     wanted: Sequence[bool],
 ) -> list[Tensor | None]:
+    """The gradients in what was given (x, weight, bias, ...), differentiable; `tensors` gate."""
+    x, weight, bias = given[:3]
+    assert x is not None and weight is not None
     y = plan.product(plan.inputs(x, tensors), weight, bias)
-    given = [x, weight, *([] if bias is None else [bias]), *tensors]
-    grads = _gradients(y, given, dy, create_graph=True)
-    if bias is None:
-        grads.insert(2, None)
-    return [g if want else None for g, want in zip(grads, wanted, strict=True)]
+    grads = iter(_gradients(y, [t for t in given if t is not None], dy, create_graph=True))
+    found = [None if t is None else next(grads) for t in given]
+    return [g if want else None for g, want in zip(found, wanted, strict=True)]
 
 
 class _Two(NamedTuple):

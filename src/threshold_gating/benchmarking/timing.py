@@ -1,0 +1,166 @@
+"""How `tg bench` times: contenders in turn, so that clocks and noise hit all alike.
+
+On a GPU a contender's time is the median of `triton.testing.do_bench`, the call as a user makes it
+with the L2 cache emptied before, and of three rounds the median again. The time of a recorded graph
+stands beside it where one or few kernels are timed: it leaves out what Python costs. On a CPU it is
+the least processor time of many runs of one thread: the noise of a machine that others use only
+ever adds to it.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from threshold_gating.benchmarking.rows import Row, Times
+
+Contenders = dict[str, Callable[[], Any]]
+ROUNDS, RUNS = 3, 40
+
+
+class Clock(NamedTuple):
+    """A way of timing: in words, as the call is made, and replayed where that exists."""
+
+    how: str
+    called: Callable[[Contenders, int], Times]
+    replayed: Callable[[Contenders], Times] | None
+
+
+class Place(NamedTuple):
+    """Where contenders run, and what compiles those that are compiled (None leaves them out)."""
+
+    device: str
+    compile: Callable[..., Any] | None
+
+    def compiled(self, f: Any) -> dict[str, Any]:
+        """{"compile": f, compiled}, or nothing."""
+        if self.compile is None:
+            return {}
+        # Dynamo counts compilations by code, and after eight of one function stays eager.
+        torch._dynamo.reset()
+        return {"compile": self.compile(f)}
+
+
+@dataclass(frozen=True)
+class Work:
+    """A row that is still to be timed.
+
+    Args:
+        build: makes the contenders when it is their turn, `ours` among them.
+        limits: what `ours` is divided by and the most that may come out, a row for each.
+        backward: whether the contenders need derivatives.
+        replay: whether a recorded graph is timed too.
+        aim: a ratio that is more than was asked for, named where it is met.
+        rep: milliseconds for which a contender is timed in a round.
+    """
+
+    section: str
+    name: str
+    build: Callable[[], Contenders]
+    limits: Mapping[str, float | None]
+    backward: bool = False
+    replay: bool = True
+    aim: float | None = None
+    note: str = ""
+    power: int | None = None
+    rep: int = 20
+
+
+def measure(work: Work, clock: Clock) -> Iterator[Row]:
+    """The rows of a piece of work; what fails is a row that says so, and the next can go on."""
+    times, replayed, failed = _measured(work, clock)
+    for over, limit in work.limits.items():
+        row = Row(work.section, work.name, times, over, limit, replayed, work.note, failed)
+        row.power = work.power
+        if work.aim is not None and row.ratio is not None and row.ratio <= work.aim:
+            row.note = "; ".join(filter(None, (work.note, f"within {work.aim}, the aim")))
+        yield row
+
+
+def _measured(work: Work, clock: Clock) -> tuple[Times, Times, str]:
+    torch.manual_seed(0)
+    try:
+        contenders = work.build()
+        with torch.set_grad_enabled(work.backward):
+            times = clock.called(contenders, work.rep)
+            if clock.replayed is None or not work.replay:
+                return times, {}, ""
+            needed = set(contenders) if "best" in work.limits else {"ours", *work.limits}
+            return times, clock.replayed({n: f for n, f in contenders.items() if n in needed}), ""
+    except Exception as error:  # whatever it is, the other rows do not depend on it
+        first = str(error).strip().splitlines()
+        return {}, {}, f"{type(error).__name__}: {first[0] if first else ''}"[:200]
+
+
+def _in_turn(contenders: Contenders, i: int) -> list[tuple[str, Callable[[], Any]]]:
+    """Back and forth, so that nobody always follows the same one."""
+    return list(contenders.items())[:: -1 if i % 2 else 1]
+
+
+def _in_rounds(contenders: Contenders, rep: int) -> Times:
+    from triton.testing import do_bench
+
+    taken: dict[str, list[float]] = {name: [] for name in contenders}
+    for i in range(ROUNDS):
+        for name, f in _in_turn(contenders, i):
+            taken[name].append(do_bench(f, warmup=5, rep=rep, return_mode="median"))
+    return {name: statistics.median(each) for name, each in taken.items()}
+
+
+def _replayed(contenders: Contenders) -> Times:
+    """Milliseconds of those that can be recorded."""
+    found = {name: _replay(f) for name, f in contenders.items()}
+    return {name: ms for name, ms in found.items() if ms is not None}
+
+
+def _replay(f: Callable[[], Any]) -> float | None:
+    from triton.testing import do_bench_cudagraph
+
+    try:
+        _refuse_to_wait(f)
+        ms: float = do_bench_cudagraph(f, rep=10, return_mode="median")
+    except Exception:  # it decides nothing: the times of the calls stand without it
+        return None
+    return ms
+
+
+def _refuse_to_wait(f: Callable[[], Any]) -> None:
+    """Raise if f waits for the GPU: trying to record that would leave a recording half done."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the mode calls itself a prototype
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            f()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def _least(contenders: Contenders, rep: int) -> Times:
+    taken: dict[str, list[float]] = {name: [] for name in contenders}
+    for i in range(RUNS + 2):
+        for name, f in _in_turn(contenders, i):
+            start = time.process_time()
+            f()
+            if i > 1:
+                taken[name].append(1e3 * (time.process_time() - start))
+    return {name: min(times) for name, times in taken.items()}
+
+
+ON_GPU = Clock(
+    f"Medians of triton.testing.do_bench, contenders in turn, median of {ROUNDS} rounds; "
+    "'replayed' is the ratio of recorded graphs, without what Python costs, and decides nothing.",
+    _in_rounds,
+    _replayed,
+)
+ON_CPU = Clock(
+    f"One thread, the least processor time of {RUNS} runs, contenders in turn: the noise of a "
+    "shared machine only adds time.",
+    _least,
+    None,
+)

@@ -1,0 +1,94 @@
+"""Gated units, frozen activations, and how the cost grows with the work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from threshold_gating import TAXONOMY, Activation, kernels
+from threshold_gating.benchmarking.elementwise import SHORT, SOFT, gradients
+from threshold_gating.benchmarking.timing import Contenders, Place, Work
+
+_gelu_tanh = partial(F.gelu, approximate="tanh")
+# What torch computes, and the key of what we do.
+UNITS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "swiglu": (F.silu, "silu"),
+    "geglu": (F.gelu, "gelu"),
+    "geglu tanh": (_gelu_tanh, "gelu_tanh"),
+}
+_NATIVE: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "relu": F.relu,
+    "tanh": torch.tanh,
+}
+
+
+def gated_units(shape: tuple[int, ...], place: Place) -> Iterator[Work]:
+    """SwiGLU and GEGLU in one pass against eager, torch.compile and Liger's kernels."""
+    for name in UNITS:
+        for backward in (False, True):
+            work = f"{name} {'+ backward' if backward else 'forward'}"
+            build = partial(_unit, name, shape, place, backward)
+            yield Work("gated units", work, build, {"best": 1.02}, backward=backward)
+
+
+def _unit(name: str, shape: tuple[int, ...], place: Place, backward: bool) -> Contenders:
+    op, key = UNITS[name]
+    t = TAXONOMY[key]
+    x, up, dy = (torch.randn(shape, device=place.device, dtype=torch.bfloat16) for _ in range(3))
+
+    def plain(x: Tensor, up: Tensor) -> Tensor:
+        return op(x) * up
+
+    def ours(x: Tensor, up: Tensor) -> Tensor:
+        return kernels.evaluate(t, x, up=up)
+
+    ways = {"eager": plain, "ours": ours, **place.compiled(plain)}
+    if place.device == "cuda":
+        ways |= _liger(name)
+    if not backward:
+        return {n: partial(f, x, up) for n, f in ways.items()}
+    steps: Contenders = {}
+    for way, f in ways.items():  # each with inputs of its own: Liger's backward overwrites them
+        given = [t.clone().requires_grad_() for t in (x, up)]
+        steps[way] = partial(gradients, f, given, given, dy)
+    return steps
+
+
+def _liger(name: str) -> dict[str, Callable[..., Tensor]]:
+    try:
+        from liger_kernel.ops import geglu, swiglu  # type: ignore[import-not-found]
+    except ImportError:
+        return {}
+    made = {"swiglu": swiglu.LigerSiLUMulFunction, "geglu tanh": geglu.LigerGELUMulFunction}
+    return {"liger": made[name].apply} if name in made else {}
+
+
+def frozen(shape: tuple[int, ...], dtype: torch.dtype, place: Place) -> Iterator[Work]:
+    """Exact instances under `auto` are torch's own op."""
+    for key in _NATIVE:
+        build = partial(_frozen, key, shape, dtype, place)
+        yield Work("frozen", f"{key} {SHORT[dtype]}", build, {"native": 1.02})
+
+
+def _frozen(key: str, shape: tuple[int, ...], dtype: torch.dtype, place: Place) -> Contenders:
+    x = torch.randn(shape, device=place.device, dtype=dtype)
+    return {"native": partial(_NATIVE[key], x), "ours": partial(Activation(key), x)}
+
+
+def growth(powers: range, place: Place) -> Iterator[Work]:
+    """Cost as the work grows: a learned SiLU, one for all elements, over a copy."""
+    for power in powers:
+        build = partial(_grown, 2**power, place)
+        yield Work("growth", f"2^{power} fp32", build, {"copy": None}, power=power)
+
+
+def _grown(elements: int, place: Place) -> Contenders:
+    x = torch.randn(elements, device=place.device)
+    act: Any = Activation("silu", train=SOFT, device=place.device)
+    return {"copy": partial(torch.empty_like(x).copy_, x), "ours": partial(act, x)}

@@ -1,0 +1,352 @@
+"""The formulas of `tile` for one tile in registers, as Triton functions; see `device`.
+
+x and v are (rows, columns), parameters (1, 1), (1, columns) or (rows, 1), a tuple of them for the
+rows of a parameter. With one tau and K >= 3 branches, all gates are powers of one exponential: let
+t = tau (x - middle), e = exp(-|t|) and count branches from the one that wins far out on x's side;
+then y = v S(e) / D(e) + C(e) / D(e) with polynomials whose coefficients w_k, w_k s_k and w_k c_k
+stand in that order. D is never below 1, and nothing overflows.
+"""
+
+# mypy: ignore-errors
+# Constants of a kernel are capitals; tuples grow by +, which Triton understands.
+# ruff: noqa: N803, N806, RUF005, SIM108
+from __future__ import annotations
+
+import os
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+BOUND = tl.constexpr(7.0)  # of rho, see `learned`
+_WIDEST = tl.constexpr(115.0)  # of the weights' exponents, see `tile`
+_UNDERFLOW = tl.constexpr(150.0)
+_INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+
+
+@triton.jit
+def _exp2(x):
+    """2^x in one instruction; what would be subnormal is 0."""
+    if _INTERPRETED:
+        y = tl.exp2(x)
+    else:
+        y = tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return y
+
+
+@triton.jit
+def _inverse(x):
+    """1 / x in one instruction, to one unit in the last place."""
+    if _INTERPRETED:
+        y = 1.0 / x
+    else:
+        y = tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return y
+
+
+@triton.jit
+def rows_of(pointer, row, column, at, CODE: tl.constexpr, COUNT: tl.constexpr, WHOLE: tl.constexpr):
+    """The rows of a parameter, as a tuple; only those that are tensors need stand in memory."""
+    found = ()
+    place = 0
+    for k in tl.static_range(COUNT):
+        if (CODE // (4**k)) % 4 == 0:
+            found = found + (tl.load(pointer + (k if WHOLE else place) * row + at * column),)
+            place = place + 1
+        elif (CODE // (4**k)) % 4 == 1:
+            found = found + (tl.full(at.shape, 0.0, tl.float32),)
+        elif (CODE // (4**k)) % 4 == 2:
+            found = found + (tl.full(at.shape, 1.0, tl.float32),)
+        else:
+            found = found + (tl.full(at.shape, -1.0, tl.float32),)
+    return found
+
+
+@triton.jit
+def sharpened(tau, rho):
+    """tau0 exp(rho) row by row, exactly tau0 at 0."""
+    found = ()
+    for k in tl.static_range(len(tau)):
+        found = found + (tau[k] * tl.exp(tl.minimum(tl.maximum(rho[k], -BOUND), BOUND)),)
+    return found
+
+
+@triton.jit
+def added(a, b):
+    """Two tuples, row by row."""
+    found = ()
+    for k in tl.static_range(len(a)):
+        found = found + (a[k] + b[k],)
+    return found
+
+
+@triton.jit
+def anchored(v, s, theta, S_CODE: tl.constexpr, K: tl.constexpr):
+    """Constants of branches that have the value v at their threshold; see `layers`."""
+    found = ()
+    for k in tl.static_range(K):
+        if (S_CODE // (4**k)) % 4 == 1:
+            found = found + (v[k],)
+        else:
+            found = found + (v[k] - s[k] * theta[k - 1 if k > 0 else 0],)
+    return found
+
+
+@triton.jit
+def middle_of(theta, K: tl.constexpr):
+    middle = theta[0]
+    for k in tl.static_range(1, K - 1):
+        middle = middle + theta[k]
+    return middle / (K - 1)
+
+
+@triton.jit
+def folded(tau, theta, s, c, K: tl.constexpr, MODE: tl.constexpr):
+    """(middle, w, w s, w c, whether a weight leaves float32) for one tau and K >= 3."""
+    if MODE == 2:
+        middle = middle_of(theta, K)
+        exponent = (middle - theta[0]) * (tau[0] * LOG2E)
+        largest = tl.abs(exponent)
+        w, ws, wc = (tl.full(tau[0].shape, 1.0, tl.float32),), (s[0],), (c[0],)
+        for k in tl.static_range(1, K - 1):
+            weight = _exp2(exponent)
+            w, ws, wc = w + (weight,), ws + (s[k] * weight,), wc + (c[k] * weight,)
+            exponent = exponent + (middle - theta[k]) * (tau[0] * LOG2E)
+            largest = tl.maximum(largest, tl.abs(exponent))
+        w, ws, wc = w + (w[0],), ws + (s[K - 1],), wc + (c[K - 1],)
+        wide = tl.max(tl.max(largest, 1), 0) > _WIDEST
+    else:
+        middle, w, ws, wc, wide = tau[0], (tau[0],), (tau[0],), (tau[0],), False
+    return middle, w, ws, wc, wide
+
+
+@triton.jit
+def _tanh(h):
+    """tanh by its series near 0, where (1 - e) / (1 + e) would cancel."""
+    e = _exp2(tl.abs(h) * (-2.0 * LOG2E))
+    far = (1.0 - e) * _inverse(1.0 + e)
+    z = h * h
+    near = h * (1.0 + z * (-1.0 / 3 + z * (2.0 / 15 + z * (-17.0 / 315 + z * (62.0 / 2835)))))
+    return tl.where(z < 0.0625, near, tl.where(h < 0, -far, far))
+
+
+@triton.jit
+def _coefficient(w, low, K: tl.constexpr, k: tl.constexpr):
+    """That of e^k: of the k-th branch from the left or from the right."""
+    if 2 * k == K - 1:
+        found = tl.broadcast_to(w[k], low.shape)
+    else:
+        found = tl.where(low, w[k], w[K - 1 - k])
+    return found
+
+
+@triton.jit
+def _polynomial(w, low, e, K: tl.constexpr):
+    """(value, derivative) at e."""
+    value = _coefficient(w, low, K, K - 1)
+    slope = tl.zeros_like(value)
+    for k in tl.static_range(1, K):
+        slope = slope * e + value
+        value = value * e + _coefficient(w, low, K, K - 1 - k)
+    return value, slope
+
+
+@triton.jit
+def by_powers(x, v, tau, middle, w, ws, wc, C_CODE: tl.constexpr, K: tl.constexpr):
+    """(y, mean slope, dy/dx by way of the gates) for K >= 3 and one tau."""
+    t = (x - middle) * (tau[0] * LOG2E)
+    e = _exp2(-tl.abs(t))
+    low = t < 0
+    D, D1 = _polynomial(w, low, e, K)
+    share = _inverse(D)
+    S, S1 = _polynomial(ws, low, e, K)
+    slope, fall = S * share, e * share  # far out e is 0, and v times the rest may be infinite
+    y, turn = v * slope, v * (S1 * fall)
+    if C_CODE != (4**K - 1) // 3:  # not all of them the number 0
+        C, C1 = _polynomial(wc, low, e, K)
+        y += C * share
+        turn += C1 * fall
+    turn = (turn - y * (D1 * fall)) * tau[0]
+    return y, slope, tl.where(low, turn, -turn)
+
+
+@triton.jit
+def _horner(w, e, K: tl.constexpr):
+    total = w[K - 1] * e + w[K - 2]
+    for k in tl.static_range(2, K):
+        total = total * e + w[K - 1 - k]
+    return total
+
+
+@triton.jit
+def _from_below(x, v, tau, middle, w, ws, wc, C_CODE: tl.constexpr, K: tl.constexpr):
+    """y for small weights: branches are counted from the left on both sides, which saves a choice.
+
+    Beyond e^(K-1) = 2^124 the gates stay as they are, to 2^-24 those at infinity; see `direct`.
+    """
+    t = (x - middle) * (tau[0] * LOG2E)
+    e = _exp2(tl.minimum(t, 124.0 / (K - 1), propagate_nan=tl.PropagateNan.ALL))
+    share = _inverse(_horner(w, e, K))
+    y = v * (_horner(ws, e, K) * share)
+    if C_CODE != (4**K - 1) // 3:
+        y += _horner(wc, e, K) * share
+    return y
+
+
+@triton.jit
+def _powers(x, tau, middle, w, K: tl.constexpr):
+    """w_k a^k b^(K-1-k) from e = exp(-|t|), which is a or b; the other is 1."""
+    t = (x - middle) * (tau[0] * LOG2E)
+    e = _exp2(-tl.abs(t))
+    low = t < 0
+    powers = (e,)
+    for k in tl.static_range(K - 2):
+        powers = powers + (powers[k] * e,)
+    parts = (tl.where(low, 1.0, powers[K - 2]),)
+    for k in tl.static_range(1, K - 1):
+        if 2 * k == K - 1:
+            parts = parts + (powers[k - 1] * w[k],)
+        else:
+            parts = parts + (tl.where(low, powers[k - 1], powers[K - 2 - k]) * w[k],)
+    return parts + (tl.where(low, powers[K - 2], 1.0),)
+
+
+@triton.jit
+def _exponentials(x, tau, theta, K: tl.constexpr, MODE: tl.constexpr):
+    """exp(l_k - max l) of the running sums of the arguments."""
+    logits = ()
+    top = tl.zeros_like(x)
+    for k in tl.static_range(K - 1):
+        u = (x - theta[k]) * (tau[k if MODE == 3 else 0] * LOG2E)
+        u = tl.minimum(tl.maximum(u, -_UNDERFLOW), _UNDERFLOW)
+        if k > 0:
+            u = u + logits[k - 1]
+        logits = logits + (u,)
+        top = tl.maximum(top, u)
+    parts = (_exp2(-top),)
+    for k in tl.static_range(K - 1):
+        parts = parts + (_exp2(logits[k] - top),)
+    return parts
+
+
+@triton.jit
+def soft_gates(x, tau, theta, middle, w, K: tl.constexpr, MODE: tl.constexpr, WIDE: tl.constexpr):
+    """The K >= 3 gates."""
+    if MODE == 3 or WIDE == 1:
+        parts = _exponentials(x, tau, theta, K, MODE)
+    else:
+        parts = _powers(x, tau, middle, w, K)
+    total = parts[0]
+    for k in tl.static_range(1, K):
+        total = total + parts[k]
+    share = _inverse(total)
+    g = ()
+    for k in tl.static_range(K):
+        g = g + (parts[k] * share,)
+    return g
+
+
+@triton.jit
+def two_gates(x, tau, theta, MODE: tl.constexpr):
+    """(upper gate, its derivative by its argument)."""
+    if MODE == 1:
+        h = _tanh((x - theta[0]) * (tau[0] * 0.5))
+        g, bump = 0.5 + 0.5 * h, 0.25 - 0.25 * h * h
+    else:
+        g = _inverse(1.0 + _exp2((x - theta[0]) * (tau[0] * -LOG2E)))
+        bump = g * (1.0 - g)
+    return g, bump
+
+
+@triton.jit
+def _beyond(x, theta, OWNERS: tl.constexpr, k: tl.constexpr):
+    if (OWNERS // (2**k)) % 2 == 1:
+        beyond = x >= theta[k]
+    else:
+        beyond = x > theta[k]
+    return beyond
+
+
+@triton.jit
+def hard_gates(x, theta, OWNERS: tl.constexpr, K: tl.constexpr):
+    g = ()
+    before = x == x
+    for k in tl.static_range(K - 1):
+        beyond = _beyond(x, theta, OWNERS, k)
+        g = g + (tl.where(before & (beyond == 0), 1.0, 0.0),)
+        before = beyond
+    return g + (tl.where(before, 1.0, 0.0),)
+
+
+@triton.jit
+def mean(g, w, CODE: tl.constexpr, K: tl.constexpr):
+    """sum_k g_k w_k without the terms that are the number 0."""
+    total = tl.zeros_like(g[0])
+    for k in tl.static_range(K):
+        if (CODE // (4**k)) % 4 != 1:
+            total += g[k] * w[k]
+    return total
+
+
+@triton.jit
+def _branch(v, s, c, S_CODE: tl.constexpr, k: tl.constexpr):
+    if (S_CODE // (4**k)) % 4 == 1:  # the number 0 meets no infinity
+        y = tl.broadcast_to(c[k], v.shape)
+    else:
+        y = v * s[k] + c[k]
+    return y
+
+
+@triton.jit
+def value(
+    x, v, tau, theta, s, c, middle, w, ws, wc,
+    S_CODE: tl.constexpr, C_CODE: tl.constexpr, OWNERS: tl.constexpr,
+    K: tl.constexpr, MODE: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """y at x; v is what the branches read."""
+    if MODE == 4:
+        y = _branch(v, s, c, S_CODE, 0)
+        for k in tl.static_range(K - 1):
+            y = tl.where(_beyond(x, theta, OWNERS, k), _branch(v, s, c, S_CODE, k + 1), y)
+        y = tl.where(x != x, x, y)
+    elif MODE == 0:
+        g, _ = two_gates(x, tau, theta, MODE)
+        y = v * (s[0] + (s[1] - s[0]) * g) + (c[0] + (c[1] - c[0]) * g)
+    elif MODE == 1:
+        g = 0.5 * _tanh((x - theta[0]) * (tau[0] * 0.5))
+        y = v * (0.5 * (s[0] + s[1]) + (s[1] - s[0]) * g) + (
+            0.5 * (c[0] + c[1]) + (c[1] - c[0]) * g
+        )
+    elif MODE == 3 or WIDE == 1:
+        g = soft_gates(x, tau, theta, middle, w, K, MODE, WIDE)
+        y = v * mean(g, s, S_CODE, K) + mean(g, c, C_CODE, K)
+    elif WIDE == 2:
+        y = _from_below(x, v, tau, middle, w, ws, wc, C_CODE, K)
+    else:
+        y, _, _ = by_powers(x, v, tau, middle, w, ws, wc, C_CODE, K)
+    return y
+
+
+@triton.jit
+def turns(g, v, dy, s, c, S_CODE: tl.constexpr, C_CODE: tl.constexpr, K: tl.constexpr):
+    """dy T_m for each threshold, K >= 3; see `tile`."""
+    weighed = ()  # dy g_k L_k
+    for k in tl.static_range(K):
+        if C_CODE == (4**K - 1) // 3:  # every constant is the number 0
+            weighed = weighed + (dy * g[k] * (v * s[k]),)
+        else:
+            weighed = weighed + (dy * g[k] * (v * s[k] + c[k]),)
+    masses, values = (g[0],), (weighed[0],)  # up to each threshold
+    for k in tl.static_range(1, K - 1):
+        masses = masses + (masses[k - 1] + g[k],)
+        values = values + (values[k - 1] + weighed[k],)
+    above, value = g[K - 1], weighed[K - 1]
+    found = ()
+    for j in tl.static_range(K - 1):
+        found = (masses[K - 2 - j] * value - above * values[K - 2 - j],) + found
+        above, value = above + g[K - 2 - j], value + weighed[K - 2 - j]
+    return found
