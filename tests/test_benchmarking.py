@@ -117,7 +117,11 @@ def test_the_limits_are_those_that_were_set():
             assert rows[f"K={K} {share} fp32 + backward"].limit == both
     assert rows["K=2 channel fp16 forward"].limit == 1.08
     met = {work for work, row in rows.items() if row.note}  # in 16 bits, where 1.03 is more
-    assert met == {f"K=2 {s} forward" for s in ("channel bf16", "layer bf16", "channel fp16")}
+    assert met == {
+        f"{name} forward"
+        for name in ("K=2 channel bf16", "K=2 layer bf16", "K=2 channel fp16", "K=2 neuron bf16",
+                     "hard channel bf16", "K=2 channels_last bf16")
+    }  # fmt: skip
     assert [rows[f"K={K} layer fp32 forward"].limit for K in (2, 3, 5)] == [1.03, 1.08, 1.2]
     assert {"K=2 neuron bf16 forward", "hard channel bf16 + backward"} < set(rows)
     assert "K=2 channels_last bf16 + backward" in rows
