@@ -251,6 +251,8 @@ def check_special(device="cpu"):
             assert have.stride() == x.stride() or x.shape != image.shape
             error = (have.double() - t(x.double())).abs().max() if x.numel() else 0.0
             assert error <= 4 * TOLERANCE[x.dtype], f"{key}: {error:.1e}"  # values up to 4
+    t, x = TAXONOMY["gelu"], torch.randn(3, device=device)
+    assert kernels.constant(t, x).equal(kernels.constant(t, x))
     assert kernels.direct._ready.cache_info().hits > 0
     far = torch.tensor([float("nan"), 1e30, -1e30, 80.0, -80.0], device=device)
     have = Activation("gelu").to(device)(far)

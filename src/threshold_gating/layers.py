@@ -189,15 +189,11 @@ class Activation(nn.Module):
 
     def _launched(self, x: Tensor) -> Tensor | None:
         """By one kernel that takes the parameters as they are, or None if there is none."""
-        if not self.learned:
-            return kernels.direct.constant(self.init, x)
-        if self._kind is None:
-            return None
-        if self._jumps and torch.is_grad_enabled():
-            return None  # a threshold there has a gradient that no kernel gives
+        if self._kind is None or (self._jumps and torch.is_grad_enabled()):
+            return None  # a threshold at a jump has a gradient that no kernel gives
         # looked up here, because attributes of a module take longer than the rest
         tensors: dict[str, Any] = {**self._buffers, **self._parameters}
-        constant = tensors["v" if self.init.hard else "c"]
+        constant = tensors["v"] if "v" in tensors else tensors["c"]
         given = kernels.direct.Given(
             tensors.get("rho"),
             tensors.get("dtheta"),
@@ -386,8 +382,10 @@ def _structure(t: TG, learned: Sequence[str]) -> _Structure:
 
 
 def _kind(t: TG, known: _Structure, learned: Sequence[str]) -> kernels.direct.Kind | None:
-    """What a kernel has to know of a learned activation; None where there is no kernel."""
-    if not learned or t.K < 2 or t.clamp is not None or (t.K > 2 and t.form != "softmax"):
+    """What a kernel has to know of an activation; None where there is no kernel."""
+    if not learned:
+        return kernels.direct.frozen_kind(t)
+    if t.K < 2 or t.clamp is not None or (t.K > 2 and t.form != "softmax"):
         return None
     taus = (math.inf,) if known.hard else (None,) * (t.K - 1 if known.own_tau else 1)
     form = kernels.Form(taus, (None,) * (t.K - 1), known.s, known.c, known.owner, known.centred)

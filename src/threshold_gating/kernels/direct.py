@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +25,6 @@ from threshold_gating.kernels.form import Form, is_run, place_of, take_apart
 # tau = tau0 exp(rho) for |rho| up to this; see `layers`.
 BOUND = 7.0
 _clamp = torch.ops.aten.clamp.default
-_unflatten = torch._C._nn.unflatten_dense_tensors
 
 
 class Given(NamedTuple):
@@ -42,8 +42,12 @@ class Given(NamedTuple):
     theta0: Tensor
 
 
-class Kind(NamedTuple):
-    """What a kernel has to know of an activation before it sees a tensor."""
+@dataclass(frozen=True, eq=False)
+class Kind:
+    """What a kernel has to know of an activation before it sees a tensor.
+
+    One is made for each activation and told from others by identity, which costs the least.
+    """
 
     form: Form
     codes: launch.Codes
@@ -58,14 +62,39 @@ class Kind(NamedTuple):
         return cls(form, launch.codes(form, digits, role, steps))
 
 
-class _How(NamedTuple):
-    """What backward has to know beside the tensors that were saved."""
+class _Plan:
+    """The kernels of one kind for inputs of one shape, layout and type."""
 
-    kind: Kind
-    sizes: tuple[int, int, int]
-    shape: tuple[int, ...]
-    tau0: Tensor | None
-    theta0: Tensor
+    def __init__(self, kind: Kind, sizes: tuple[int, int, int], size: int, shape: Any) -> None:
+        self.kind, self.sizes, self.size, self.shape = kind, sizes, size, shape
+        self.steps = (sizes[1], int(sizes[1] > 1)) * 4
+        self.forward = launch.prepared("blend_forward", sizes, size, kind.codes, self.steps).run
+
+    @functools.lru_cache(64)  # noqa: B019  (plans are kept anyway)
+    def backward(self, wanted: tuple[bool, ...]) -> tuple[launch.Prepared, tuple[int, ...]]:
+        """The kernel, and how many rows of its sums each learned tensor has."""
+        codes = self.kind.codes
+        known = (*codes, *wanted)
+        rows = [launch.count(codes, [k == m and wanted[k] for k in range(6)]) for m in range(2, 6)]
+        ready = launch.prepared("blend_backward", self.sizes, self.size, known, self.steps)
+        return ready, tuple(rows)
+
+
+@functools.lru_cache(4096)
+def _plan(
+    kind: Kind,
+    sizes: Sequence[int],
+    stride: Sequence[int],
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+) -> _Plan | None:
+    found = place_of(sizes, stride, shape)
+    if found is None or not math.prod(sizes) or not is_run(sizes, stride, found[0]):
+        return None
+    # Positions have an order of their own, in which the parameters are not.
+    if sum(n > 1 for n in shape) > 1 and list(found[0]) != sorted(found[0]):
+        return None
+    return _Plan(kind, found[1], dtype.itemsize, shape)
 
 
 def activation(
@@ -75,14 +104,33 @@ def activation(
 
     `shape` is that in which a group's values broadcast against x; `up` multiplies y.
     """
-    sizes = _place(x.shape, x.stride(), shape)
-    if sizes is None or (up is not None and up.stride() != x.stride()):
+    plan = _plan(kind, x.shape, x.stride(), x.dtype, shape)
+    if plan is None or (up is not None and up.stride() != x.stride()):
         return None
+    read = _read(*given)
     if torch.is_grad_enabled():
-        how = _How(kind, sizes, shape, *given[4:])
-        y: Tensor = _Direct.apply(x, up, *given[:4], how)  # type: ignore[no-untyped-call]
+        y: Tensor = _Direct.apply(x, up, *given[:4], plan, read)  # type: ignore[no-untyped-call]
         return y
-    return launch.forward(x, up, _parameters(given, sizes[1]), kind.codes, sizes)
+    y = torch.empty_like(x)
+    plan.forward((x, x if up is None else up, y, *read), x.dtype)
+    return y
+
+
+def _read(
+    rho: Tensor | None,
+    dtheta: Tensor | None,
+    s: Tensor,
+    c: Tensor,
+    tau0: Tensor | None,
+    theta: Tensor,
+) -> tuple[Tensor, ...]:
+    """What the kernels read: tau, rho, theta, shift, s, c."""
+    tau = theta if tau0 is None else tau0
+    read = (tau, tau if rho is None else rho, theta, theta if dtheta is None else dtheta, s, c)
+    for t in read:
+        if t.dtype != torch.float32 or not t.is_contiguous():  # mixed precision, odd views
+            return tuple([w.detach().float().contiguous() for w in read])
+    return read
 
 
 def constant(t: TG, x: Tensor) -> Tensor | None:
@@ -99,6 +147,16 @@ def constant_times(t: TG, x: Tensor, up: Tensor) -> Tensor | None:
 
 @functools.lru_cache(64)
 def _ready(t: TG, role: int, device: torch.device) -> tuple[Kind, Given] | None:
+    kind = frozen_kind(t, role)
+    if kind is None:
+        return None
+    taus = t.tau if isinstance(t.tau, tuple) else (t.tau,)
+    rows = (torch.tensor(w, device=device).view(-1, 1) for w in (t.s, t.c, taus, t.theta))
+    return kind, Given(None, None, *rows)
+
+
+def frozen_kind(t: TG, role: int = launch.ALONE) -> Kind | None:
+    """The kind of an instance with nothing learned, or None where there is no kernel."""
     options: dict[str, Any] = {
         name: getattr(t, name) for name in ("form", "owner", "q", "anchor", "clamp")
     }
@@ -112,9 +170,7 @@ def _ready(t: TG, role: int, device: torch.device) -> tuple[Kind, Given] | None:
         s=tuple(w if w in launch.DIGITS else None for w in t.s),
         c=tuple(w if w in launch.DIGITS else None for w in t.c),
     )
-    taus = t.tau if isinstance(t.tau, tuple) else (t.tau,)
-    rows = (torch.tensor(w, device=device).view(-1, 1) for w in (t.s, t.c, taus, t.theta))
-    return Kind.of(read, (), role, mild=_is_mild(t)), Given(None, None, *rows)
+    return Kind.of(read, (), role, mild=_is_mild(t))
 
 
 def _is_mild(t: TG) -> bool:
@@ -134,93 +190,74 @@ def _is_mild(t: TG) -> bool:
     return tame and (t.s[-1] != 0 or not any(t.s))
 
 
-@functools.lru_cache(4096)
-def _place(
-    sizes: Sequence[int], stride: Sequence[int], group: tuple[int, ...]
-) -> tuple[int, int, int] | None:
-    """(outer, G, inner) of x's memory."""
-    found = place_of(sizes, stride, group)
-    if found is None or not math.prod(sizes) or not is_run(sizes, stride, found[0]):
-        return None
-    # Positions have an order of their own, in which the parameters are not.
-    turned = sum(n > 1 for n in group) > 1 and list(found[0]) != sorted(found[0])
-    return None if turned else found[1]
-
-
-def _parameters(given: Sequence[Any], G: int) -> launch.Parameters:
-    rho, dtheta, s, c, tau0, theta = given
-    tau = theta if tau0 is None else tau0
-    read = (tau, tau if rho is None else rho, theta, theta if dtheta is None else dtheta, s, c)
-    for t in read:
-        if t.dtype != torch.float32 or not t.is_contiguous():  # mixed precision, odd views
-            read = tuple([w.detach().float().contiguous() for w in read])
-            break
-    return launch.Parameters(read, (G, int(G > 1)) * 4)
-
-
 class _Direct(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        up: Tensor | None,
-        rho: Tensor | None,
-        dtheta: Tensor | None,
-        s: Tensor,
-        c: Tensor,
-        how: _How,
-    ) -> Tensor:
-        ctx.save_for_backward(x, up, rho, dtheta, s, c)
-        ctx.how = how
-        p = _parameters((rho, dtheta, s, c, how.tau0, how.theta0), how.sizes[1])
-        return launch.forward(x, up, p, how.kind.codes, how.sizes)
+    def forward(ctx: Any, x: Tensor, up: Tensor | None, *rest: Any) -> Tensor:
+        *learned, plan, read = rest
+        ctx.save_for_backward(x, up, *learned)
+        ctx.how = plan, read
+        y = torch.empty_like(x)
+        plan.forward((x, x if up is None else up, y, *read), x.dtype)
+        return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
-        x, up, *given = ctx.saved_tensors
-        how: _How = ctx.how
+        x, up, *learned = ctx.saved_tensors
+        plan, read = ctx.how
         needed = ctx.needs_input_grad[:6]
         if torch.is_grad_enabled():  # someone differentiates twice
-            return *_by_formulas(dy, x, up, given, how, needed), None
+            return *_by_formulas(dy, x, up, learned, plan, read, needed), None, None
         if dy.stride() != x.stride():
             dy = torch.empty_like(x).copy_(dy)
-        p = _parameters((*given, how.tau0, how.theta0), how.sizes[1])
-        dx, dup, sums = launch.backward(dy, x, up, p, how.kind.codes, needed, how.sizes)
-        grads: list[Tensor | None] = [None] * 4
-        places = [k for k in range(4) if needed[k + 2]]
-        if places:  # in one call, because a view costs as much as a small kernel
-            parts = _unflatten(sums.view(-1), [given[k] for k in places])
-            for k, part in zip(places, parts, strict=True):
-                grads[k] = part
-        return dx if needed[0] else None, dup if needed[1] else None, *grads, None
+        (run, shape), rows = plan.backward(needed)
+        dx = torch.empty_like(x) if needed[0] else None
+        dup = torch.empty_like(x) if needed[1] else None
+        sums = x.new_empty(shape, dtype=torch.float32) if shape[1] else x
+        other, to, over = (
+            x if up is None else up,
+            x if dx is None else dx,
+            x if dup is None else dup,
+        )
+        run((x, other, dy, to, over, sums, *read), x.dtype)
+        if not shape[1]:
+            return dx, dup, None, None, None, None, None, None
+        # all at once, because a view costs as much as a small kernel
+        parts = list(sums.sum(0).split_with_sizes(rows))
+        for k, w in enumerate(learned):
+            if not needed[k + 2]:
+                parts[k] = None
+            elif w.dim() != 2:
+                parts[k] = parts[k].view(w.shape)
+        return dx, dup, *parts, None, None
 
 
 def _by_formulas(
     dy: Tensor,
     x: Tensor,
     up: Tensor | None,
-    given: Sequence[Tensor | None],
-    how: _How,
+    learned: Sequence[Tensor | None],
+    plan: _Plan,
+    read: Sequence[Tensor],
     needed: Sequence[bool],
 ) -> list[Tensor | None]:
     """The same gradients, differentiable: through the reference."""
-    form, shape = how.kind.form, how.shape
-    inputs = [None if t is None else t.view_as(t) for t in (x, up, *given)]
+    form, shape = plan.kind.form, plan.shape
+    inputs = [None if t is None else t.view_as(t) for t in (x, up, *learned)]
     z, factor, rho, dtheta, s, c = inputs
+    tau0, _, theta0, *_ = read
 
     def rows(w: Any, numbers: Sequence[float | None]) -> list[Any]:
         pairs = zip(numbers, w.reshape(len(numbers), -1).unbind(0), strict=True)
         return [row.view(shape) if number is None else number for number, row in pairs]
 
-    theta = rows(how.theta0 if dtheta is None else how.theta0 + dtheta, form.theta)
+    theta = rows(theta0 if dtheta is None else theta0 + dtheta, form.theta)
     slopes, constants = rows(s, form.s), rows(c, form.c)
     tau: Any = math.inf
     if not form.hard:
-        assert how.tau0 is not None
-        sharp = how.tau0 if rho is None else how.tau0 * _clamp(rho, -BOUND, BOUND).exp()
+        sharp = tau0 if rho is None else tau0 * _clamp(rho, -BOUND, BOUND).exp()
         taus = rows(sharp, form.tau)
         tau = taus if len(taus) > 1 else taus[0]
-    elif how.kind.codes[-1] & 4:
+    elif plan.kind.codes[-1] & 4:
         near = zip(constants, slopes, [theta[0], *theta], strict=True)
         constants = [v if isinstance(m, float) and m == 0 else v - m * at for v, m, at in near]
     options: Any = {"owner": form.owner, "centred": form.centred}

@@ -99,6 +99,8 @@ def tiles_forward(m: Matrix, K: int, size: int) -> Tiles:
         return m.tiles(64, 256, 4, 1, 4)
     every, narrow = 2**31, size == 2
     if m.layout == 1:
+        # Where the parameters of all groups do not stay in a cache, each is read by one program.
+        every = every if m.G <= 2**16 else 1
         if K == 2:
             return m.tiles(8, 256, 1, 1, every) if narrow else m.tiles(4, 512, 4, 1, every)
         if K == 3:
@@ -207,8 +209,8 @@ def forward(
 ) -> Tensor:
     """y of x, which lies in memory as `sizes` say: (outer, G, inner)."""
     y = torch.empty_like(x)
-    prepared = _prepared("blend_forward", sizes, x.element_size(), codes, p.steps)
-    prepared.run((x, x if other is None else other, y, *p.tensors))
+    ready = prepared("blend_forward", sizes, x.element_size(), codes, p.steps)
+    ready.run((x, x if other is None else other, y, *p.tensors))
     return y
 
 
@@ -223,7 +225,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dx, dother, sums per row of a wanted parameter and group); the first two only if wanted."""
     known = (*codes, *wanted)
-    run, shape = _prepared("blend_backward", sizes, x.element_size(), known, p.steps)
+    run, shape = prepared("blend_backward", sizes, x.element_size(), known, p.steps)
     dx, dother = [torch.empty_like(x) if w else x for w in wanted[:2]]
     sums = x.new_empty(shape, dtype=torch.float32)
     run((x, x if other is None else other, dy, dx, dother, sums, *p.tensors))
@@ -248,7 +250,8 @@ class Launch:
         self.grid = (*grid, 1, 1)[:3]
         self.ready: dict[Any, Callable[..., None]] = {}
 
-    def __call__(self, tensors: tuple[Tensor, ...]) -> None:
+    def __call__(self, tensors: tuple[Tensor, ...], kinds: Any = None) -> None:
+        """Run; `kinds` stands for the types of the tensors, if the caller knows them."""
         x = tensors[0]
         if not x.is_cuda:
             self._ordinary(tensors)
@@ -257,7 +260,7 @@ class Launch:
         odd = functools.reduce(operator.or_, places) & 15
         # Triton compiles anew for other types and for addresses that are no multiples of 16.
         device: int = x.device.index
-        key = device, *[t.dtype for t in tensors]
+        key = device, tuple([t.dtype for t in tensors]) if kinds is None else kinds
         run = self.ready.get(key)
         if run is not None and not odd and torch._C._cuda_getDevice() == device:
             run(*places, *self.rest)
@@ -290,15 +293,15 @@ def _runner(compiled: Any, grid: tuple[int, ...], device: int) -> Callable[..., 
     return direct
 
 
-class _Prepared(NamedTuple):
+class Prepared(NamedTuple):
+    """A kernel for memory of one shape."""
+
     run: Launch
     sums: tuple[int, int, int]  # what backward writes: parts, rows of parameters, groups
 
 
 @functools.lru_cache(4096)
-def _prepared(
-    name: str, sizes: tuple[int, ...], size: int, known: Codes, steps: Steps
-) -> _Prepared:
+def prepared(name: str, sizes: tuple[int, ...], size: int, known: Codes, steps: Steps) -> Prepared:
     from threshold_gating.kernels import device
 
     m, K = Matrix.of(sizes), known[5]
@@ -308,7 +311,7 @@ def _prepared(
     across, along = m.grid(tiles)
     parts = along * (m.R // m.G if m.layout == 2 else 1)
     sums = parts, count(known, known[9:]) if name == "blend_backward" else 0, m.G
-    return _Prepared(Launch(getattr(device, name), (across * along,), tiles.warps, rest), sums)
+    return Prepared(Launch(getattr(device, name), (across * along,), tiles.warps, rest), sums)
 
 
 # For torch.compile, to which a kernel is opaque: an op known by the shapes it gives.
