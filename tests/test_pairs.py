@@ -244,7 +244,7 @@ def check_special(device="cpu"):
         z = x.detach().double().requires_grad_()
         (want,) = torch.autograd.grad(TAXONOMY[key](z).sum(), z)
         torch.testing.assert_close(have, want.float(), rtol=1e-5, atol=1e-5)
-    for key in ("gelu", "gelu_k4", "hardtanh", "tanh"):  # frozen, ready on the device
+    for key in ("gelu", "gelu_k4", "gelu_tanh", "elu", "hardtanh", "tanh"):  # frozen
         for x in (image, strided, strided[:0], image.bfloat16()):
             have, t = Activation(key).to(device)(x), TAXONOMY[key]
             assert have.dtype == x.dtype
@@ -255,9 +255,10 @@ def check_special(device="cpu"):
     assert kernels.constant(t, x).equal(kernels.constant(t, x))
     assert kernels.direct._ready.cache_info().hits > 0
     far = torch.tensor([float("nan"), 1e30, -1e30, 80.0, -80.0], device=device)
-    have = Activation("gelu").to(device)(far)
-    assert have[0].isnan()
-    torch.testing.assert_close(have[1:], torch.relu(far[1:]))
+    for key in ("gelu", "gelu_tanh"):
+        have = Activation(key).to(device)(far)
+        assert have[0].isnan()
+        torch.testing.assert_close(have[1:], torch.relu(far[1:]))
     for key in ("silu", "gelu", "gelu_tanh"):  # gated units
         x, up = (torch.randn(9, 5, device=device).requires_grad_() for _ in range(2))
         found = []

@@ -175,25 +175,41 @@ def by_powers(x, v, tau, middle, w, ws, wc, C_CODE: tl.constexpr, K: tl.constexp
 
 
 @triton.jit
-def _horner(w, e, K: tl.constexpr):
-    total = w[K - 1] * e + w[K - 2]
+def _rise(x, tau, theta, K: tl.constexpr):
+    """exp(tau (x - theta)), which stops growing where its (K-1)th power would be 2^124."""
+    u = (x - theta) * (tau * LOG2E)
+    return _exp2(tl.minimum(u, 124.0 / (K - 1), propagate_nan=tl.PropagateNan.ALL))
+
+
+@triton.jit
+def _nested(w, rises, K: tl.constexpr):
+    """w_0 + r_1 (w_1 + r_2 (w_2 + ...)), the r_k from `rises` or all the same."""
+    total = w[K - 1] * rises[len(rises) - 1] + w[K - 2]
     for k in tl.static_range(2, K):
-        total = total * e + w[K - 1 - k]
+        total = total * rises[K - 1 - k if len(rises) > 1 else 0] + w[K - 1 - k]
     return total
 
 
 @triton.jit
-def _from_below(x, v, tau, middle, w, ws, wc, C_CODE: tl.constexpr, K: tl.constexpr):
-    """y for small weights: branches are counted from the left on both sides, which saves a choice.
+def _from_below(
+    x, v, tau, theta, s, c, middle, w, ws, wc,
+    C_CODE: tl.constexpr, K: tl.constexpr, MODE: tl.constexpr,
+):  # fmt: skip
+    """y of a tame instance: branches are counted from the left on both sides, without a choice.
 
-    Beyond e^(K-1) = 2^124 the gates stay as they are, to 2^-24 those at infinity; see `direct`.
+    Far out the gates stop changing, to 2^-24 those at infinity; see `direct`.
     """
-    t = (x - middle) * (tau[0] * LOG2E)
-    e = _exp2(tl.minimum(t, 124.0 / (K - 1), propagate_nan=tl.PropagateNan.ALL))
-    share = _inverse(_horner(w, e, K))
-    y = v * (_horner(ws, e, K) * share)
+    if MODE == 3:
+        one = tl.full(tau[0].shape, 1.0, tl.float32)
+        rises, w, ws, wc = (), (one,), s, c
+        for k in tl.static_range(K - 1):
+            rises, w = rises + (_rise(x, tau[k], theta[k], K),), w + (one,)
+    else:
+        rises = (_rise(x, tau[0], middle, K),)
+    share = _inverse(_nested(w, rises, K))
+    y = v * (_nested(ws, rises, K) * share)
     if C_CODE != (4**K - 1) // 3:
-        y += _horner(wc, e, K) * share
+        y += _nested(wc, rises, K) * share
     return y
 
 
@@ -321,11 +337,11 @@ def value(
         y = v * (0.5 * (s[0] + s[1]) + (s[1] - s[0]) * g) + (
             0.5 * (c[0] + c[1]) + (c[1] - c[0]) * g
         )
+    elif WIDE == 2:
+        y = _from_below(x, v, tau, theta, s, c, middle, w, ws, wc, C_CODE, K, MODE)
     elif MODE == 3 or WIDE == 1:
         g = soft_gates(x, tau, theta, middle, w, K, MODE, WIDE)
         y = v * mean(g, s, S_CODE, K) + mean(g, c, C_CODE, K)
-    elif WIDE == 2:
-        y = _from_below(x, v, tau, middle, w, ws, wc, C_CODE, K)
     else:
         y, _, _ = by_powers(x, v, tau, middle, w, ws, wc, C_CODE, K)
     return y

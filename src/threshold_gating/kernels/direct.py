@@ -174,20 +174,23 @@ def frozen_kind(t: TG, role: int = launch.ALONE) -> Kind | None:
 
 
 def _is_mild(t: TG) -> bool:
-    """Whether the weights w_k of `tile` are so small that e^k can be counted from the left.
+    """Whether branches can be counted from the left on both sides (`device_gates._from_below`).
 
-    Where e stops growing (`device_gates`), all gates but the last must be below 2^-24 of it, and
-    the last branch must not vanish, or what is left of the others would be seen.
+    Where the exponentials stop growing, all gates but the last must be below 2^-24 of it, and the
+    last branch must not vanish, or what is left of the others would be seen. With a tau for each
+    threshold they are (2^-24.8 for K = 6); with one tau it depends on the weights w_k of `tile`.
     """
-    if not 3 <= t.K <= 5 or t.hard or isinstance(t.tau, tuple):
+    tame = max(abs(w) for w in (*t.s, *t.c)) <= 2  # so that no product overflows
+    if t.hard or t.K < 3 or not tame or (t.s[-1] == 0 and any(t.s)):
         return False
+    if isinstance(t.tau, tuple):
+        return t.K <= 6
     middle, exponent, step = sum(t.theta) / (t.K - 1), 0.0, 124 / (t.K - 1)
     for k, theta in enumerate(t.theta[:-1], 1):
         exponent += t.tau * (middle - theta) * math.log2(math.e)
         if not exponent - (t.K - 1 - k) * step <= -24:
             return False
-    tame = max(abs(w) for w in (*t.s, *t.c)) <= 2  # so that no product overflows
-    return tame and (t.s[-1] != 0 or not any(t.s))
+    return True
 
 
 class _Direct(torch.autograd.Function):
