@@ -16,10 +16,10 @@ from torch import Tensor
 
 from threshold_gating.kernels.launch import Launch, interpreting
 
-# Inputs and outputs of a tile, its warps. 32 outputs of 16 bits are the 64 bytes that memory gives
-# at once, and 4096 of them make a program for each of 128 processors.
-_TILE, _WARPS = (512, 32), 16
-_ENOUGH = 96  # programs that keep a GPU busy; fewer are split into parts
+# Inputs and outputs of a tile, its warps. Fewer than 128 outputs (32 were tried) read so little of
+# a row at a time that memory is not kept busy.
+_TILE, _WARPS = (64, 128), 8
+_ENOUGH = 256  # programs that keep a GPU busy; fewer are split into parts
 _MOST_PARTS = 64
 
 
