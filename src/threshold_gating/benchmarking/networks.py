@@ -13,6 +13,8 @@ from threshold_gating import Activation, convert
 from threshold_gating.benchmarking.timing import Contenders, Place, Work
 
 SECTION = "networks"
+Images = tuple[int, int, int, int]
+Wrap = Callable[[nn.Module], Any]
 
 
 class Network(NamedTuple):
@@ -37,15 +39,11 @@ NETWORKS = {
 }
 
 
-def networks(
-    found: dict[str, Network], shape: tuple[int, int, int, int], place: Place
-) -> Iterator[Work]:
+def networks(found: dict[str, Network], shape: Images, place: Place) -> Iterator[Work]:
     """Every network as it is called, then every network compiled."""
     for how in ("eager", "compile") if place.compile is not None else ("eager",):
         for name, network in found.items():
-            wrap: Callable[[nn.Module], Any] = (
-                partial(_compiled, place) if how == "compile" else lambda model: model
-            )
+            wrap: Wrap = partial(_compiled, place) if how == "compile" else lambda model: model
             build = partial(_inference, network, shape, place, wrap)
             limits = {"original": network.inference}
             yield Work(SECTION, f"{name} inference {how}", build, limits, replay=False, rep=200)
@@ -60,24 +58,14 @@ def _compiled(place: Place, model: nn.Module) -> Any:
     return place.compile(model)
 
 
-def _inference(
-    network: Network,
-    shape: tuple[int, int, int, int],
-    place: Place,
-    wrap: Callable[[nn.Module], Any],
-) -> Contenders:
+def _inference(network: Network, shape: Images, place: Place, wrap: Wrap) -> Contenders:
     torch._dynamo.reset()
     x, plain = _images(shape, place), _moved(network.make(), place).eval()
     gated = convert(plain, inputs=x[:2])
     return {"original": partial(wrap(plain), x), "ours": partial(wrap(gated), x)}
 
 
-def _training(
-    network: Network,
-    shape: tuple[int, int, int, int],
-    place: Place,
-    wrap: Callable[[nn.Module], Any],
-) -> Contenders:
+def _training(network: Network, shape: Images, place: Place, wrap: Wrap) -> Contenders:
     torch._dynamo.reset()
     x, plain = _images(shape, place), _moved(network.make(), place).train()
     gated = _moved(with_learned_gates(network.make()), place).train()
@@ -89,7 +77,7 @@ def _moved(model: nn.Module, place: Place) -> nn.Module:
     return model.to(place.device, torch.bfloat16, **last)
 
 
-def _images(shape: tuple[int, int, int, int], place: Place) -> Tensor:
+def _images(shape: Images, place: Place) -> Tensor:
     x = torch.randn(shape, device=place.device, dtype=torch.bfloat16)
     return x.to(memory_format=torch.channels_last)
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from threshold_gating.kernels.launch import Launch, interpreting
+from threshold_gating.kernels.launch import Launch, interpreting, readable
 
 # Inputs and outputs of a tile, its warps. Fewer than 128 outputs (32 were tried) read so little of
 # a row at a time that memory is not kept busy.
@@ -66,7 +66,7 @@ def product(
     moved, biased = dtheta is not None, bias is not None
     known = (theta0.shape[1] > 1, shifted, anchored)
     run, parts, added = _ready(outer, K, inner, owner, moved, *known, biased)
-    levels = _wide(theta0, theta0 if dtheta is None else dtheta, c)
+    levels = readable((theta0, theta0 if dtheta is None else dtheta, c))
     y = x.new_empty(*x.shape[:-1], outer)
     last = y if bias is None else bias
     if added is None:
@@ -94,13 +94,6 @@ def _forget(key: int, dead: weakref.ref[Tensor]) -> None:
     kept = _COPIES.get(key)
     if kept is not None and kept.weight is dead:  # else another tensor has come to lie there
         del _COPIES[key]
-
-
-def _wide(*tensors: Tensor) -> tuple[Tensor, ...]:
-    for t in tensors:
-        if t.dtype != torch.float32 or not t.is_contiguous():  # mixed precision, odd views
-            return tuple([w.detach().float().contiguous() for w in tensors])
-    return tensors
 
 
 @functools.lru_cache(1024)

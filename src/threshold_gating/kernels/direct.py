@@ -126,11 +126,8 @@ def _read(
 ) -> tuple[Tensor, ...]:
     """What the kernels read: tau, rho, theta, shift, s, c."""
     tau = theta if tau0 is None else tau0
-    read = (tau, tau if rho is None else rho, theta, theta if dtheta is None else dtheta, s, c)
-    for t in read:
-        if t.dtype != torch.float32 or not t.is_contiguous():  # mixed precision, odd views
-            return tuple([w.detach().float().contiguous() for w in read])
-    return read
+    shift = theta if dtheta is None else dtheta
+    return launch.readable((tau, tau if rho is None else rho, theta, shift, s, c))
 
 
 def constant(t: TG, x: Tensor) -> Tensor | None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from threshold_gating.kernels.direct import BOUND
-from threshold_gating.kernels.launch import Launch, interpreting
+from threshold_gating.kernels.launch import Launch, interpreting, readable
 
 _FEW_ROWS = 256
 _TILE, _ITERS = (4, 512), 16
@@ -36,11 +36,8 @@ class Gates(NamedTuple):
     def read(self) -> tuple[Tensor, ...]:
         """As the kernels read them: in float32, with a stand-in for what is not there."""
         tau0, rho, theta0, dtheta = self
-        four = (tau0, tau0 if rho is None else rho, theta0, theta0 if dtheta is None else dtheta)
-        for t in four:
-            if t.dtype != torch.float32 or not t.is_contiguous():  # mixed precision, odd views
-                return tuple([w.detach().float().contiguous() for w in four])
-        return four
+        shift = theta0 if dtheta is None else dtheta
+        return readable((tau0, tau0 if rho is None else rho, theta0, shift))
 
     def kind(self) -> tuple[bool, bool, bool]:
         return self.rho is not None, self.dtheta is not None, self.tau0.numel() > 1

@@ -238,6 +238,14 @@ def count(codes: Sequence[int], wanted: Sequence[int]) -> int:
     return sum(n for n, w in zip((taus, K - 1, K, K), wanted[2:], strict=True) if w)
 
 
+def readable(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Gate tensors as kernels read them; only mixed precision and odd views are copied for it."""
+    for t in tensors:
+        if t.dtype != torch.float32 or not t.is_contiguous():
+            return tuple([w.detach().float().contiguous() for w in tensors])
+    return tensors
+
+
 class Launch:
     """A kernel for a grid, with all but its tensors: to be called with these again and again.
 
