@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from threshold_gating import TAXONOMY, Activation, kernels
 from threshold_gating.benchmarking.elementwise import SHORT, SOFT, gradients
@@ -21,11 +21,8 @@ UNITS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "geglu": (F.gelu, "gelu"),
     "geglu tanh": (_gelu_tanh, "gelu_tanh"),
 }
-_NATIVE: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "relu": F.relu,
-    "tanh": torch.tanh,
-}
+# torch's modules, because it is a module that stands in for them
+_NATIVE: dict[str, nn.Module] = {"silu": nn.SiLU(), "relu": nn.ReLU(), "tanh": nn.Tanh()}
 
 
 def gated_units(shape: tuple[int, ...], place: Place) -> Iterator[Work]:
