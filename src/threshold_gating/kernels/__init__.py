@@ -165,8 +165,10 @@ def _fused(
 
 def _is_plain(x: Any) -> bool:
     """Whether x is memory: not transformed, of no subclass, not in a graph to export."""
-    if torch.compiler.is_compiling():
-        return not exporting()
+    return not exporting() if torch.compiler.is_compiling() else _is_memory(x)
+
+
+def _is_memory(x: Any) -> bool:
     return (
         type(x) in (Tensor, torch.nn.Parameter)
         and torch._C._functorch.peek_interpreter_stack() is None
@@ -190,7 +192,7 @@ def constant(t: TG, x: Tensor) -> Tensor | None:
 
 def launches(x: Tensor) -> bool:
     """Whether a kernel of Triton is called for x here and now, outside of any compiler."""
-    return _runs_triton(x) and not torch.compiler.is_compiling() and _is_plain(x)
+    return _runs_triton(x) and not torch.compiler.is_compiling() and _is_memory(x)
 
 
 def evaluate(

@@ -109,7 +109,7 @@ def activation(
         return None
     read = _read(*given)
     if torch.is_grad_enabled():
-        y: Tensor = _Direct.apply(x, up, *given[:4], plan, read)  # type: ignore[no-untyped-call]
+        y: Tensor = _apply(x, up, *given[:4], plan, read)
         return y
     y = torch.empty_like(x)
     plan.forward((x, x if up is None else up, y, *read), x.dtype)
@@ -229,6 +229,10 @@ class _Direct(torch.autograd.Function):
             elif w.dim() != 2:
                 parts[k] = parts[k].view(w.shape)
         return dx, dup, *parts, None, None
+
+
+# `_Direct.apply` without its care for functorch, whose tensors do not come here: `kernels.launches`
+_apply: Any = super(torch.autograd.Function, _Direct).apply
 
 
 def _by_formulas(
