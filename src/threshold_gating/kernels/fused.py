@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from threshold_gating import primitive
-from threshold_gating.kernels import launch, tile
+from threshold_gating.kernels import launch, ops, tile
 from threshold_gating.kernels.form import Call, Form, in_memory
 from threshold_gating.primitive import Value
 
@@ -143,7 +143,7 @@ def _forward_triton(
     assert memory is not None
     tensors, codes = packed or _packed(x, call, role)
     if compiling:
-        y = launch.forward_op(memory, second, tensors, list(codes))
+        y = ops.forward(memory, second, tensors, list(codes))
     else:
         y = launch.forward(memory, second, launch.Parameters.of(tensors), codes, call.sizes)
     return _restored(y, x, call.order)
@@ -174,9 +174,7 @@ def _backward_triton(
     assert slopes is not None and memory is not None
     tensors, codes = packed
     if torch.compiler.is_compiling():
-        dx, dother, sums = launch.backward_op(
-            slopes, memory, second, tensors, list(codes), list(wanted)
-        )
+        dx, dother, sums = ops.backward(slopes, memory, second, tensors, list(codes), list(wanted))
     else:
         p = launch.Parameters.of(tensors)
         dx, dother, sums = launch.backward(

@@ -1,4 +1,4 @@
-"""The kernels of `device` as functions of tensors, and as ops that torch.compile can place.
+"""The kernels of `device` as functions of tensors.
 
 Memory is (outer, G, inner), as `form` says, and contiguous. Triton is imported when one runs.
 """
@@ -320,54 +320,3 @@ def prepared(name: str, sizes: tuple[int, ...], size: int, known: Codes, steps: 
     parts = along * (m.R // m.G if m.layout == 2 else 1)
     sums = parts, count(known, known[9:]) if name == "blend_backward" else 0, m.G
     return Prepared(Launch(getattr(device, name), (across * along,), tiles.warps, rest), sums)
-
-
-# For torch.compile, to which a kernel is opaque: an op known by the shapes it gives.
-forward_op = torch.library.custom_op(
-    "threshold_gating::blend_forward",
-    lambda x, other, parameters, codes: forward(
-        x, other, Parameters.of(parameters), tuple(codes), tuple(x.shape)
-    ),
-    mutates_args=(),
-    schema="(Tensor x, Tensor? other, Tensor[] parameters, int[] codes) -> Tensor",
-)
-backward_op = torch.library.custom_op(
-    "threshold_gating::blend_backward",
-    lambda *given: _backward_op(*given),
-    mutates_args=(),
-    schema="(Tensor dy, Tensor x, Tensor? other, Tensor[] parameters, int[] codes, bool[] wanted)"
-    " -> (Tensor, Tensor, Tensor)",
-)
-
-
-def _backward_op(
-    dy: Tensor,
-    x: Tensor,
-    other: Tensor | None,
-    parameters: list[Tensor],
-    codes: list[int],
-    wanted: list[bool],
-) -> tuple[Tensor, ...]:
-    p = Parameters.of(parameters)
-    *grads, sums = backward(dy, x, other, p, tuple(codes), tuple(wanted), tuple(x.shape))
-    # what is not wanted comes back as x, which an op may not return
-    return *[g if w else x.new_empty(0) for g, w in zip(grads, wanted, strict=False)], sums
-
-
-@forward_op.register_fake
-def _(x: Tensor, other: Tensor | None, parameters: list[Tensor], codes: list[int]) -> Tensor:
-    return torch.empty_like(x)
-
-
-@backward_op.register_fake
-def _(
-    dy: Tensor,
-    x: Tensor,
-    other: Tensor | None,
-    parameters: list[Tensor],
-    codes: list[int],
-    wanted: list[bool],
-) -> tuple[Tensor, Tensor, Tensor]:
-    dx, dother = (torch.empty_like(x) if w else x.new_empty(0) for w in wanted[:2])
-    group = 1 if x.shape[1] == 1 else x.shape[1]
-    return dx, dother, x.new_empty(count(codes, wanted), group, dtype=torch.float32)
