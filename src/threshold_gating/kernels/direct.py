@@ -70,7 +70,7 @@ class _Plan:
         self.steps = (sizes[1], int(sizes[1] > 1)) * 4
         self.forward = launch.prepared("blend_forward", sizes, size, kind.codes, self.steps).run
 
-    @functools.lru_cache(64)  # noqa: B019  (plans are kept anyway)
+    @functools.lru_cache(4096)  # noqa: B019  (plans are kept anyway)
     def backward(self, wanted: tuple[bool, ...]) -> tuple[launch.Prepared, tuple[int, ...]]:
         """The kernel, and how many rows of its sums each learned tensor has."""
         codes = self.kind.codes
@@ -142,7 +142,7 @@ def constant_times(t: TG, x: Tensor, up: Tensor) -> Tensor | None:
     return None if ready is None else activation(x, ready[0], (), ready[1], up)
 
 
-@functools.lru_cache(64)
+@functools.lru_cache(1024)  # a calibrated network has an instance for each site
 def _ready(t: TG, role: int, device: torch.device) -> tuple[Kind, Given] | None:
     kind = frozen_kind(t, role)
     if kind is None:
