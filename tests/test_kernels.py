@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from threshold_gating import Activation, kernels
 from threshold_gating.instance import TG
+from threshold_gating.kernels import launch
 from threshold_gating.taxonomy import (
     ROWS,
     TAXONOMY,
@@ -131,3 +132,29 @@ def test_the_environment_sets_the_first_choice():
         check=True,
     )
     assert run.stdout == "reference\n"
+
+
+class OnDevice:
+    """As much of a tensor as a launch asks for, on a device that may not be here."""
+
+    is_cuda, dtype = True, torch.float32
+
+    def __init__(self, index):
+        self.index, self.device = index, "cpu" if index < 0 else f"cuda:{index}"
+
+    def data_ptr(self):
+        return 16
+
+    def get_device(self):
+        return self.index
+
+
+def test_a_kernel_that_is_ready_is_given_no_address_of_another_device(monkeypatch):
+    run, calls = launch.Launch(None, (1,), 4, (7,)), []
+    run.ready[0, "float"] = lambda *given: calls.append(given)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+    run((OnDevice(0), OnDevice(0)), "float")
+    assert calls == [(16, 16, 7)]
+    with pytest.raises(RuntimeError, match=r"one device, got cpu, cuda:0; move the module"):
+        run((OnDevice(0), OnDevice(-1)), "float")
+    assert len(calls) == 1

@@ -217,7 +217,7 @@ def evaluate(
 
 
 def _constant_times(t: TG, x: Tensor, up: Tensor) -> Tensor | None:
-    fits = up.shape == x.shape and up.dtype == x.dtype
+    fits = (up.shape, up.dtype, up.device) == (x.shape, x.dtype, x.device)
     return direct.constant_times(t, x, up) if fits and launches(x) else None
 
 

@@ -267,9 +267,15 @@ class Launch:
         places = [t.data_ptr() for t in tensors]
         odd = functools.reduce(operator.or_, places) & 15
         # Triton compiles anew for other types and for addresses that are no multiples of 16.
-        device: int = x.device.index
+        device: int = x.get_device()
         key = device, tuple([t.dtype for t in tensors]) if kinds is None else kinds
         run = self.ready.get(key)
+        if {t.get_device() for t in tensors} != {device}:  # an address does not say where it lies
+            devices = ", ".join(sorted({str(t.device) for t in tensors}))
+            raise RuntimeError(
+                f"gates and input must be on one device, got {devices}; "
+                "move the module and its input with .to(device)."
+            )
         if run is not None and not odd and torch._C._cuda_getDevice() == device:
             run(*places, *self.rest)
             return
