@@ -197,9 +197,15 @@ import torch
 from threshold_gating import Activation, kernels
 from threshold_gating.kernels import launch
 
-for key, train in (("relu", ("theta", "s")), ("silu", ("tau", "theta", "s", "c")), ("gelu", ("tau",))):
+ALL = ("tau", "theta", "s", "c")
+CHANNEL = {"share": "channel", "channels": 6}
+CASES = (
+    ("relu", ("theta", "s"), {}), ("leaky_relu", ALL[1:], CHANNEL), ("silu", ALL, CHANNEL),
+    ("tanh", ALL[:2], {}), ("gelu", ("tau",), CHANNEL), ("gelu", ALL, {}),
+)
+for key, train, share in CASES:
     torch.manual_seed(0)
-    act = Activation(key, share="channel", channels=6, train=train)
+    act = Activation(key, train=train, **share)
     net = torch.nn.Sequential(torch.nn.Conv2d(3, 6, 3, bias=False), torch.nn.BatchNorm2d(6), act)
     with torch.no_grad():
         for p in act.parameters():
@@ -221,3 +227,73 @@ print("ok")
 
 def test_compiled_learned_gates_have_the_kernels_for_their_gradients(step_by_step):
     step_by_step(LEARNED)
+
+
+class NoGPU:
+    """What Triton asks a GPU's driver for before it looks at a kernel."""
+
+    def get_current_target(self):
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
+
+
+@pytest.fixture
+def kernels_in_a_graph(monkeypatch):
+    """A function from a module and its input to how often each kernel is in its joint graph."""
+    triton = pytest.importorskip("triton")
+    from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
+
+    monkeypatch.setattr(triton.runtime.driver, "_active", NoGPU())
+    monkeypatch.setattr(tg.kernels, "_runs_triton", lambda x: True)
+
+    names: list[str] = []
+
+    def look(graph, inputs, **rest):
+        found = [n for n in graph.graph.nodes if "triton_kernel_wrapper" in str(n.target)]
+        kernels = (kernel_side_table.get_kernel(n.kwargs["kernel_idx"]) for n in found)
+        names[:] = [getattr(k, "fn", k).__name__ for k in kernels]
+        raise RuntimeError("enough")  # nothing here could run them
+
+    def run(module, x):
+        torch._dynamo.reset()
+        backend = aot_autograd(fw_compiler=None, partition_fn=look)
+        with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="enough"):
+            torch.compile(module, backend=backend, fullgraph=True)(x)
+        return Counter(names)
+
+    return run
+
+
+def test_a_compiled_graph_holds_the_kernels_themselves_and_not_calls_of_ops(kernels_in_a_graph):
+    two = nn.Sequential(nn.Linear(4, 4), tg.Activation("gelu", train=("tau", "theta")))
+    assert kernels_in_a_graph(two, torch.randn(3, 4)) == {"blend_forward": 1, "blend_backward": 1}
+    # with two branches the compiler has the formula, which it fuses with its neighbours
+    two[1] = tg.Activation("relu", train=("theta", "s"))
+    assert kernels_in_a_graph(two, torch.randn(3, 4)) == {"blend_backward": 1}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("share", [{}, {"share": "channel", "channels": 6}])
+@pytest.mark.parametrize("key", ["relu", "silu", "gelu"])
+def test_compiled_for_a_gpu_learned_gates_have_the_gradients_of_the_reference(key, share):
+    torch._dynamo.reset()
+    train = ("theta", "s", "c") if key == "relu" else ("tau", "theta", "s", "c")
+    act = tg.Activation(key, train=train, **share)
+    net = nn.Sequential(nn.Conv2d(3, 6, 3, bias=False), nn.BatchNorm2d(6), act).cuda()
+    with torch.no_grad():
+        for p in act.parameters():
+            p.add_(torch.randn_like(p), alpha=0.1)
+    compiled = torch.compile(net, fullgraph=True)
+    for shape in ((2, 3, 7, 7), (5, 3, 9, 8), (3, 3, 6, 6)):  # from the second on sizes may vary
+        x = torch.randn(shape, device="cuda").to(memory_format=torch.channels_last)
+        found = []
+        for name, f in (("reference", net), ("auto", compiled)):
+            net.zero_grad()
+            with tg.kernels.use(name):
+                y = f(x)
+                y.square().mean().backward()
+            found.append([y.detach(), *(p.grad.clone() for p in net.parameters())])
+        for have, want in zip(*found[::-1], strict=True):
+            # float32 in another order, and convolutions in TF32 by one algorithm or another
+            torch.testing.assert_close(have, want, rtol=1e-3, atol=1e-3)

@@ -152,9 +152,79 @@ class OnDevice:
 def test_a_kernel_that_is_ready_is_given_no_address_of_another_device(monkeypatch):
     run, calls = launch.Launch(None, (1,), 4, (7,)), []
     run.ready[0, "float"] = lambda *given: calls.append(given)
+    monkeypatch.setattr(launch, "_address", OnDevice.data_ptr)
+    monkeypatch.setattr(launch, "_device", OnDevice.get_device)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     run((OnDevice(0), OnDevice(0)), "float")
     assert calls == [(16, 16, 7)]
     with pytest.raises(RuntimeError, match=r"one device, got cpu, cuda:0; move the module"):
         run((OnDevice(0), OnDevice(-1)), "float")
     assert len(calls) == 1
+
+
+class Compiled:
+    """As much of a compiled kernel as a launch asks for, around Triton's own launcher."""
+
+    function, packed_metadata = 11, (4, 1, 0)
+
+    def __init__(self, memory=0):
+        from triton.backends.nvidia.driver import CudaLauncher
+
+        self.run, self.started, self.ordinary = CudaLauncher.__new__(CudaLauncher), [], 0
+        vars(self.run).update(
+            {"global_scratch_size": memory, "global_scratch_align": 1, "num_ctas": 1},
+            profile_scratch_size=0,
+            profile_scratch_align=1,
+            launch_cooperative_grid=False,
+            launch_pdl=True,
+            arg_annotations=["a"],
+            kernel_signature=b"s",
+            launch=lambda *given: self.started.append(given),
+        )
+
+    def __getitem__(self, grid):
+        def start(*given):
+            self.ordinary += 1
+            about = self.function, self.packed_metadata, None, None, None
+            self.run(*grid, 5, *about, *given)
+
+        return start
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 5, raising=False)
+    return Compiled()
+
+
+def test_a_kernel_is_started_with_what_triton_gives_its_c_function(compiled):
+    launch._runner(compiled, (2, 3, 1), 0)(16, 32, 7)
+    assert compiled.ordinary == 0
+    compiled[2, 3, 1](16, 32, 7)
+    ours, theirs = compiled.started
+    assert ours == theirs
+
+
+def test_whoever_wants_to_know_of_launches_is_told(compiled):
+    from triton import knobs
+
+    run = launch._runner(compiled, (2, 3, 1), 0)
+    knobs.runtime.launch_enter_hook.add(print)
+    try:
+        run(16)
+        assert compiled.ordinary == 1
+    finally:
+        knobs.runtime.launch_enter_hook.remove(print)
+    run(16)
+    assert compiled.ordinary == 1
+    assert len(compiled.started) == 2
+
+
+def test_a_launch_that_is_not_understood_is_left_to_triton(compiled, monkeypatch):
+    import triton
+
+    assert launch._fixed(compiled) is not None
+    assert launch._fixed(Compiled(memory=128)) is None
+    monkeypatch.setattr(triton, "__version__", "3.8.0")
+    assert launch._fixed(compiled) is None

@@ -6,6 +6,8 @@ import os
 
 import pytest
 import torch
+import torch.nn.utils.parametrize
+import torch.utils.checkpoint
 
 from threshold_gating import TAXONOMY, Activation, kernels, primitive
 from threshold_gating.kernels import fused
@@ -194,6 +196,8 @@ torch.empty = poisoned
 torch.empty_like = lambda x, **k: torch.full_like(x, float("nan"), **k)
 torch.Tensor.new_empty = lambda x, *a, **k: torch.full(
     a if isinstance(a[0], int) else a[0], float("nan"), dtype=k.get("dtype", x.dtype))
+torch.Tensor.new_empty_strided = lambda x, size, stride, dtype: torch.full(
+    size, float("nan"), dtype=dtype)
 torch.set_num_threads(1)
 with kernels.use("triton"):
     for name in {names!r}:
@@ -205,6 +209,7 @@ with kernels.use("triton"):
     if {part} == 0:
         with mock.patch.object(direct, "activation", wraps=direct.activation) as calls:
             t.check_learned()
+            t.check_given()
         assert calls.call_count > 20
     try:
         t.check(PAIRS["silu channel"], (1, 63), torch.float32, kernel=t.wrong)
@@ -309,6 +314,51 @@ def check_learned(device="cpu"):
         torch.testing.assert_close(curve, torch.autograd.grad(slope.square().sum(), x)[0])
 
 
+class Doubled(torch.nn.Module):
+    def forward(self, w):
+        return 2 * w
+
+
+def check_given(device="cpu"):
+    """Parameters that are computed, changed too early, or used in a forward that is repeated."""
+    every = ("tau", "theta", "s", "c")
+    made = Activation("silu", share="channel", channels=6, train=every).to(device)
+    x = torch.randn(3, 6, device=device, requires_grad=True)
+    leaves = {n: torch.randn_like(p).mul(0.3).requires_grad_() for n, p in made.named_parameters()}
+
+    def of_others(z):
+        computed = {n: 1.5 * w for n, w in leaves.items()}
+        return torch.func.functional_call(made, computed, (z,))
+
+    def repeated(z):
+        return torch.utils.checkpoint.checkpoint(made, z, use_reentrant=False)
+
+    same(of_others, [x, *leaves.values()])
+    same(repeated, [x, *made.parameters()])
+    y = made(x)
+    with torch.no_grad():
+        made.dtheta.add_(1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+    for name in ("rho", "s"):
+        torch.nn.utils.parametrize.register_parametrization(made, name, Doubled())
+    same(made, [x, *made.parameters()])
+
+
+def same(f, inputs):
+    """f has the gradients of the reference, and theirs."""
+    found = []
+    for name in (kernels.backend(), "reference"):
+        with kernels.use(name):
+            y = f(inputs[0])
+            slopes = torch.autograd.grad(y.square().sum(), inputs)
+            first = torch.autograd.grad(f(inputs[0]).square().sum(), inputs, create_graph=True)
+            second = torch.autograd.grad(sum(d.square().sum() for d in first), inputs)
+        found.append((y, *slopes, *first, *second))
+    for have, want in zip(*found, strict=True):
+        torch.testing.assert_close(have, want, rtol=1e-4, atol=1e-4)
+
+
 def agree(act, x, what):
     dy, found = torch.randn(x.shape, device=x.device), []
     exact = copy.deepcopy(act).double()
@@ -342,6 +392,7 @@ def test_the_triton_kernels_equal_the_reference(name):
 def test_the_triton_kernels_at_the_edges():
     check_special("cuda")
     check_learned("cuda")
+    check_given("cuda")
 
 
 @pytest.mark.gpu

@@ -7,6 +7,7 @@ or the shape of a neuron's position otherwise.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -21,7 +22,7 @@ from threshold_gating.primitive import Anchor, Value
 SHARES = ("net", "layer", "channel", "head", "neuron")
 LEARNABLE = ("tau", "theta", "s", "c")
 # exp(7) is 1100 times softer or sharper than the start; further out tau would leave float32.
-_RHO_BOUND = kernels.direct.BOUND
+_RHO_BOUND = kernels.traced.BOUND
 
 
 class _Structure(NamedTuple):
@@ -164,7 +165,8 @@ class Activation(nn.Module):
             op = self._op or kernels.lowered(None)
             if op is not None:
                 return kernels.overwriting(op, x) if self.inplace else op(x)
-        if kernels.launches(x) and (y := self._launched(x)) is not None:
+        launches = kernels.launches(x) or (bool(self.learned) and kernels.traces(x))
+        if launches and (y := self._launched(x)) is not None:
             return y
         shape = self._shape_in(x)
         tau, *rows = self.values()
@@ -193,29 +195,21 @@ class Activation(nn.Module):
             return None  # a threshold at a jump has a gradient that no kernel gives
         # looked up here, because attributes of a module take longer than the rest
         tensors: dict[str, Any] = {**self._buffers, **self._parameters}
-        constant = tensors["v"] if "v" in tensors else tensors["c"]
-        given = kernels.direct.Given(
-            tensors.get("rho"),
-            tensors.get("dtheta"),
-            tensors["s"],
-            constant,
-            tensors.get("tau0"),
-            tensors["theta0"],
-        )
-        return kernels.direct.activation(x, self._kind, self._shape_in(x), given)
+        names = self._kind.names
+        try:
+            own: Any = [name and tensors[name] for name in names]
+        except KeyError:  # a parametrization makes it anew whenever it is asked for
+            own = [name and getattr(self, name) for name in names]
+        given = kernels.direct.Given(*own)
+        if torch.compiler.is_compiling():
+            known = self._kind.form, self._kind.codes
+            return kernels.traced.activation(x, *known, self._shape_in(x), given)
+        shape = _kept_shape(self.share, self.group, self.axis, x.shape)
+        return kernels.direct.activation(x, self._kind, shape, given)
 
     def _shape_in(self, x: Tensor) -> tuple[int, ...]:
         """The shape in which a group's values broadcast against `x`."""
-        if self.share in ("net", "layer"):
-            return ()
-        axis = self.axis + x.dim() if self.axis < 0 else self.axis
-        after = x.dim() - axis - len(self.group)
-        if after < 0 or x.shape[axis : axis + len(self.group)] != self.group:
-            raise ValueError(
-                f"Activation: {self.share} sharing of {self.group} at axis {self.axis} does not "
-                f"fit an input of shape {tuple(x.shape)}; set channels and axis to match it."
-            )
-        return (1,) * axis + self.group + (1,) * after
+        return _shape_in(self.share, self.group, self.axis, x.shape)
 
     def values(self) -> tuple[Any, list[Tensor], list[Value], list[Value]]:
         """(tau, theta, s, c) now: structural numbers where they are known, else tensors."""
@@ -336,6 +330,24 @@ def _group(share: str, channels: int | Sequence[int] | None) -> tuple[int, ...]:
         want = "their number" if share != "neuron" else "the shape of the positions, as (C, H, W)"
         raise ValueError(f"Activation: share={share!r} needs channels, {want}; got {channels!r}.")
     return shape
+
+
+def _shape_in(
+    share: str, group: tuple[int, ...], axis: int, sizes: Sequence[int]
+) -> tuple[int, ...]:
+    if share in ("net", "layer"):
+        return ()
+    before = axis + len(sizes) if axis < 0 else axis
+    after = len(sizes) - before - len(group)
+    if after < 0 or sizes[before : before + len(group)] != group:
+        raise ValueError(
+            f"Activation: {share} sharing of {group} at axis {axis} does not "
+            f"fit an input of shape {tuple(sizes)}; set channels and axis to match it."
+        )
+    return (1,) * before + group + (1,) * after
+
+
+_kept_shape = functools.lru_cache(4096)(_shape_in)  # on a GPU it would take as long as a kernel
 
 
 def _learned(t: TG, train: Iterable[str]) -> tuple[str, ...]:

@@ -46,11 +46,11 @@ def networks(found: dict[str, Network], shape: Images, place: Place) -> Iterator
             wrap: Wrap = partial(_compiled, place) if how == "compile" else lambda model: model
             build = partial(_inference, network, shape, place, wrap)
             limits = {"original": network.inference}
-            yield Work(SECTION, f"{name} inference {how}", build, limits, replay=False, rep=200)
+            yield Work(SECTION, f"{name} inference {how}", build, limits, rep=200)
             build = partial(_training, network, shape, place, wrap)
             limits = {"original": network.training}
             work = f"{name} training {how}"
-            yield Work(SECTION, work, build, limits, backward=True, replay=False, rep=400)
+            yield Work(SECTION, work, build, limits, backward=True, rep=400)
 
 
 def _compiled(place: Place, model: nn.Module) -> Any:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from threshold_gating import primitive
 from threshold_gating.instance import TG
-from threshold_gating.kernels import direct, fused, launch, products
+from threshold_gating.kernels import direct, fused, launch, products, traced
 from threshold_gating.kernels.form import Form, take_apart
 from threshold_gating.kernels.lowering import Op, native, overwriting
 
@@ -38,6 +38,8 @@ __all__ = [
     "native",
     "overwriting",
     "takes_native",
+    "traced",
+    "traces",
     "use",
 ]
 
@@ -193,6 +195,11 @@ def constant(t: TG, x: Tensor) -> Tensor | None:
 def launches(x: Tensor) -> bool:
     """Whether a kernel of Triton is called for x here and now, outside of any compiler."""
     return _runs_triton(x) and not torch.compiler.is_compiling() and _is_memory(x)
+
+
+def traces(x: Tensor) -> bool:
+    """Whether a graph is made for x in which kernels of Triton can be nodes."""
+    return torch.compiler.is_compiling() and not exporting() and _runs_triton(x)
 
 
 def evaluate(

@@ -9,18 +9,21 @@ from __future__ import annotations
 
 import functools
 import weakref
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from threshold_gating.kernels.launch import Launch, interpreting, readable
 
-# Inputs and outputs of a tile, its warps. With 32 outputs, 64 bytes of a row, it took 1.3 to 1.6 of
-# torch's product with one matrix on an H200; wider ones have not been timed.
-_TILE, _WARPS = (64, 128), 8
-_ENOUGH = 256  # programs that keep a GPU busy; fewer are split into parts
+# Inputs of 16 bits and outputs of a tile, its warps, and stages: one more than tiles on their way.
+# Not timed yet: two programs ask for 80 KB at once; 4 TB/s with a microsecond of latency are 30 KB
+# on their way to each processor of an H200. With one tile ahead and a second kernel that added the
+# parts it took 1.24 of torch's product with one matrix at 4096 x 4096 and 1.23 at 8192 x 8192.
+_TILE, _WARPS, _STAGES = (64, 64), 4, 6
+_PROGRAMS = 264  # two for each processor of an H200, so that all run at once; parts make up to it
 _MOST_PARTS = 64
+_COUNTERS = 1024  # strips of outputs that are cut into parts are fewer: half the programs at most
 
 
 class _Copy(NamedTuple):
@@ -29,7 +32,9 @@ class _Copy(NamedTuple):
     columns: Tensor
 
 
+_PLAIN = (Tensor, torch.nn.Parameter)  # whose memory is what they say
 _COPIES: dict[int, _Copy] = {}
+_SCRATCH: dict[tuple[int, int], Tensor] = {}
 
 
 def takes(x: Tensor, weight: Tensor, theta0: Tensor) -> bool:
@@ -42,7 +47,8 @@ def takes(x: Tensor, weight: Tensor, theta0: Tensor) -> bool:
     one = x.numel() == inner == weight.shape[-1] > 0 and x.dtype == weight.dtype
     if not one or not x.is_contiguous() or theta0.dim() != 2 or theta0.shape[1] not in (1, inner):
         return False
-    followed = type(weight) in (Tensor, torch.nn.Parameter) and not weight.is_inference()
+    plain = type(x) in _PLAIN and type(weight) in _PLAIN
+    followed = plain and not weight.is_inference()
     return followed and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
@@ -63,19 +69,26 @@ def product(
     `anchored`, c are the values of x + c_k at the threshold of branch k. Without derivatives.
     """
     outer, K, inner = weight.shape
-    moved, biased = dtheta is not None, bias is not None
-    known = (theta0.shape[1] > 1, shifted, anchored)
-    run, parts, added = _ready(outer, K, inner, owner, moved, *known, biased)
+    gate = (K, owner, dtheta is not None, theta0.shape[1] > 1, shifted, anchored)
+    run, parts = _ready(x.dtype, outer, inner, gate, bias is not None)
     levels = readable((theta0, theta0 if dtheta is None else dtheta, c))
     y = x.new_empty(*x.shape[:-1], outer)
-    last = y if bias is None else bias
-    if added is None:
-        run((x, *levels, transposed(weight), last, y))
-        return y
-    sums = x.new_empty((parts, outer), dtype=torch.float32)
-    run((x, *levels, transposed(weight), last, sums))
-    added((sums, last, y))
+    last = y if bias is None else bias.contiguous()
+    scratch = y if parts == 1 else _scratch(x)
+    run((x, *levels, transposed(weight), last, y, scratch), last.dtype)
     return y
+
+
+def _scratch(x: Tensor) -> Tensor:
+    """Counters at zero and room for parts: one for each stream, whose kernels run in turn."""
+    device = x.get_device()
+    key = device, torch._C._cuda_getCurrentRawStream(device) if x.is_cuda else 0
+    kept = _SCRATCH.get(key)
+    if kept is None:
+        size = _COUNTERS + _PROGRAMS * _TILE[1]
+        kept = torch.zeros(size, dtype=torch.float32, device=x.device)
+        _SCRATCH[key] = kept
+    return kept
 
 
 def transposed(weight: Tensor) -> Tensor:
@@ -98,35 +111,29 @@ def _forget(key: int, dead: weakref.ref[Tensor]) -> None:
 
 @functools.lru_cache(1024)
 def _ready(
-    outer: int,
-    K: int,
-    inner: int,
-    owner: tuple[str, ...] | None,
-    moved: bool,
-    per_column: bool,
-    shifted: bool,
-    anchored: bool,
-    biased: bool,
-) -> tuple[Launch, int, Launch | None]:
-    """The kernel, into how many parts it adds, and the kernel that adds these, if they are more."""
-    from threshold_gating.kernels.columns_device import added_parts, chosen_columns
+    dtype: torch.dtype, outer: int, inner: int, gate: tuple[Any, ...], biased: bool
+) -> tuple[Launch, int]:
+    """The kernel for weights of this size, and into how many parts it cuts their inputs."""
+    from threshold_gating.kernels.columns_device import chosen_columns
 
-    tile, across, chunk, parts = _cut(outer, inner)
+    K, owner, *known = gate
     owners = sum(2**j for j, o in enumerate(owner or ()) if o == "hi")
-    known = (K - 1, owners, moved, per_column, shifted, anchored)
-    alone = parts == 1
-    rest = (inner, outer, chunk, *known, biased and alone, *tile)
-    run = Launch(chosen_columns, (across, parts), _WARPS, rest)
-    if alone:
-        return run, parts, None
-    summing = (outer, parts, biased, 1 << (parts - 1).bit_length(), 64)
-    return run, parts, Launch(added_parts, (-(-outer // 64),), 4, summing)
+    tile = _tile(dtype)
+    across, chunk, parts = _cut(outer, inner, tile)
+    even = inner % tile[0] == 0 and outer % tile[1] == 0
+    rest = (inner, outer, chunk, parts, _COUNTERS, K - 1, owners, *known, biased, even)
+    added = 1 << (parts - 1).bit_length()
+    return Launch(chosen_columns, (across, parts), _WARPS, (*rest, added, *tile, _STAGES)), parts
 
 
-def _cut(outer: int, inner: int) -> tuple[tuple[int, int], int, int, int]:
-    """The tile, programs across the outputs, inputs of a part, parts."""
-    tile = (16, 32) if interpreting() else _TILE
+def _tile(dtype: torch.dtype) -> tuple[int, int]:
+    """Inputs and outputs of a tile, as many bytes of either type."""
+    return (16, 32) if interpreting() else (_TILE[0] * 2 // dtype.itemsize, _TILE[1])
+
+
+def _cut(outer: int, inner: int, tile: tuple[int, int]) -> tuple[int, int, int]:
+    """Programs across the outputs, inputs of a part, parts."""
     across, tiles = -(-outer // tile[1]), -(-inner // tile[0])
-    parts = 1 if across >= _ENOUGH else min(tiles, -(-2 * _ENOUGH // across), _MOST_PARTS)
+    parts = min(tiles, max(1, _PROGRAMS // across), _MOST_PARTS)
     chunk = -(-tiles // parts) * tile[0]
-    return tile, across, chunk, -(-inner // chunk)
+    return across, chunk, -(-inner // chunk)

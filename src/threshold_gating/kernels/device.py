@@ -306,11 +306,14 @@ def _store_sum(
     sums_p, k, total, R, N, G, iters, COUNT: tl.constexpr,
     LAYOUT: tl.constexpr, RB: tl.constexpr, CB: tl.constexpr,
 ):
-    """A program's k-th sum at its place in sums [program along the sums, COUNT, G]."""
+    """A program's k-th sum at its place in sums [program along the sums, COUNT, G].
+
+    For one group they are [COUNT, program], because torch adds neighbours in one step.
+    """
     rows, columns, _, _ = _tile(0, R, N, iters, LAYOUT, RB, CB)
     program = tl.program_id(0).to(tl.int64)
     if LAYOUT == 0:
-        tl.store(sums_p + program * COUNT + k, tl.sum(tl.sum(total, 1), 0))
+        tl.store(sums_p + k * tl.num_programs(0) + program, tl.sum(tl.sum(total, 1), 0))
     elif LAYOUT == 1:
         at = (program // tl.cdiv(N, CB) * COUNT + k) * N + columns
         tl.store(sums_p + at, tl.sum(total, 0), mask=columns < N)

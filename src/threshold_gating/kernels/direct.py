@@ -17,14 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from threshold_gating import primitive
 from threshold_gating.instance import TG
-from threshold_gating.kernels import launch
+from threshold_gating.kernels import launch, traced
 from threshold_gating.kernels.form import Form, is_run, place_of, take_apart
-
-# tau = tau0 exp(rho) for |rho| up to this; see `layers`.
-BOUND = 7.0
-_clamp = torch.ops.aten.clamp.default
 
 
 class Given(NamedTuple):
@@ -51,6 +46,7 @@ class Kind:
 
     form: Form
     codes: launch.Codes
+    names: tuple[str | None, ...]  # of an activation's tensors, in the order of `Given`
 
     @classmethod
     def of(
@@ -59,7 +55,26 @@ class Kind:
         digits = [launch.code_of(row) for row in (form.tau, form.theta, form.s, form.c)]
         anchored = bool(learned) and form.hard
         steps = ("tau" in learned) + 2 * ("theta" in learned) + 4 * anchored + 8 + 16 * mild
-        return cls(form, launch.codes(form, digits, role, steps))
+        names = (
+            "rho" if "tau" in learned else None,
+            "dtheta" if "theta" in learned else None,
+            "s",
+            "v" if anchored else "c",
+            None if form.hard else "tau0",
+            "theta0",
+        )
+        return cls(form, launch.codes(form, digits, role, steps), names)
+
+
+class _Backward(NamedTuple):
+    """A kernel for gradients, its sums, and whose they are: which learned tensors, rows of each."""
+
+    run: launch.Launch
+    sums: tuple[int, int, int]
+    stride: tuple[int, int, int]
+    axis: int
+    whose: list[int]
+    rows: list[int]
 
 
 class _Plan:
@@ -71,13 +86,16 @@ class _Plan:
         self.forward = launch.prepared("blend_forward", sizes, size, kind.codes, self.steps).run
 
     @functools.lru_cache(4096)  # noqa: B019  (plans are kept anyway)
-    def backward(self, wanted: tuple[bool, ...]) -> tuple[launch.Prepared, tuple[int, ...]]:
-        """The kernel, and how many rows of its sums each learned tensor has."""
-        codes = self.kind.codes
+    def backward(self, needed: tuple[bool, ...]) -> _Backward:
+        """The kernel for what `_Direct` needs the gradients of."""
+        codes, wanted = self.kind.codes, needed[:6]
         known = (*codes, *wanted)
-        rows = [launch.count(codes, [k == m and wanted[k] for k in range(6)]) for m in range(2, 6)]
-        ready = launch.prepared("blend_backward", self.sizes, self.size, known, self.steps)
-        return ready, tuple(rows)
+        run, sums, axis = launch.prepared(
+            "blend_backward", self.sizes, self.size, known, self.steps
+        )
+        whose = [k for k in range(4) if wanted[k + 2]]
+        each = [launch.count(codes, [k == m + 2 for k in range(6)]) for m in whose]
+        return _Backward(run, sums, (sums[1] * sums[2], sums[2], 1), axis, whose, each)
 
 
 @functools.lru_cache(4096)
@@ -107,27 +125,13 @@ def activation(
     plan = _plan(kind, x.shape, x.stride(), x.dtype, shape)
     if plan is None or (up is not None and up.stride() != x.stride()):
         return None
-    read = _read(*given)
+    read = traced.readable(given)
     if torch.is_grad_enabled():
-        y: Tensor = _apply(x, up, *given[:4], plan, read)
+        y: Tensor = _apply(x, up, *given[:4], (plan, read))
         return y
     y = torch.empty_like(x)
     plan.forward((x, x if up is None else up, y, *read), x.dtype)
     return y
-
-
-def _read(
-    rho: Tensor | None,
-    dtheta: Tensor | None,
-    s: Tensor,
-    c: Tensor,
-    tau0: Tensor | None,
-    theta: Tensor,
-) -> tuple[Tensor, ...]:
-    """What the kernels read: tau, rho, theta, shift, s, c."""
-    tau = theta if tau0 is None else tau0
-    shift = theta if dtheta is None else dtheta
-    return launch.readable((tau, tau if rho is None else rho, theta, shift, s, c))
 
 
 def constant(t: TG, x: Tensor) -> Tensor | None:
@@ -192,11 +196,20 @@ def _is_mild(t: TG) -> bool:
 
 class _Direct(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, up: Tensor | None, *rest: Any) -> Tensor:
-        *learned, plan, read = rest
-        ctx.save_for_backward(x, up, *learned)
-        ctx.how = plan, read
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        up: Tensor | None,
+        rho: Tensor | None,
+        dtheta: Tensor | None,
+        s: Tensor,
+        c: Tensor,
+        how: tuple[_Plan, tuple[Tensor, ...]],
+    ) -> Tensor:
+        ctx.save_for_backward(x, up, rho, dtheta, s, c)
+        ctx.how = how
         y = torch.empty_like(x)
+        plan, read = how
         plan.forward((x, x if up is None else up, y, *read), x.dtype)
         return y
 
@@ -204,31 +217,30 @@ class _Direct(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> Any:
         x, up, *learned = ctx.saved_tensors
         plan, read = ctx.how
-        needed = ctx.needs_input_grad[:6]
+        needed = ctx.needs_input_grad
         if torch.is_grad_enabled():  # someone differentiates twice
-            return *_by_formulas(dy, x, up, learned, plan, read, needed), None, None
+            return *_by_formulas(dy, x, up, learned, plan, read, needed[:6]), None
         if dy.stride() != x.stride():
             dy = torch.empty_like(x).copy_(dy)
-        (run, shape), rows = plan.backward(needed)
+        run, shape, stride, axis, whose, rows = plan.backward(needed)
         dx = torch.empty_like(x) if needed[0] else None
         dup = torch.empty_like(x) if needed[1] else None
-        sums = x.new_empty(shape, dtype=torch.float32) if shape[1] else x
+        # strided, because `new_empty` takes twice as long
+        sums = x.new_empty_strided(shape, stride, dtype=torch.float32) if rows else x
         other, to, over = (
             x if up is None else up,
             x if dx is None else dx,
             x if dup is None else dup,
         )
         run((x, other, dy, to, over, sums, *read), x.dtype)
-        if not shape[1]:
-            return dx, dup, None, None, None, None, None, None
-        # all at once, because a view costs as much as a small kernel
-        parts = list(sums.sum(0).split_with_sizes(rows))
-        for k, w in enumerate(learned):
-            if not needed[k + 2]:
-                parts[k] = None
-            elif w.dim() != 2:
-                parts[k] = parts[k].view(w.shape)
-        return dx, dup, *parts, None, None
+        grads: list[Tensor | None] = [None, None, None, None]
+        if rows:
+            # all at once, because a view costs as much as a small kernel
+            parts = torch.unsafe_split_with_sizes(sums.sum(axis), rows)
+            for k, part in zip(whose, parts, strict=True):
+                w = learned[k]
+                grads[k] = part if w.dim() == 2 else part.view_as(w)
+        return dx, dup, *grads, None
 
 
 # `_Direct.apply` without its care for functorch, whose tensors do not come here: `kernels.launches`
@@ -245,28 +257,12 @@ def _by_formulas(
     needed: Sequence[bool],
 ) -> list[Tensor | None]:
     """The same gradients, differentiable: through the reference."""
-    form, shape = plan.kind.form, plan.shape
     inputs = [None if t is None else t.view_as(t) for t in (x, up, *learned)]
-    z, factor, rho, dtheta, s, c = inputs
+    z, factor, *own = inputs
     tau0, _, theta0, *_ = read
-
-    def rows(w: Any, numbers: Sequence[float | None]) -> list[Any]:
-        pairs = zip(numbers, w.reshape(len(numbers), -1).unbind(0), strict=True)
-        return [row.view(shape) if number is None else number for number, row in pairs]
-
-    theta = rows(theta0 if dtheta is None else theta0 + dtheta, form.theta)
-    slopes, constants = rows(s, form.s), rows(c, form.c)
-    tau: Any = math.inf
-    if not form.hard:
-        sharp = tau0 if rho is None else tau0 * _clamp(rho, -BOUND, BOUND).exp()
-        taus = rows(sharp, form.tau)
-        tau = taus if len(taus) > 1 else taus[0]
-    elif plan.kind.codes[-1] & 4:
-        near = zip(constants, slopes, [theta[0], *theta], strict=True)
-        constants = [v if isinstance(m, float) and m == 0 else v - m * at for v, m, at in near]
-    options: Any = {"owner": form.owner, "centred": form.centred}
+    form, anchored = plan.kind.form, bool(plan.kind.codes[-1] & 4)
     assert z is not None
-    y = primitive.blend(z, tau, theta, slopes, constants, **options)
+    y = traced.formula(z, form, anchored, plan.shape, (*own, tau0, theta0))
     y = y if factor is None else y * factor
     asked = [t for t, need in zip(inputs, needed, strict=True) if need and t is not None]
     found = iter(torch.autograd.grad(y, asked, dy, create_graph=True, materialize_grads=True))

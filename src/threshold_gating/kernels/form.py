@@ -103,6 +103,14 @@ def in_memory(x: Tensor, order: Sequence[int], sizes: Sequence[int]) -> Tensor:
     return x.permute(*order).reshape(*sizes) if x.dim() else x.reshape(*sizes)
 
 
+def restored(y: Tensor, x: Tensor, order: tuple[int, ...]) -> Tensor:
+    """(outer, G, inner) as a tensor that lies in memory as x does."""
+    if order == tuple(range(x.dim())):
+        return y.view(x.shape)
+    back = sorted(range(len(order)), key=lambda d: order[d])
+    return y.view([x.shape[d] for d in order]).permute(back)
+
+
 def _rows(w: Values) -> list[Any]:
     each = w.unbind(0) if isinstance(w, Tensor) and w.dim() else w
     return list(each) if isinstance(each, Sequence) else [each]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from threshold_gating import primitive
 from threshold_gating.kernels import launch, ops, tile
-from threshold_gating.kernels.form import Call, Form, in_memory
+from threshold_gating.kernels.form import Call, Form, in_memory, restored
 from threshold_gating.primitive import Value
 
 _LOG2E = math.log2(math.e)
@@ -143,10 +143,10 @@ def _forward_triton(
     assert memory is not None
     tensors, codes = packed or _packed(x, call, role)
     if compiling:
-        y = ops.forward(memory, second, tensors, list(codes))
+        y = ops.forward(memory, second, tensors, list(codes), ops.SOURCES)
     else:
         y = launch.forward(memory, second, launch.Parameters.of(tensors), codes, call.sizes)
-    return _restored(y, x, call.order)
+    return restored(y, x, call.order)
 
 
 def _by_formula(x: Tensor, call: Call) -> Tensor:
@@ -174,14 +174,16 @@ def _backward_triton(
     assert slopes is not None and memory is not None
     tensors, codes = packed
     if torch.compiler.is_compiling():
-        dx, dother, sums = ops.backward(slopes, memory, second, tensors, list(codes), list(wanted))
+        dx, dother, sums = ops.backward(
+            slopes, memory, second, tensors, list(codes), list(wanted), ops.SOURCES
+        )
     else:
         p = launch.Parameters.of(tensors)
         dx, dother, sums = launch.backward(
             slopes, memory, second, p, codes, tuple(wanted), call.sizes
         )
     found = [dx if wanted.x else None, dother if wanted.v else None]
-    grads = [None if d is None else _restored(d, x, call.order) for d in found]
+    grads = [None if d is None else restored(d, x, call.order) for d in found]
     return [*grads, *_parameter_gradients(sums, x, call, wanted, needed[2:])]
 
 
@@ -233,7 +235,7 @@ def _backward(
         sums = sums or [s.new_zeros(1, call.sizes[1], 1) for s in rows]
         for total, new in zip(sums, rows, strict=True):
             total[:, part[1]] += new
-    grads = [None if d is None else _restored(d, x, call.order) for d in inputs]
+    grads = [None if d is None else restored(d, x, call.order) for d in inputs]
     return [*grads, *_parameter_gradients(sums, x, call, wanted, needed[2:])]
 
 
@@ -305,14 +307,6 @@ def _parts(sizes: tuple[int, int, int], most: int) -> Iterator[Part]:
         for b in range(0, group, g):
             for c in range(0, inner, i):
                 yield slice(a, a + o), slice(b, b + g), slice(c, c + i)
-
-
-def _restored(y: Tensor, x: Tensor, order: tuple[int, ...]) -> Tensor:
-    """(outer, G, inner) as a tensor that lies in memory as x does."""
-    if order == tuple(range(x.dim())):
-        return y.view(x.shape)
-    back = sorted(range(len(order)), key=lambda d: order[d])
-    return y.view([x.shape[d] for d in order]).permute(back)
 
 
 def _wanted(form: Form, needed: Sequence[bool]) -> tile.Wanted:

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from threshold_gating.kernels.direct import BOUND
 from threshold_gating.kernels.launch import Launch, interpreting, readable
+from threshold_gating.kernels.traced import BOUND
 
 _FEW_ROWS = 256
 _TILE, _ITERS = (4, 512), 16

@@ -136,7 +136,10 @@ class Parameters(NamedTuple):
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor]) -> Parameters:
-        """From tau, theta, s and c of shape (rows, G) or (rows, 1)."""
+        """From tau, theta, s and c of shape (rows, G) or (rows, 1), or all six, whole."""
+        if len(tensors) == 6:
+            G = tensors[4].numel() // tensors[4].shape[0]
+            return cls(tuple(tensors), (G, int(G > 1)) * 4)
         tau, theta, s, c = tensors
         steps = [n for t in tensors for n in (t.stride(0), t.stride(1) if t.shape[1] > 1 else 0)]
         return cls((tau, tau, theta, theta, s, c), tuple(steps))
@@ -225,11 +228,11 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dx, dother, sums per row of a wanted parameter and group); the first two only if wanted."""
     known = (*codes, *wanted)
-    run, shape = prepared("blend_backward", sizes, x.element_size(), known, p.steps)
+    run, shape, axis = prepared("blend_backward", sizes, x.element_size(), known, p.steps)
     dx, dother = [torch.empty_like(x) if w else x for w in wanted[:2]]
     sums = x.new_empty(shape, dtype=torch.float32)
     run((x, x if other is None else other, dy, dx, dother, sums, *p.tensors))
-    return dx, dother, sums.sum(0)
+    return dx, dother, sums.sum(axis)
 
 
 def count(codes: Sequence[int], wanted: Sequence[int]) -> int:
@@ -244,6 +247,9 @@ def readable(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         if t.dtype != torch.float32 or not t.is_contiguous():
             return tuple([w.detach().float().contiguous() for w in tensors])
     return tensors
+
+
+_address, _device = Tensor.data_ptr, Tensor.get_device  # mapped, they take two thirds of the time
 
 
 class Launch:
@@ -261,16 +267,16 @@ class Launch:
     def __call__(self, tensors: tuple[Tensor, ...], kinds: Any = None) -> None:
         """Run; `kinds` stands for the types of the tensors, if the caller knows them."""
         x = tensors[0]
-        if not x.is_cuda:
+        if not x.is_cuda or (kinds is None and type(x) not in (Tensor, torch.nn.Parameter)):
             self._ordinary(tensors)
             return
-        places = [t.data_ptr() for t in tensors]
+        places = [*map(_address, tensors)]
         odd = functools.reduce(operator.or_, places) & 15
         # Triton compiles anew for other types and for addresses that are no multiples of 16.
         device: int = x.get_device()
         key = device, tuple([t.dtype for t in tensors]) if kinds is None else kinds
         run = self.ready.get(key)
-        if {t.get_device() for t in tensors} != {device}:  # an address does not say where it lies
+        if {*map(_device, tensors)} != {device}:  # an address does not say where it lies
             devices = ", ".join(sorted({str(t.device) for t in tensors}))
             raise RuntimeError(
                 f"gates and input must be on one device, got {devices}; "
@@ -285,33 +291,68 @@ class Launch:
             self.ready[key] = _runner(compiled, self.grid, device)
 
     def _ordinary(self, tensors: tuple[Tensor, ...]) -> Any:
-        return self.kernel[self.grid](*tensors, *self.rest, num_warps=self.warps)
+        kernel = self.kernel
+        if type(tensors[0]) not in (Tensor, torch.nn.Parameter):  # a graph is made: see `ops`
+            kernel = torch.library.wrap_triton(kernel)
+        return kernel[self.grid](*tensors, *self.rest, num_warps=self.warps)
 
 
 def _runner(compiled: Any, grid: tuple[int, ...], device: int) -> Callable[..., None]:
-    """A compiled kernel as a function of its arguments, on the current stream of its device."""
-    from triton import __version__ as version
+    """A compiled kernel as a function of its arguments, on the current stream of its device.
+
+    `compiled[grid]` does more for each launch before it comes to its C function: it asks for the
+    device and for memory that our kernels do not need, and describes the launch to absent hooks.
+    """
     from triton import knobs
 
-    hooked = knobs.runtime.launch_enter_hook or knobs.runtime.launch_exit_hook
-    if hooked or version.split(".")[:2] not in (["3", "6"], ["3", "7"]):
-        run: Callable[..., None] = compiled[grid]
-        return run
-    # The same without what `compiled[grid]` asks anew each time; as Triton 3.6 and 3.7 have it.
-    stream, start = torch._C._cuda_getCurrentRawStream, compiled.run
-    function, metadata = compiled.function, compiled.packed_metadata
+    ordinary: Callable[..., None] = compiled[grid]
+    fixed = _fixed(compiled)
+    if fixed is None:
+        return ordinary
+    launch, as_tuple = compiled.run.launch, fixed[-1] is not None
+    stream, hooks = torch._C._cuda_getCurrentRawStream, knobs.runtime
+    # lists, to which someone may add later
+    enter, leave = (
+        getattr(hook, "calls", True) for hook in (hooks.launch_enter_hook, hooks.launch_exit_hook)
+    )
 
     def direct(*arguments: Any) -> None:
-        start(*grid, stream(device), function, metadata, None, None, None, *arguments)
+        if enter or leave:  # someone, as Triton's profiler, wants to know of every launch
+            ordinary(*arguments)
+        elif as_tuple:
+            launch(*grid, stream(device), *fixed, arguments)
+        else:
+            launch(*grid, stream(device), *fixed, *arguments)
 
     return direct
+
+
+def _fixed(compiled: Any) -> tuple[Any, ...] | None:
+    """What Triton's C function takes between the stream and the arguments of the kernel.
+
+    Triton 3.6 takes these one by one, 3.7 as one tuple and their types before it. None for any
+    other and for kernels that need memory of their own: they are launched by Triton's own means.
+    """
+    from triton import __version__ as version
+
+    run, metadata = compiled.run, compiled.packed_metadata
+    known = version.startswith(("3.6.", "3.7.")) and type(run).__name__ == "CudaLauncher"
+    if not known or run.global_scratch_size or run.profile_scratch_size:
+        return None
+    first = compiled.function, run.launch_cooperative_grid, run.launch_pdl
+    # The Nones: two memories, what the hooks are told, the two hooks.
+    if version.startswith("3.6."):
+        return *first, None, None, metadata, None, None, None
+    types = run.arg_annotations, run.kernel_signature
+    return *first, metadata, None, None, None, None, None, *types
 
 
 class Prepared(NamedTuple):
     """A kernel for memory of one shape."""
 
     run: Launch
-    sums: tuple[int, int, int]  # what backward writes: parts, rows of parameters, groups
+    sums: tuple[int, int, int]  # what backward writes: parts, rows of parameters, groups, or
+    axis: int  # for one group: rows, groups, parts; this is the axis of the parts
 
 
 @functools.lru_cache(4096)
@@ -324,5 +365,7 @@ def prepared(name: str, sizes: tuple[int, ...], size: int, known: Codes, steps: 
     rest = (*steps, m.R, m.N, m.G, tiles.iters, *map(int, known), *layout)
     across, along = m.grid(tiles)
     parts = along * (m.R // m.G if m.layout == 2 else 1)
-    sums = parts, count(known, known[9:]) if name == "blend_backward" else 0, m.G
-    return Prepared(Launch(getattr(device, name), (across * along,), tiles.warps, rest), sums)
+    rows = count(known, known[9:]) if name == "blend_backward" else 0
+    sums, axis = ((parts, rows, m.G), 0) if m.layout else ((rows, 1, parts), 2)
+    run = Launch(getattr(device, name), (across * along,), tiles.warps, rest)
+    return Prepared(run, sums, axis)

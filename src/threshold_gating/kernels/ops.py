@@ -1,29 +1,42 @@
-"""The kernels of `launch` as ops that torch.compile can place: opaque, known by their shapes.
+"""The kernels of `launch` as ops that torch.compile can place.
 
 Registered one by one instead of by `torch.library.custom_op`, whose care for autograd and aliases
 takes 9 us of every call; ours are called without derivatives and return nothing they were given.
+Where all sizes are known they are opened, so that the compiler launches the kernel itself: on a
+GPU that takes a fraction of what a call of an op does. With sizes that vary they stay closed.
 """
 
 from __future__ import annotations
 
+import zlib
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.functional_tensor import FunctionalTensorMode
 
 from threshold_gating.kernels import launch
 
+# Handed to each op, so that a graph with opened kernels that torch keeps on disk is not taken once
+# they have changed.
+SOURCES = zlib.crc32(b"".join(p.read_bytes() for p in sorted(Path(__file__).parent.glob("*.py"))))
+
 _LIBRARY: Any = torch.library.Library("threshold_gating", "FRAGMENT")  # type: ignore[no-untyped-call]
 _LIBRARY.define(
-    "blend_forward(Tensor x, Tensor? other, Tensor[] parameters, int[] codes) -> Tensor"
+    "blend_forward(Tensor x, Tensor? other, Tensor[] parameters, int[] codes, "
+    "int sources) -> Tensor"
 )
 _LIBRARY.define(
     "blend_backward(Tensor dy, Tensor x, Tensor? other, Tensor[] parameters, int[] codes, "
-    "bool[] wanted) -> (Tensor, Tensor, Tensor)"
+    "bool[] wanted, int sources) -> (Tensor, Tensor, Tensor)"
 )
 
 
-def _forward(x: Tensor, other: Tensor | None, parameters: list[Tensor], codes: list[int]) -> Tensor:
+def _forward(
+    x: Tensor, other: Tensor | None, parameters: list[Tensor], codes: list[int], sources: int
+) -> Tensor:
     p = launch.Parameters.of(parameters)
     return launch.forward(x, other, p, tuple(codes), tuple(x.shape))
 
@@ -35,6 +48,7 @@ def _backward(
     parameters: list[Tensor],
     codes: list[int],
     wanted: list[bool],
+    sources: int,
 ) -> tuple[Tensor, ...]:
     p, sizes = launch.Parameters.of(parameters), tuple(x.shape)
     *grads, sums = launch.backward(dy, x, other, p, tuple(codes), tuple(wanted), sizes)
@@ -43,7 +57,7 @@ def _backward(
 
 
 def _forward_shape(
-    x: Tensor, other: Tensor | None, parameters: list[Tensor], codes: list[int]
+    x: Tensor, other: Tensor | None, parameters: list[Tensor], codes: list[int], sources: int
 ) -> Tensor:
     return torch.empty_like(x)
 
@@ -55,10 +69,23 @@ def _backward_shape(
     parameters: list[Tensor],
     codes: list[int],
     wanted: list[bool],
+    sources: int,
 ) -> tuple[Tensor, ...]:
     dx, dother = (torch.empty_like(x) if w else x.new_empty(0) for w in wanted[:2])
     rows = launch.count(codes, wanted)
     return dx, dother, x.new_empty(rows, x.shape[1], dtype=torch.float32)
+
+
+def _opened(run: Callable[..., Any]) -> Callable[..., Any]:
+    """The op as what is in it, for a compiler that can launch the kernel itself."""
+
+    def rule(mode: Any, op: Any, types: Any, arguments: Any = (), more: Any = None) -> Any:
+        if any(isinstance(n, torch.SymInt) for n in arguments[0].shape):
+            return mode.__torch_dispatch__(op, types, arguments, more)
+        with mode:
+            return run(*arguments, **(more or {}))
+
+    return rule
 
 
 for name, run, shape in (
@@ -67,6 +94,8 @@ for name, run, shape in (
 ):
     _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"threshold_gating::{name}", shape, lib=_LIBRARY)
+    if not launch.interpreting():
+        _LIBRARY._register_torch_dispatch_rule(name, FunctionalTensorMode, _opened(run))
 
 forward = torch.ops.threshold_gating.blend_forward.default
 backward = torch.ops.threshold_gating.blend_backward.default
