@@ -1,7 +1,9 @@
 """`tg bench`: what it refuses, prints and writes, and that every row for a GPU can be built."""
 
 import json
+import os
 import sys
+import threading
 from functools import partial
 from pathlib import Path
 
@@ -192,6 +194,28 @@ def test_on_a_gpu_the_median_of_three_rounds_counts(monkeypatch):
     taken = iter([5.0, 1.0, 2.0, 3.0, 4.0, 9.0])
     monkeypatch.setattr(triton, "do_bench", lambda f, **_: next(taken))
     assert timing.ON_GPU.called({"copy": int, "ours": int}, 20) == {"copy": 4.0, "ours": 2.0}
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="cores cannot be chosen here")
+def test_on_a_gpu_all_threads_are_timed_on_one_core_and_have_all_again_afterwards(monkeypatch):
+    triton = pytest.importorskip("triton.testing")
+    before, seen = os.sched_getaffinity(0), []
+
+    def cores():
+        return {t: os.sched_getaffinity(int(t)) for t in os.listdir("/proc/self/task")}
+
+    started, end = threading.Event(), threading.Event()
+    other = threading.Thread(target=lambda: (started.set(), end.wait()))
+    other.start()
+    started.wait()
+    monkeypatch.setattr(triton, "do_bench", lambda f, **_: seen.append(cores()) or 1.0)
+    timing.ON_GPU.called({"copy": lambda: seen.append(cores())}, 20)
+    known = str(other.native_id)
+    assert seen[0][known] == before  # called once to compile, with every core
+    assert {frozenset(c) for each in seen[1:] for c in each.values()} == {frozenset({max(before)})}
+    assert cores()[known] == os.sched_getaffinity(0) == before
+    end.set()
+    other.join()
 
 
 def test_what_cannot_be_recorded_has_no_replayed_time(monkeypatch):

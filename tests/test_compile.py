@@ -210,17 +210,20 @@ for key, train, share in CASES:
     with torch.no_grad():
         for p in act.parameters():
             p.add_(torch.randn_like(p), alpha=0.1)
-    x, found = torch.randn(2, 3, 7, 7), []
+    torch._dynamo.reset()  # it counts compilations by code
     compiled = torch.compile(net, backend="aot_eager", fullgraph=True)
-    for name, f in (("reference", net), ("triton", compiled)):
-        with kernels.use(name), mock.patch.object(launch, "backward", wraps=launch.backward) as calls:
-            net.zero_grad()
-            y = f(x)
-            y.square().sum().backward()
-        assert calls.call_count == (name == "triton"), (key, name)
-        found.append([y.detach(), *(p.grad.clone() for p in net.parameters())])
-    for have, want in zip(*found, strict=True):
-        torch.testing.assert_close(have, want, rtol=1e-4, atol=1e-4)
+    inputs = torch.randn(2, 3, 7, 7), torch.randn(3, 3, 5, 6)  # from the second on sizes may vary
+    for x in [inputs[0], *(x.to(memory_format=torch.channels_last) for x in inputs)]:
+        found = []
+        for name, f in (("reference", net), ("triton", compiled)):
+            with kernels.use(name), mock.patch.object(launch, "backward", wraps=launch.backward) as calls:
+                net.zero_grad()
+                y = f(x)
+                y.square().sum().backward()
+            assert calls.call_count == (name == "triton"), (key, name)
+            found.append([y.detach(), *(p.grad.clone() for p in net.parameters())])
+        for have, want in zip(*found, strict=True):
+            torch.testing.assert_close(have, want, rtol=1e-4, atol=1e-4)
 print("ok")
 """
 

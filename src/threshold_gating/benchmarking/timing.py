@@ -1,14 +1,17 @@
 """How `tg bench` times: contenders in turn, so that clocks and noise hit all alike.
 
 On a GPU a contender's time is the median of `triton.testing.do_bench`, the call as a user makes it
-with the L2 cache emptied before, and of three rounds the median again. The time of a recorded graph
-stands beside it where one or few kernels are timed: it leaves out what Python costs. On a CPU it is
-the least processor time of many runs of one thread: the noise of a machine that others use only
-ever adds to it.
+with the L2 cache emptied before, and of three rounds the median again. All threads of the process
+are on one core meanwhile: torch's thread for backward passes otherwise wakes on another one, which
+on a shared host takes longer than the kernels. The time of a recorded graph stands beside it: it
+leaves out what Python costs. On a CPU it is the least processor time of many runs of one thread:
+the noise of a machine that others use only ever adds to it.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import statistics
 import time
 import warnings
@@ -107,10 +110,33 @@ def _in_rounds(contenders: Contenders, rep: int) -> Times:
     from triton.testing import do_bench
 
     taken: dict[str, list[float]] = {name: [] for name in contenders}
-    for i in range(ROUNDS):
-        for name, f in _in_turn(contenders, i):
-            taken[name].append(do_bench(f, warmup=5, rep=rep, return_mode="median"))
+    for f in contenders.values():
+        f()  # what has to be compiled is, by all cores
+    with _on_one_core():
+        for i in range(ROUNDS):
+            for name, f in _in_turn(contenders, i):
+                taken[name].append(do_bench(f, warmup=5, rep=rep, return_mode="median"))
     return {name: statistics.median(each) for name, each in taken.items()}
+
+
+@contextlib.contextmanager
+def _on_one_core() -> Iterator[None]:
+    """Every thread of this process on the last of its cores; nothing where that cannot be."""
+    if not hasattr(os, "sched_setaffinity"):
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    _move({max(before)})
+    try:
+        yield
+    finally:
+        _move(before)
+
+
+def _move(cores: set[int]) -> None:
+    for thread in os.listdir("/proc/self/task"):
+        with contextlib.suppress(OSError):  # it may have ended
+            os.sched_setaffinity(int(thread), cores)
 
 
 def _replayed(contenders: Contenders) -> Times:
@@ -153,8 +179,9 @@ def _least(contenders: Contenders, rep: int) -> Times:
 
 
 ON_GPU = Clock(
-    f"Medians of triton.testing.do_bench, contenders in turn, median of {ROUNDS} rounds; "
-    "'replayed' is the ratio of recorded graphs, without what Python costs, and decides nothing.",
+    f"Medians of triton.testing.do_bench, contenders in turn, median of {ROUNDS} rounds, all "
+    "threads on one core; 'replayed' is the ratio of recorded graphs, without what Python costs, "
+    "and decides nothing.",
     _in_rounds,
     _replayed,
 )

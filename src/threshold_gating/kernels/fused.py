@@ -138,25 +138,27 @@ def _forward_triton(
 ) -> Tensor:
     compiling = torch.compiler.is_compiling()
     if compiling and role == launch.ALONE and (call.form.hard or call.form.K == 2):
-        return _by_formula(x, call)  # the compiler fuses it with what is around; backward is ours
+        return by_formula(x, call)  # the compiler fuses it with what is around; backward is ours
     memory, second = (_memory(t, call) for t in (x, other))
     assert memory is not None
     tensors, codes = packed or _packed(x, call, role)
     if compiling:
-        y = ops.forward(memory, second, tensors, list(codes), ops.SOURCES)
+        y = ops.forward(memory, second, tensors, list(codes), _group(call), ops.SOURCES)
     else:
         y = launch.forward(memory, second, launch.Parameters.of(tensors), codes, call.sizes)
     return restored(y, x, call.order)
 
 
-def _by_formula(x: Tensor, call: Call) -> Tensor:
+def by_formula(x: Tensor, call: Call) -> Tensor:
     """y in torch's ops."""
-    y = blend_traced(x, None, call)
+    y = blend_traced(x, None, call) if torch.compiler.is_compiling() else None
     if y is None:
         tau, theta, s, c = call.form.filled(call.tensors)
         options: Any = {"owner": call.form.owner, "centred": call.form.centred}
-        y = primitive.blend(x, tau[0], theta, s, c, **options)
-    return y
+        y = primitive.blend(x, tau if len(tau) > 1 else tau[0], theta, s, c, **options)
+    # A view, because torch 2.11 loses the gradient of a Function that returns what a cast to the
+    # dtype it has already gave.
+    return y.view(y.shape)
 
 
 def _backward_triton(
@@ -175,7 +177,7 @@ def _backward_triton(
     tensors, codes = packed
     if torch.compiler.is_compiling():
         dx, dother, sums = ops.backward(
-            slopes, memory, second, tensors, list(codes), list(wanted), ops.SOURCES
+            slopes, memory, second, tensors, list(codes), _group(call), list(wanted), ops.SOURCES
         )
     else:
         p = launch.Parameters.of(tensors)
@@ -185,6 +187,11 @@ def _backward_triton(
     found = [dx if wanted.x else None, dother if wanted.v else None]
     grads = [None if d is None else restored(d, x, call.order) for d in found]
     return [*grads, *_parameter_gradients(sums, x, call, wanted, needed[2:])]
+
+
+def _group(call: Call) -> list[int]:
+    """The shape of a parameter beside (outer, G, inner)."""
+    return [1, call.sizes[1], 1] if call.sizes[1] > 1 else []
 
 
 def _memory(t: Tensor | None, call: Call) -> Tensor | None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensorMode
 
 from threshold_gating.kernels import launch
+from threshold_gating.kernels.form import is_run, place_of
 
 # Handed to each op, so that a graph with opened kernels that torch keeps on disk is not taken once
 # they have changed.
@@ -25,20 +26,47 @@ SOURCES = zlib.crc32(b"".join(p.read_bytes() for p in sorted(Path(__file__).pare
 
 _LIBRARY: Any = torch.library.Library("threshold_gating", "FRAGMENT")  # type: ignore[no-untyped-call]
 _LIBRARY.define(
-    "blend_forward(Tensor x, Tensor? other, Tensor[] parameters, int[] codes, "
+    "blend_forward(Tensor x, Tensor? other, Tensor[] parameters, int[] codes, int[] shape, "
     "int sources) -> Tensor"
 )
 _LIBRARY.define(
     "blend_backward(Tensor dy, Tensor x, Tensor? other, Tensor[] parameters, int[] codes, "
-    "bool[] wanted, int sources) -> (Tensor, Tensor, Tensor)"
+    "int[] shape, bool[] wanted, int sources) -> (Tensor, Tensor, Tensor)"
 )
 
 
+def _dense(x: Tensor, shape: list[int]) -> tuple[Tensor, tuple[int, int, int]]:
+    """x, copied if no kernel takes it as it lies, and (outer, G, inner) for groups of `shape`.
+
+    This is not for Dynamo to ask: what it takes for the strides of x need not be those of the graph
+    that is made of its own.
+    """
+    found = place_of(x.shape, x.stride(), tuple(shape))
+    apart = sum(n > 1 for n in shape) > 1  # positions have an order of their own
+    ordered = found is not None and (not apart or list(found[0]) == sorted(found[0]))
+    if found is None or not ordered or not is_run(x.shape, x.stride(), found[0]):
+        x = x.contiguous()
+        found = place_of(x.shape, (), tuple(shape))
+    assert found is not None
+    return x, found[1]
+
+
+def _like(t: Tensor | None, x: Tensor) -> Tensor | None:
+    """t as x lies in memory."""
+    return t if t is None or t.stride() == x.stride() else torch.empty_like(x).copy_(t)
+
+
 def _forward(
-    x: Tensor, other: Tensor | None, parameters: list[Tensor], codes: list[int], sources: int
+    x: Tensor,
+    other: Tensor | None,
+    parameters: list[Tensor],
+    codes: list[int],
+    shape: list[int],
+    sources: int,
 ) -> Tensor:
+    x, sizes = _dense(x, shape)
     p = launch.Parameters.of(parameters)
-    return launch.forward(x, other, p, tuple(codes), tuple(x.shape))
+    return launch.forward(x, _like(other, x), p, tuple(codes), sizes)
 
 
 def _backward(
@@ -47,19 +75,28 @@ def _backward(
     other: Tensor | None,
     parameters: list[Tensor],
     codes: list[int],
+    shape: list[int],
     wanted: list[bool],
     sources: int,
 ) -> tuple[Tensor, ...]:
-    p, sizes = launch.Parameters.of(parameters), tuple(x.shape)
-    *grads, sums = launch.backward(dy, x, other, p, tuple(codes), tuple(wanted), sizes)
+    x, sizes = _dense(x, shape)
+    p, slopes = launch.Parameters.of(parameters), _like(dy, x)
+    assert slopes is not None
+    given = (slopes, x, _like(other, x), p, tuple(codes), tuple(wanted), sizes)
+    *grads, sums = launch.backward(*given)
     # what is not wanted comes back as x, which an op may not return
     return *[g if w else x.new_empty(0) for g, w in zip(grads, wanted, strict=False)], sums
 
 
 def _forward_shape(
-    x: Tensor, other: Tensor | None, parameters: list[Tensor], codes: list[int], sources: int
+    x: Tensor,
+    other: Tensor | None,
+    parameters: list[Tensor],
+    codes: list[int],
+    shape: list[int],
+    sources: int,
 ) -> Tensor:
-    return torch.empty_like(x)
+    return torch.empty_like(_dense(x, shape)[0])
 
 
 def _backward_shape(
@@ -68,12 +105,13 @@ def _backward_shape(
     other: Tensor | None,
     parameters: list[Tensor],
     codes: list[int],
+    shape: list[int],
     wanted: list[bool],
     sources: int,
 ) -> tuple[Tensor, ...]:
+    x, sizes = _dense(x, shape)
     dx, dother = (torch.empty_like(x) if w else x.new_empty(0) for w in wanted[:2])
-    rows = launch.count(codes, wanted)
-    return dx, dother, x.new_empty(rows, x.shape[1], dtype=torch.float32)
+    return dx, dother, x.new_empty(launch.count(codes, wanted), sizes[1], dtype=torch.float32)
 
 
 def _opened(run: Callable[..., Any]) -> Callable[..., Any]:

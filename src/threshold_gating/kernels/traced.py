@@ -15,10 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from threshold_gating import primitive
 from threshold_gating.kernels import launch, ops
-from threshold_gating.kernels.form import Call, Form, in_memory, place_of, restored
-from threshold_gating.kernels.fused import blend_traced
+from threshold_gating.kernels.form import Call, Form
+from threshold_gating.kernels.fused import by_formula
 
 # tau = tau0 exp(rho) for |rho| up to this; see `layers`.
 BOUND = 7.0
@@ -31,10 +30,7 @@ def activation(
     """y for a graph, or None where no kernel takes x; `given` is `direct.Given`."""
     if not x.numel():
         return None
-    place = place_of(x.shape, () if x.is_contiguous() else x.stride(), shape)
-    if place is None or (sum([n > 1 for n in shape]) > 1 and list(place[0]) != sorted(place[0])):
-        return None
-    y: Tensor = _Traced.apply(x, *given, (form, codes, shape, *place))  # type: ignore[no-untyped-call]
+    y: Tensor = _Traced.apply(x, *given, (form, codes, shape))  # type: ignore[no-untyped-call]
     return y
 
 
@@ -42,30 +38,26 @@ class _Traced(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, *rest: Any) -> Tensor:
         *given, how = rest
-        form, codes, shape, order, sizes = how
+        form, codes, shape = how
         ctx.save_for_backward(x, *given)
         ctx.how = how
         if form.hard or form.K == 2:
             return formula(x, form, bool(codes[-1] & 4), shape, given)
-        memory = in_memory(x, order, sizes).contiguous()
-        return restored(
-            ops.forward(memory, None, list(readable(given)), list(codes), ops.SOURCES), x, order
-        )
+        known = list(codes), list(shape), ops.SOURCES
+        y: Tensor = ops.forward(x, None, list(readable(given)), *known)
+        return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
         x, *given = ctx.saved_tensors
-        _, codes, _, order, sizes = ctx.how
+        _, codes, shape = ctx.how
         need = ctx.needs_input_grad
-        wanted = [need[0], False, *need[1:5]]
-        slopes, memory = (in_memory(t, order, sizes).contiguous() for t in (dy, x))
-        dx, _, sums = ops.backward(
-            slopes, memory, None, list(readable(given)), list(codes), wanted, ops.SOURCES
-        )
-        grads: list[Tensor | None] = [restored(dx, x, order) if need[0] else None]
+        known = list(codes), list(shape), [need[0], False, *need[1:5]], ops.SOURCES
+        dx, _, sums = ops.backward(dy, x, None, list(readable(given)), *known)
+        grads: list[Tensor | None] = [dx if need[0] else None]
         at = 0
         for w, needed in zip(given[:4], need[1:5], strict=True):
-            rows = w.numel() // sizes[1] if needed else 0
+            rows = w.numel() // sums.shape[1] if needed else 0
             grads.append(sums[at : at + rows].view(w.shape) if needed else None)
             at += rows
         return *grads, None, None, None
@@ -98,13 +90,8 @@ def formula(
     elif anchored:
         near = zip(constants, slopes, [theta[0], *theta], strict=True)
         constants = [v if isinstance(m, float) and m == 0 else v - m * at for v, m, at in near]
-    values = (taus, theta, slopes, constants)
-    y = None
-    if torch.compiler.is_compiling():
-        tensors = [w for row in values for w in row if isinstance(w, Tensor)]
-        y = blend_traced(x, None, Call(form, tensors, (), (0, 0, 0)))
-    if y is None:
-        options: Any = {"owner": form.owner, "centred": form.centred}
-        tau = taus if len(taus) > 1 else taus[0]
-        y = primitive.blend(x, tau, theta, slopes, constants, **options)
-    return y
+    values = (*taus, *theta, *slopes, *constants)
+    tensors = [w for w in values if isinstance(w, Tensor)]
+    numbers = tuple([None if isinstance(w, Tensor) else w for w in constants])
+    known = Form(form.tau, form.theta, form.s, numbers, form.owner, form.centred)
+    return by_formula(x, Call(known, tensors, (), (0, 0, 0)))  # a formula does not ask for a place
