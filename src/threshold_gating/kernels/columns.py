@@ -97,6 +97,8 @@ def transposed(weight: Tensor) -> Tensor:
     if kept is not None and kept.weight() is weight and kept.state == state:
         return kept.columns
     copy = weight.detach().permute(1, 2, 0).contiguous()
+    if weight.is_cuda:  # a graph recorded later takes the formulas, and cannot make it then
+        torch.cuda.current_blas_handle()  # type: ignore[no-untyped-call]
     forget = functools.partial(_forget, id(weight))
     _COPIES[id(weight)] = _Copy(weakref.ref(weight, forget), state, copy)
     return copy

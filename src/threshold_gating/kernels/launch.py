@@ -360,12 +360,14 @@ def prepared(name: str, sizes: tuple[int, ...], size: int, known: Codes, steps: 
     from threshold_gating.kernels import device
 
     m, K = Matrix.of(sizes), known[5]
-    tiles = (tiles_forward if name == "blend_forward" else tiles_backward)(m, K, size)
+    rows = count(known, known[9:]) if name == "blend_backward" else 0
+    # Two branches without sums are as much work back as forth.
+    ahead = name == "blend_forward" or (K == 2 and not rows)
+    tiles = (tiles_forward if ahead else tiles_backward)(m, K, size)
     layout = (m.layout, tiles.rows, tiles.columns, tiles.stages)
     rest = (*steps, m.R, m.N, m.G, tiles.iters, *map(int, known), *layout)
     across, along = m.grid(tiles)
     parts = along * (m.R // m.G if m.layout == 2 else 1)
-    rows = count(known, known[9:]) if name == "blend_backward" else 0
     sums, axis = ((parts, rows, m.G), 0) if m.layout else ((rows, 1, parts), 2)
     run = Launch(getattr(device, name), (across * along,), tiles.warps, rest)
     return Prepared(run, sums, axis)
