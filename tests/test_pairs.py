@@ -9,7 +9,7 @@ import torch
 import torch.nn.utils.parametrize
 import torch.utils.checkpoint
 
-from threshold_gating import TAXONOMY, Activation, kernels, primitive
+from threshold_gating import TAXONOMY, TG, Activation, kernels, primitive
 from threshold_gating.kernels import fused
 from threshold_gating.kernels.form import take_apart
 from threshold_gating.kernels.pairs import PAIRS, disagreement
@@ -264,6 +264,7 @@ def check_special(device="cpu"):
         have = Activation(key).to(device)(far)
         assert have[0].isnan()
         torch.testing.assert_close(have[1:], torch.relu(far[1:]))
+    check_own_taus(device)
     for key in ("silu", "gelu", "gelu_tanh"):  # gated units
         x, up = (torch.randn(9, 5, device=device).requires_grad_() for _ in range(2))
         found = []
@@ -273,6 +274,28 @@ def check_special(device="cpu"):
             found.append((y, dx, dup, torch.autograd.grad(dx.square().sum(), x)[0]))
         for have, want in zip(*found, strict=True):  # the last has a dozen roundings behind it
             torch.testing.assert_close(have, want.float(), rtol=1e-4, atol=1e-4)
+
+
+# A tau per threshold: the same from either end, with a branch to the left and constants, and not.
+OWN_TAUS = (
+    TAXONOMY["gelu_tanh"],
+    TG((1.5, 2.0, 1.5), (-2.0, 0.1, 2.0), (0.2, -0.3, 1.2, 1.0), (0.1, 0.5, -0.4, 0.3)),
+    TG((1.5, 2.0, 1.4), (-2.0, 0.1, 2.0), (0.2, -0.3, 1.2, 1.0), (0.1, 0.5, -0.4, 0.3)),
+)
+
+
+def check_own_taus(device="cpu"):
+    """Frozen ones have half of the exponentials where they can, and stand still far out."""
+    assert [kernels.direct._is_mirrored(t) for t in OWN_TAUS] == [True, True, False]
+    near = torch.linspace(-40, 40, 1201)
+    points = torch.cat([near, torch.tensor([-1e4, 1e4, -1e30, 1e30, -3e38, 3e38])])
+    for t in OWN_TAUS:
+        x, z = points.to(device).requires_grad_(), points.double().requires_grad_()
+        have, want = kernels.evaluate(t, x), t(z)
+        torch.testing.assert_close(have.cpu(), want.float(), rtol=2e-6, atol=2e-6)
+        slope, true = torch.autograd.grad(have.sum(), x)[0], torch.autograd.grad(want.sum(), z)[0]
+        # terms of 40 times a slope cancel in it: 4e-6 in float32
+        torch.testing.assert_close(slope.cpu(), true.float(), rtol=1e-5, atol=1e-5)
 
 
 def gated_unit(t, x, up):

@@ -12,8 +12,9 @@ instead of x (1), it multiplies y (2). MODE is 0 for K = 2, 1 for K = 2 about th
 2 for one tau, 3 for a tau per threshold, 4 for hard gates, whose OWNERS has a bit for "hi".
 LEARNED has a bit for each step from what is learned to a parameter: 1 for tau exp(rho), 2 for
 theta + shift, 4 for constants that are given as values at the thresholds; 8 if s and c stand in
-memory with all their rows, 16 if the weights are known to be small. What the weights are (WIDE) is
-0 if they fit float32, 1 if they do not, 2 if they are small.
+memory with all their rows, 16 if the weights are known to be small, 32 if the taus are also the
+same from either end. What the weights are (WIDE) is 0 if they fit float32, 1 if they do not, 2 if
+they are small, 3 if the taus are such as well.
 """
 
 # mypy: ignore-errors
@@ -37,6 +38,7 @@ from threshold_gating.kernels.device_gates import (
     rows_of,
     sharpened,
     soft_gates,
+    turned_from_below,
     turns,
     two_gates,
     value,
@@ -138,12 +140,13 @@ def blend_forward(
     LAYOUT: tl.constexpr, RB: tl.constexpr, CB: tl.constexpr, STAGES: tl.constexpr,
 ):
     """y = blend(x) of R x N values."""
+    WIDE: tl.constexpr = LEARNED // 16 % 2 * 2 + LEARNED // 32
     at = _group(R, N, G, iters, LAYOUT, RB, CB)
     tau, theta, s, c = _parameters(
         at, tau_p, rho_p, theta_p, shift_p, s_p, c_p,
         tau_row, tau_column, theta_row, theta_column, s_row, s_column, c_row, c_column,
         TAU_CODE, THETA_CODE, S_CODE, C_CODE, K, MODE, LEARNED)
-    middle, w, ws, wc, wide = folded(tau, theta, s, c, K, MODE)
+    middle, w, ws, wc, wide = folded(tau, theta, s, c, K, MODE, WIDE)
     if MODE == 2 and LEARNED < 16:
         if wide:  # the other loop, so that neither keeps what only the other one needs
             _forward_tiles(x_p, other_p, y_p, R, N, iters, tau, theta, s, c, middle, w, ws, wc,
@@ -153,7 +156,7 @@ def blend_forward(
                            S_CODE, C_CODE, OWNERS, K, MODE, 0, OTHER, LAYOUT, RB, CB, STAGES)
     else:
         _forward_tiles(x_p, other_p, y_p, R, N, iters, tau, theta, s, c, middle, w, ws, wc,
-                       S_CODE, C_CODE, OWNERS, K, MODE, LEARNED // 16 * 2, OTHER,
+                       S_CODE, C_CODE, OWNERS, K, MODE, WIDE, OTHER,
                        LAYOUT, RB, CB, STAGES)
 
 
@@ -170,6 +173,10 @@ def _gradient(
     g, found = (x,), (x,)
     if MODE == 2 and WIDE != 1 and not SUMMED:
         y, slope, turned = by_powers(x, v, tau, middle, w, ws, wc, C_CODE, K)
+        turned = turned * dy
+    elif MODE == 3 and WIDE >= 2 and not SUMMED:
+        y, slope, turned = turned_from_below(
+            x, v, tau, theta, s, c, middle, w, ws, S_CODE, C_CODE, K, WIDE)
         turned = turned * dy
     else:
         if MODE == 4:
@@ -341,12 +348,13 @@ def blend_backward(
     """
     TAUS: tl.constexpr = DTAU * (K - 1 if MODE == 3 else 1)
     CONSTANTS: tl.constexpr = K if DC or (LEARNED // 4 % 2 == 1 and (DTHETA or DS)) else 0
+    WIDE: tl.constexpr = LEARNED // 16 % 2 * 2 + LEARNED // 32
     at = _group(R, N, G, iters, LAYOUT, RB, CB)
     tau, theta, s, c = _parameters(
         at, tau_p, rho_p, theta_p, shift_p, s_p, c_p,
         tau_row, tau_column, theta_row, theta_column, s_row, s_column, c_row, c_column,
         TAU_CODE, THETA_CODE, S_CODE, C_CODE, K, MODE, LEARNED)
-    middle, w, ws, wc, wide = folded(tau, theta, s, c, K, MODE)
+    middle, w, ws, wc, wide = folded(tau, theta, s, c, K, MODE, WIDE)
     sums = (tl.zeros((RB if LAYOUT == 2 else 1, CB), tl.float32),)  # Triton wants at least one
     for k in tl.static_range(1, TAUS + DTHETA * (K - 1) + DS * K + CONSTANTS):
         sums = sums + (sums[0],)
@@ -364,7 +372,7 @@ def blend_backward(
     else:
         sums = _backward_tiles(
             x_p, other_p, dy_p, dx_p, dother_p, R, N, iters, tau, theta, s, c,
-            middle, w, ws, wc, sums, S_CODE, C_CODE, OWNERS, K, MODE, 0, OTHER, DX, DOTHER,
+            middle, w, ws, wc, sums, S_CODE, C_CODE, OWNERS, K, MODE, WIDE, OTHER, DX, DOTHER,
             TAUS, DTHETA * (K - 1), DS * K, CONSTANTS, LAYOUT, RB, CB, STAGES)
     COUNT: tl.constexpr = TAUS + DTHETA * (K - 1) + DS * K + DC * K
     if COUNT > 0:

@@ -105,9 +105,41 @@ def middle_of(theta, K: tl.constexpr):
 
 
 @triton.jit
-def folded(tau, theta, s, c, K: tl.constexpr, MODE: tl.constexpr):
-    """(middle, w, w s, w c, whether a weight leaves float32) for one tau and K >= 3."""
-    if MODE == 2:
+def _mirrored(tau, theta, K: tl.constexpr):
+    """(where the gates stop, ratios, bounds) for `_rises` if taus are the same from either end.
+
+    The exponential of a threshold in the upper half is that of its mirror image times a ratio; its
+    bound leaves the same room for all of the upper half, and their product below 2^124.
+    """
+    ratios, gaps, room = (), (), tl.full(tau[0].shape, 124.0, tl.float32)
+    for k in tl.static_range(K - 1):
+        gap = (theta[K - 2 - k] - theta[k]) * (tau[k] * LOG2E)
+        ratios, gaps = ratios + (_exp2(gap),), gaps + (gap,)
+        if 2 * k < K - 2:
+            room = room - gap
+    room = room / (K - 1)
+    bounds = ()
+    for k in tl.static_range(K - 1):
+        bounds = bounds + (room + gaps[k],)
+    return theta[K - 2] + room / (tau[K - 2] * LOG2E), ratios, bounds
+
+
+@triton.jit
+def folded(tau, theta, s, c, K: tl.constexpr, MODE: tl.constexpr, WIDE: tl.constexpr):
+    """(middle, w, w s, w c, whether a weight leaves float32) for one tau and K >= 3.
+
+    For small weights and a tau per threshold: (where the gates stop, ratios, bounds) of `_rises`.
+    """
+    if MODE == 3 and WIDE == 3:
+        middle, w, ws = _mirrored(tau, theta, K)
+        wc, wide = w, False
+    elif MODE == 3:
+        bound = tl.full(tau[0].shape, 124.0 / (K - 1), tl.float32)
+        middle, w, ws = theta[K - 2] + bound / (tau[K - 2] * LOG2E), (bound,), (bound,)
+        for _k in tl.static_range(1, K - 1):
+            ws = ws + (bound,)
+        wc, wide = w, False
+    elif MODE == 2:
         middle = middle_of(theta, K)
         exponent = (middle - theta[0]) * (tau[0] * LOG2E)
         largest = tl.abs(exponent)
@@ -175,10 +207,22 @@ def by_powers(x, v, tau, middle, w, ws, wc, C_CODE: tl.constexpr, K: tl.constexp
 
 
 @triton.jit
-def _rise(x, tau, theta, K: tl.constexpr):
-    """exp(tau (x - theta)), which stops growing where its (K-1)th power would be 2^124."""
+def _rise(x, tau, theta, bound):
+    """exp(tau (x - theta)), which stops growing at 2^bound."""
     u = (x - theta) * (tau * LOG2E)
-    return _exp2(tl.minimum(u, 124.0 / (K - 1), propagate_nan=tl.PropagateNan.ALL))
+    return _exp2(tl.minimum(u, bound, propagate_nan=tl.PropagateNan.ALL))
+
+
+@triton.jit
+def _rises(x, tau, theta, ratios, bounds, K: tl.constexpr, WIDE: tl.constexpr):
+    """That of every threshold; with taus the same from either end (WIDE 3), half of them."""
+    found = ()
+    for k in tl.static_range(K - 1):
+        if WIDE == 3 and 2 * k > K - 2:
+            found = found + (found[K - 2 - k] * ratios[k],)
+        else:
+            found = found + (_rise(x, tau[k], theta[k], bounds[k]),)
+    return found
 
 
 @triton.jit
@@ -193,24 +237,61 @@ def _nested(w, rises, K: tl.constexpr):
 @triton.jit
 def _from_below(
     x, v, tau, theta, s, c, middle, w, ws, wc,
-    C_CODE: tl.constexpr, K: tl.constexpr, MODE: tl.constexpr,
+    C_CODE: tl.constexpr, K: tl.constexpr, MODE: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """y of a tame instance: branches are counted from the left on both sides, without a choice.
 
     Far out the gates stop changing, to 2^-24 those at infinity; see `direct`.
     """
     if MODE == 3:
-        one = tl.full(tau[0].shape, 1.0, tl.float32)
-        rises, w, ws, wc = (), (one,), s, c
-        for k in tl.static_range(K - 1):
-            rises, w = rises + (_rise(x, tau[k], theta[k], K),), w + (one,)
+        rises = _rises(x, tau, theta, w, ws, K, WIDE)
+        w, ws, wc = _ones(tau, K), s, c
     else:
-        rises = (_rise(x, tau[0], middle, K),)
+        rises = (_rise(x, tau[0], middle, 124.0 / (K - 1)),)
     share = _inverse(_nested(w, rises, K))
     y = v * (_nested(ws, rises, K) * share)
     if C_CODE != (4**K - 1) // 3:
         y += _nested(wc, rises, K) * share
     return y
+
+
+@triton.jit
+def _ones(tau, K: tl.constexpr):
+    w = (tl.full(tau[0].shape, 1.0, tl.float32),)
+    for _k in tl.static_range(1, K):
+        w = w + (w[0],)
+    return w
+
+
+@triton.jit
+def turned_from_below(
+    x, v, tau, theta, s, c, far, ratios, bounds,
+    S_CODE: tl.constexpr, C_CODE: tl.constexpr, K: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """(y, mean slope, dy/dx by way of the gates) of a tame instance with a tau per threshold.
+
+    The weight of branch k grows as the sum of the taus below it. That of the last is taken off all
+    of them, which changes nothing but leaves no large numbers to cancel where the last one wins;
+    from `far` on the gates stand still. On the other side they do where the first weight is all.
+    """
+    rises = _rises(x, tau, theta, ratios, bounds, K, WIDE)
+    less = tl.zeros_like(tau[0])
+    growth, ws, wc = (less,), (less,), (less,)
+    for k in tl.static_range(1, K):
+        less = less - tau[K - 1 - k]
+        growth = (less,) + growth
+        ws, wc = (s[K - 1 - k] * less,) + ws, (c[K - 1 - k] * less,) + wc
+    share = _inverse(_nested(_ones(tau, K), rises, K))
+    slope = _nested(s, rises, K) * share
+    y, turn = v * slope, v * _nested(ws, rises, K)
+    if C_CODE != (4**K - 1) // 3:
+        y += _nested(c, rises, K) * share
+        turn += _nested(wc, rises, K)
+    turn = (turn - y * _nested(growth, rises, K)) * share
+    turn = tl.where(x > far, 0.0, turn)
+    if S_CODE % 4 != 1:
+        turn = tl.where(x < theta[0] - 30.0 / (tau[0] * LOG2E), 0.0, turn)
+    return y, slope, turn
 
 
 @triton.jit
@@ -337,8 +418,8 @@ def value(
         y = v * (0.5 * (s[0] + s[1]) + (s[1] - s[0]) * g) + (
             0.5 * (c[0] + c[1]) + (c[1] - c[0]) * g
         )
-    elif WIDE == 2:
-        y = _from_below(x, v, tau, theta, s, c, middle, w, ws, wc, C_CODE, K, MODE)
+    elif WIDE >= 2:
+        y = _from_below(x, v, tau, theta, s, c, middle, w, ws, wc, C_CODE, K, MODE, WIDE)
     elif MODE == 3 or WIDE == 1:
         g = soft_gates(x, tau, theta, middle, w, K, MODE, WIDE)
         y = v * mean(g, s, S_CODE, K) + mean(g, c, C_CODE, K)

@@ -50,11 +50,11 @@ class Kind:
 
     @classmethod
     def of(
-        cls, form: Form, learned: Sequence[str], role: int = launch.ALONE, mild: bool = False
+        cls, form: Form, learned: Sequence[str], role: int = launch.ALONE, weights: int = 0
     ) -> Kind:
         digits = [launch.code_of(row) for row in (form.tau, form.theta, form.s, form.c)]
         anchored = bool(learned) and form.hard
-        steps = ("tau" in learned) + 2 * ("theta" in learned) + 4 * anchored + 8 + 16 * mild
+        steps = ("tau" in learned) + 2 * ("theta" in learned) + 4 * anchored + 8 + 16 * weights
         names = (
             "rho" if "tau" in learned else None,
             "dtheta" if "theta" in learned else None,
@@ -171,7 +171,7 @@ def frozen_kind(t: TG, role: int = launch.ALONE) -> Kind | None:
         s=tuple(w if w in launch.DIGITS else None for w in t.s),
         c=tuple(w if w in launch.DIGITS else None for w in t.c),
     )
-    return Kind.of(read, (), role, mild=_is_mild(t))
+    return Kind.of(read, (), role, _is_mild(t) + 2 * _is_mirrored(t))
 
 
 def _is_mild(t: TG) -> bool:
@@ -192,6 +192,19 @@ def _is_mild(t: TG) -> bool:
         if not exponent - (t.K - 1 - k) * step <= -24:
             return False
     return True
+
+
+def _is_mirrored(t: TG) -> bool:
+    """Whether half of the exponentials are enough, because taus are the same from either end.
+
+    Their bounds then leave less room (`device_gates._mirrored`), which must still be 2^24.
+    """
+    if not isinstance(t.tau, tuple) or t.tau != t.tau[::-1] or not _is_mild(t):
+        return False
+    pairs = zip(t.tau, t.theta, t.theta[::-1], strict=True)
+    gaps = [tau * (high - low) * math.log2(math.e) for tau, low, high in pairs]
+    lower = gaps[: (t.K - 1) // 2]
+    return min(lower) >= 0 and 124 - sum(lower) >= 24 * (t.K - 1)
 
 
 class _Direct(torch.autograd.Function):
