@@ -249,7 +249,7 @@ class _Direct(torch.autograd.Function):
         grads: list[Tensor | None] = [None, None, None, None]
         if rows:
             # all at once, because a view costs as much as a small kernel
-            parts = torch.unsafe_split_with_sizes(sums.sum(axis), rows)
+            parts = torch.unsafe_split_with_sizes(launch.total(sums, axis), rows)
             for k, part in zip(whose, parts, strict=True):
                 w = learned[k]
                 grads[k] = part if w.dim() == 2 else part.view_as(w)

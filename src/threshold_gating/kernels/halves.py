@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from threshold_gating.kernels.launch import Launch, interpreting, readable
+from threshold_gating.kernels.launch import Launch, interpreting, readable, total
 from threshold_gating.kernels.traced import BOUND
 
 _FEW_ROWS = 256
@@ -69,7 +69,7 @@ def joined(x: Tensor, gates: Gates, dhalves: Tensor) -> tuple[Tensor, Tensor]:
     run, parts = _backward(n, width, dhalves.dim() == 2, kind)
     sums = x.new_empty((parts, 2 * group), dtype=torch.float32)
     run((x, dhalves, dx, sums, *gates.read()))
-    return dx, sums.sum(0) if parts > 1 else sums[0]
+    return dx, total(sums, 0)
 
 
 def _tile() -> tuple[int, int]:

@@ -232,7 +232,12 @@ def backward(
     dx, dother = [torch.empty_like(x) if w else x for w in wanted[:2]]
     sums = x.new_empty(shape, dtype=torch.float32)
     run((x, x if other is None else other, dy, dx, dother, sums, *p.tensors))
-    return dx, dother, sums.sum(axis)
+    return dx, dother, total(sums, axis)
+
+
+def total(sums: Tensor, axis: int) -> Tensor:
+    """The second stage: parts added up, where there are several."""
+    return sums.sum(axis) if sums.shape[axis] > 1 else sums.select(axis, 0)
 
 
 def count(codes: Sequence[int], wanted: Sequence[int]) -> int:
