@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from threshold_gating import Activation, kernels
 from threshold_gating.instance import TG
-from threshold_gating.kernels import launch
+from threshold_gating.kernels import fused, launch
 from threshold_gating.taxonomy import (
     ROWS,
     TAXONOMY,
@@ -228,3 +228,24 @@ def test_a_launch_that_is_not_understood_is_left_to_triton(compiled, monkeypatch
     assert launch._fixed(Compiled(memory=128)) is None
     monkeypatch.setattr(triton, "__version__", "3.8.0")
     assert launch._fixed(compiled) is None
+
+
+@pytest.mark.parametrize(
+    ("parameter", "x", "spread"),
+    [
+        ((1, 6, 1, 1), (5, 6, 32, 32), (5, 6, 1, 1)),  # an image is a stretch
+        ((1, 6, 1, 1), (5, 6, 65, 64), (5, 6, 65, 1)),  # one line of it, where it is too long
+        ((1, 6, 1, 1), (5, 6, 2, 8192), (1, 6, 1, 1)),  # not even that
+        ((6,), (5, 7, 6), (6,)),  # tokens: the sum goes across memory
+        ((1,), (5, 6, 7), (1,)),  # one for all
+        ((6, 1, 1), (5, 6, 8, 8), (5, 6, 1, 1)),
+    ],
+)
+def test_compiled_sums_have_two_stages_where_that_helps(parameter, x, spread):
+    t = torch.randn(parameter, requires_grad=True)
+    image = torch.randn(x)
+    wide = fused._spread(t, image)
+    assert wide.shape == spread
+    (have,) = torch.autograd.grad((wide * image).sum(), t)
+    (want,) = torch.autograd.grad((t * image).sum(), t)
+    torch.testing.assert_close(have, want, rtol=1e-4, atol=1e-3)  # up to 82,000 terms of float32

@@ -52,7 +52,10 @@ def blend_traced(x: Tensor, v: Tensor | None, call: Call) -> Tensor | None:
         return None
     z = primitive.wide(x)
     u = z if v is None else v.to(z.dtype)
-    tau, theta, s, c = form.filled([t.to(z.dtype) for t in call.tensors])
+    tensors = [t.to(z.dtype) for t in call.tensors]
+    if x.is_cpu and _needs_gradient(*tensors):
+        tensors = [_spread(t, x) for t in tensors]
+    tau, theta, s, c = form.filled(tensors)
     if form.K > 2:
         return _many_traced(z, u, tau, theta, s, c).to(x.dtype)
     low, gap = _affine(u, s[0], c[0]), _affine(u, s[1] - s[0], c[1] - c[0])
@@ -63,6 +66,22 @@ def blend_traced(x: Tensor, v: Tensor | None, call: Call) -> Tensor | None:
         y = low + gap / (1 + torch.exp2(moved * (tau[0] * -_LOG2E)))
     assert isinstance(y, Tensor)
     return y.to(x.dtype)
+
+
+def _spread(t: Tensor, x: Tensor) -> Tensor:
+    """A parameter for each stretch of at most 4096 elements of x, so that sums have two stages.
+
+    The compiler adds up longer ones with a care for rounding that takes longer than the gates. One
+    value for all is left alone: its sums are one loop with the gates, and two would take longer.
+    """
+    if t.numel() == 1:
+        return t
+    shape, run = [1] * (x.dim() - t.dim()) + list(t.shape), 1
+    for d in range(x.dim() - 1, 0, -1):
+        run *= x.shape[d]
+        if run > 4096 or shape[d] > 1:
+            return t if d == x.dim() - 1 else t.expand(*x.shape[: d + 1], *shape[d + 1 :])
+    return t
 
 
 def _many_traced(
