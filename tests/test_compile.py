@@ -242,38 +242,51 @@ class NoGPU:
 
 
 @pytest.fixture
-def kernels_in_a_graph(monkeypatch):
-    """A function from a module and its input to how often each kernel is in its joint graph."""
+def graph_of(monkeypatch):
+    """A function from a module and its input to the kernels, and all ops, of its joint graph."""
     triton = pytest.importorskip("triton")
     from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
 
     monkeypatch.setattr(triton.runtime.driver, "_active", NoGPU())
     monkeypatch.setattr(tg.kernels, "_runs_triton", lambda x: True)
-
-    names: list[str] = []
+    found = Counter(), Counter()
 
     def look(graph, inputs, **rest):
-        found = [n for n in graph.graph.nodes if "triton_kernel_wrapper" in str(n.target)]
-        kernels = (kernel_side_table.get_kernel(n.kwargs["kernel_idx"]) for n in found)
-        names[:] = [getattr(k, "fn", k).__name__ for k in kernels]
+        for n in graph.graph.nodes:
+            found[1][str(n.target)] += 1
+            if "triton_kernel_wrapper" in str(n.target):
+                kernel = kernel_side_table.get_kernel(n.kwargs["kernel_idx"])
+                found[0][getattr(kernel, "fn", kernel).__name__] += 1
         raise RuntimeError("enough")  # nothing here could run them
 
     def run(module, x):
         torch._dynamo.reset()
+        for each in found:
+            each.clear()
         backend = aot_autograd(fw_compiler=None, partition_fn=look)
         with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="enough"):
             torch.compile(module, backend=backend, fullgraph=True)(x)
-        return Counter(names)
+        return found
 
     return run
 
 
-def test_a_compiled_graph_holds_the_kernels_themselves_and_not_calls_of_ops(kernels_in_a_graph):
+def test_a_compiled_graph_holds_the_kernels_themselves_and_not_calls_of_ops(graph_of):
     two = nn.Sequential(nn.Linear(4, 4), tg.Activation("gelu", train=("tau", "theta")))
-    assert kernels_in_a_graph(two, torch.randn(3, 4)) == {"blend_forward": 1, "blend_backward": 1}
+    assert graph_of(two, torch.randn(3, 4))[0] == {"blend_forward": 1, "blend_backward": 1}
     # with two branches the compiler has the formula, which it fuses with its neighbours
     two[1] = tg.Activation("relu", train=("theta", "s"))
-    assert kernels_in_a_graph(two, torch.randn(3, 4)) == {"blend_backward": 1}
+    assert graph_of(two, torch.randn(3, 4))[0] == {"blend_backward": 1}
+
+
+@pytest.mark.parametrize("key", ["relu", "gelu"])
+def test_a_compiled_graph_copies_neither_an_input_nor_its_slope(key, graph_of):
+    act = tg.Activation(key, share="channel", channels=4, train=("theta", "s"))
+    x = torch.randn(2, 4, 5, 3)
+    for laid in (x, x.to(memory_format=torch.channels_last)):
+        kernels, ops = graph_of(act, laid.detach().requires_grad_())
+        assert kernels["blend_backward"] == 1
+        assert not [op for op in ops if "clone" in op or "copy" in op]
 
 
 @pytest.mark.gpu

@@ -65,7 +65,7 @@ def _forward(
     sources: int,
 ) -> Tensor:
     x, sizes = _dense(x, shape)
-    p = launch.Parameters.of(parameters)
+    p = launch.Parameters.of(launch.readable(tuple(parameters)))
     return launch.forward(x, _like(other, x), p, tuple(codes), sizes)
 
 
@@ -80,7 +80,8 @@ def _backward(
     sources: int,
 ) -> tuple[Tensor, ...]:
     x, sizes = _dense(x, shape)
-    p, slopes = launch.Parameters.of(parameters), _like(dy, x)
+    p = launch.Parameters.of(launch.readable(tuple(parameters)))
+    slopes = _like(dy, x)
     assert slopes is not None
     given = (slopes, x, _like(other, x), p, tuple(codes), tuple(wanted), sizes)
     *grads, sums = launch.backward(*given)

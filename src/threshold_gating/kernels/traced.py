@@ -44,7 +44,7 @@ class _Traced(torch.autograd.Function):
         if form.hard or form.K == 2:
             return formula(x, form, bool(codes[-1] & 4), shape, given)
         known = list(codes), list(shape), ops.SOURCES
-        y: Tensor = ops.forward(x, None, list(readable(given)), *known)
+        y: Tensor = ops.forward(x, None, _read(*given), *known)
         return y
 
     @staticmethod
@@ -53,7 +53,8 @@ class _Traced(torch.autograd.Function):
         _, codes, shape = ctx.how
         need = ctx.needs_input_grad
         known = list(codes), list(shape), [need[0], False, *need[1:5]], ops.SOURCES
-        dx, _, sums = ops.backward(dy, x, None, list(readable(given)), *known)
+        # Nothing here asks how a tensor lies in memory: Dynamo would have dy copied for that.
+        dx, _, sums = ops.backward(dy, x, None, _read(*given), *known)
         grads: list[Tensor | None] = [dx if need[0] else None]
         at = 0
         for w, needed in zip(given[:4], need[1:5], strict=True):
@@ -65,10 +66,13 @@ class _Traced(torch.autograd.Function):
 
 def readable(given: Sequence[Any]) -> tuple[Tensor, ...]:
     """What the kernels read: tau, rho, theta, shift, s, c."""
-    rho, dtheta, s, c, tau0, theta = given
+    return launch.readable(tuple(_read(*given)))
+
+
+def _read(rho: Any, dtheta: Any, s: Any, c: Any, tau0: Any, theta: Any) -> list[Tensor]:
     tau = theta if tau0 is None else tau0
     shift = theta if dtheta is None else dtheta
-    return launch.readable((tau, tau if rho is None else rho, theta, shift, s, c))
+    return [tau, tau if rho is None else rho, theta, shift, s, c]
 
 
 def formula(
