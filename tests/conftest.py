@@ -51,17 +51,29 @@ def poison(monkeypatch, request):
             monkeypatch.setattr(torch, name, _poisoned(getattr(torch, name)))
 
 
-@pytest.fixture
-def step_by_step():
-    """Run code that ends by printing ok in a process where Triton interprets its kernels.
-
-    Triton asks for that when it is imported, so it cannot be this process.
-    """
+def _process(**more):
+    """A function that runs code, which ends by printing ok, in a process with this environment."""
     pytest.importorskip("triton")
 
     def run(code):
-        env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+        env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+        env |= {"OMP_NUM_THREADS": "1", **more}
         done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
         assert done.stdout == "ok\n", done.stderr[-3000:]
 
     return run
+
+
+@pytest.fixture
+def step_by_step():
+    """Run code in a process where Triton interprets its kernels.
+
+    Triton asks for that when it is imported, so it cannot be this process.
+    """
+    return _process(TRITON_INTERPRET="1")
+
+
+@pytest.fixture
+def with_triton():
+    """Run code in a process where Triton is as it comes, whatever it is in this one."""
+    return _process()

@@ -165,8 +165,7 @@ class Activation(nn.Module):
             op = self._op or kernels.lowered(None)
             if op is not None:
                 return kernels.overwriting(op, x) if self.inplace else op(x)
-        launches = kernels.launches(x) or (bool(self.learned) and kernels.traces(x))
-        if launches and (y := self._launched(x)) is not None:
+        if (kernels.launches(x) or kernels.traces(x)) and (y := self._launched(x)) is not None:
             return y
         shape = self._shape_in(x)
         tau, *rows = self.values()
