@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from threshold_gating import Activation, kernels
 from threshold_gating.instance import TG
-from threshold_gating.kernels import fused, launch
+from threshold_gating.kernels import fused, launch, ops
 from threshold_gating.taxonomy import (
     ROWS,
     TAXONOMY,
@@ -228,6 +228,25 @@ def test_a_launch_that_is_not_understood_is_left_to_triton(compiled, monkeypatch
     assert launch._fixed(Compiled(memory=128)) is None
     monkeypatch.setattr(triton, "__version__", "3.8.0")
     assert launch._fixed(compiled) is None
+
+
+def test_an_op_takes_every_layout_and_copies_only_what_is_not_dense():
+    image = torch.randn(2, 6, 3, 4)
+    last = image.to(memory_format=torch.channels_last)
+    odd = image[:1].as_strided((1, 6, 3, 4), (1, 12, 4, 1))  # contiguous, says torch
+    channel, positions = [1, 6, 1, 1], [1, 6, 3, 4]
+    for x, shape, sizes, copied in (
+        (image, channel, (2, 6, 12), False),
+        (last, channel, (24, 6, 1), False),
+        (last, [], (1, 1, 144), False),
+        (last, positions, (2, 72, 1), True),
+        (odd, positions, (1, 72, 1), False),
+        (image[:, :, ::2], channel, (2, 6, 8), True),
+    ):
+        taken, found = ops._dense(x, shape)
+        assert found == sizes
+        assert torch.equal(taken, x)
+        assert (taken.data_ptr() != x.data_ptr()) == copied
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from threshold_gating.instance import TG
 from threshold_gating.kernels import launch, traced
-from threshold_gating.kernels.form import Form, is_run, place_of, take_apart
+from threshold_gating.kernels.form import Form, dense_sizes, take_apart
 
 
 class Given(NamedTuple):
@@ -106,13 +106,8 @@ def _plan(
     dtype: torch.dtype,
     shape: tuple[int, ...],
 ) -> _Plan | None:
-    found = place_of(sizes, stride, shape)
-    if found is None or not math.prod(sizes) or not is_run(sizes, stride, found[0]):
-        return None
-    # Positions have an order of their own, in which the parameters are not.
-    if sum(n > 1 for n in shape) > 1 and list(found[0]) != sorted(found[0]):
-        return None
-    return _Plan(kind, found[1], dtype.itemsize, shape)
+    found = dense_sizes(sizes, stride, shape) if math.prod(sizes) else None
+    return None if found is None else _Plan(kind, found, dtype.itemsize, shape)
 
 
 def activation(

@@ -178,6 +178,21 @@ def place_of(
     return order, (outer, within, inner)
 
 
+def dense_sizes(
+    sizes: Sequence[int], stride: Sequence[int], shape: tuple[int, ...]
+) -> tuple[int, int, int] | None:
+    """(outer, G, inner) if x is dense in memory and the groups lie there in their own order.
+
+    As for `place_of`, no stride means contiguous.
+    """
+    found = place_of(sizes, stride, shape)
+    if found is None or (stride and not is_run(sizes, stride, found[0])):
+        return None
+    # positions have an order of their own, in which x may not lie
+    turned = sum([n > 1 for n in shape]) > 1 and list(found[0]) != sorted(found[0])
+    return None if turned else found[1]
+
+
 def is_run(sizes: Sequence[int], stride: Sequence[int], order: Sequence[int]) -> bool:
     """Whether memory is dense in this order of axes."""
     step = 1

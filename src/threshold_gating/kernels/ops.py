@@ -18,7 +18,7 @@ from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensorMode
 
 from threshold_gating.kernels import launch
-from threshold_gating.kernels.form import is_run, place_of
+from threshold_gating.kernels.form import dense_sizes
 
 # Handed to each op, so that a graph with opened kernels that torch keeps on disk is not taken once
 # they have changed.
@@ -41,14 +41,12 @@ def _dense(x: Tensor, shape: list[int]) -> tuple[Tensor, tuple[int, int, int]]:
     This is not for Dynamo to ask: what it takes for the strides of x need not be those of the graph
     that is made of its own.
     """
-    found = place_of(x.shape, x.stride(), tuple(shape))
-    apart = sum(n > 1 for n in shape) > 1  # positions have an order of their own
-    ordered = found is not None and (not apart or list(found[0]) == sorted(found[0]))
-    if found is None or not ordered or not is_run(x.shape, x.stride(), found[0]):
+    sizes = dense_sizes(x.shape, x.stride(), tuple(shape))
+    if sizes is None:
         x = x.contiguous()
-        found = place_of(x.shape, (), tuple(shape))
-    assert found is not None
-    return x, found[1]
+        sizes = dense_sizes(x.shape, (), tuple(shape))  # an axis of one may keep an odd stride
+    assert sizes is not None
+    return x, sizes
 
 
 def _like(t: Tensor | None, x: Tensor) -> Tensor | None:
@@ -89,27 +87,13 @@ def _backward(
     return *[g if w else x.new_empty(0) for g, w in zip(grads, wanted, strict=False)], sums
 
 
-def _forward_shape(
-    x: Tensor,
-    other: Tensor | None,
-    parameters: list[Tensor],
-    codes: list[int],
-    shape: list[int],
-    sources: int,
-) -> Tensor:
+def _forward_shape(x: Tensor, *rest: Any) -> Tensor:
+    *_, shape, _ = rest
     return torch.empty_like(_dense(x, shape)[0])
 
 
-def _backward_shape(
-    dy: Tensor,
-    x: Tensor,
-    other: Tensor | None,
-    parameters: list[Tensor],
-    codes: list[int],
-    shape: list[int],
-    wanted: list[bool],
-    sources: int,
-) -> tuple[Tensor, ...]:
+def _backward_shape(dy: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    *_, codes, shape, wanted, _ = rest
     x, sizes = _dense(x, shape)
     dx, dother = (torch.empty_like(x) if w else x.new_empty(0) for w in wanted[:2])
     return dx, dother, x.new_empty(launch.count(codes, wanted), sizes[1], dtype=torch.float32)
