@@ -323,6 +323,16 @@ def check_learned(device="cpu"):
                 for p in act.parameters():
                     p.add_(torch.randn_like(p), alpha=0.2)
             agree(act, x, f"{key} {train} {options}")
+    tokens, positions = {"share": "channel", "axis": -1}, {"share": "neuron", "axis": -1}
+    for key, train, options, shape in (  # sums of several parts, and of one large one
+        ("silu", every, {}, (41, 1003)),
+        ("relu", ("theta", "s"), {}, (41, 1003)),
+        ("silu", ("tau", "c"), {**tokens, "channels": 63}, (1003, 63)),
+        ("gelu", ("theta",), {**tokens, "channels": 300}, (301, 300)),
+        ("silu", every, {**positions, "channels": (2**16 + 3,)}, (2, 2**16 + 3)),
+    ):
+        act = Activation(key, train=train, **options).to(device)
+        agree(act, torch.randn(shape, device=device), f"{key} {train} {options}")
     far = Activation("silu", train=("tau",)).to(device)
     with torch.no_grad():
         far.rho.fill_(8.0)  # beyond the bound nothing moves

@@ -176,7 +176,7 @@ def _gradient(
         turned = turned * dy
     elif MODE == 3 and WIDE >= 2 and not SUMMED:
         y, slope, turned = turned_from_below(
-            x, v, tau, theta, s, c, middle, w, ws, S_CODE, C_CODE, K, WIDE)
+            x, v, tau, theta, middle, w, ws, wc, S_CODE, C_CODE, K, WIDE)
         turned = turned * dy
     else:
         if MODE == 4:
@@ -385,3 +385,28 @@ def blend_backward(
                          K, MODE, LEARNED, TAUS, DTHETA * (K - 1), DS * K, CONSTANTS)
         for k in tl.static_range(COUNT):
             _store_sum(sums_p, k, sums[k], R, N, G, iters, COUNT, LAYOUT, RB, CB)
+
+
+@triton.jit
+def add_parts(
+    sums_p, tau_p, theta_p, s_p, c_p, parts, G, part_step, row_step,
+    TAUS: tl.constexpr, THETAS: tl.constexpr, SLOPES: tl.constexpr,
+    PB: tl.constexpr, CB: tl.constexpr,
+):
+    """The second stage: sums of `blend_backward` added up, each row to where it belongs."""
+    across = tl.cdiv(G, CB)
+    k, columns = tl.program_id(0) // across, tl.program_id(0) % across * CB + tl.arange(0, CB)
+    total = tl.zeros((PB, CB), tl.float32)
+    for first in range(0, parts, PB):
+        along = first + tl.arange(0, PB)
+        place = along.to(tl.int64)[:, None] * part_step + k * row_step + columns[None, :]
+        inside = (along < parts)[:, None] & (columns < G)[None, :]
+        total += tl.load(sums_p + place, mask=inside, other=0.0)
+    row, out_p = k, tau_p
+    if k >= TAUS + THETAS + SLOPES:
+        row, out_p = k - (TAUS + THETAS + SLOPES), c_p
+    elif k >= TAUS + THETAS:
+        row, out_p = k - (TAUS + THETAS), s_p
+    elif k >= TAUS:
+        row, out_p = k - TAUS, theta_p
+    tl.store(out_p + row.to(tl.int64) * G + columns, tl.sum(total, 0), mask=columns < G)

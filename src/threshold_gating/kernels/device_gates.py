@@ -105,40 +105,47 @@ def middle_of(theta, K: tl.constexpr):
 
 
 @triton.jit
-def _mirrored(tau, theta, K: tl.constexpr):
-    """(where the gates stop, ratios, bounds) for `_rises` if taus are the same from either end.
+def _mirrored(tau, theta, s, c, K: tl.constexpr):
+    """(stops, w, w s, w c) for `_rises` if taus are the same from either end.
 
-    The exponential of a threshold in the upper half is that of its mirror image times a ratio; its
-    bound leaves the same room for all of the upper half, and their product below 2^124.
+    The exponential of a threshold in the upper half is that of its mirror image times a ratio,
+    which is put into the weights of all branches above; its bound leaves the same room for all of
+    the upper half, and their product below 2^124.
     """
-    ratios, gaps, room = (), (), tl.full(tau[0].shape, 124.0, tl.float32)
+    gaps, room = (), tl.full(tau[0].shape, 124.0, tl.float32)
+    weight = tl.full(tau[0].shape, 1.0, tl.float32)
+    w, ws, wc = (weight,), (s[0],), (c[0],)
     for k in tl.static_range(K - 1):
         gap = (theta[K - 2 - k] - theta[k]) * (tau[k] * LOG2E)
-        ratios, gaps = ratios + (_exp2(gap),), gaps + (gap,)
+        gaps = gaps + (gap,)
         if 2 * k < K - 2:
             room = room - gap
+        elif 2 * k > K - 2:
+            weight = weight * _exp2(gap)
+        w, ws, wc = w + (weight,), ws + (s[k + 1] * weight,), wc + (c[k + 1] * weight,)
     room = room / (K - 1)
-    bounds = ()
+    stops = (theta[K - 2] + room / (tau[K - 2] * LOG2E),)
     for k in tl.static_range(K - 1):
-        bounds = bounds + (room + gaps[k],)
-    return theta[K - 2] + room / (tau[K - 2] * LOG2E), ratios, bounds
+        stops = stops + (room + gaps[k],)
+    return stops, w, ws, wc
 
 
 @triton.jit
 def folded(tau, theta, s, c, K: tl.constexpr, MODE: tl.constexpr, WIDE: tl.constexpr):
-    """(middle, w, w s, w c, whether a weight leaves float32) for one tau and K >= 3.
+    """(middle, w, w s, w c, whether a weight leaves float32) for K >= 3.
 
-    For small weights and a tau per threshold: (where the gates stop, ratios, bounds) of `_rises`.
+    With a tau per threshold, and if weights are known to be small, the middle is where things stop:
+    the gates to change, then each exponential to grow; see `_rises`.
     """
     if MODE == 3 and WIDE == 3:
-        middle, w, ws = _mirrored(tau, theta, K)
-        wc, wide = w, False
+        middle, w, ws, wc = _mirrored(tau, theta, s, c, K)
+        wide = False
     elif MODE == 3:
         bound = tl.full(tau[0].shape, 124.0 / (K - 1), tl.float32)
-        middle, w, ws = theta[K - 2] + bound / (tau[K - 2] * LOG2E), (bound,), (bound,)
-        for _k in tl.static_range(1, K - 1):
-            ws = ws + (bound,)
-        wc, wide = w, False
+        middle = (theta[K - 2] + bound / (tau[K - 2] * LOG2E),)
+        w, ws, wc, wide = (tl.full(tau[0].shape, 1.0, tl.float32),), s, c, False
+        for _k in tl.static_range(1, K):
+            middle, w = middle + (bound,), w + (w[0],)
     elif MODE == 2:
         middle = middle_of(theta, K)
         exponent = (middle - theta[0]) * (tau[0] * LOG2E)
@@ -208,35 +215,35 @@ def by_powers(x, v, tau, middle, w, ws, wc, C_CODE: tl.constexpr, K: tl.constexp
 
 @triton.jit
 def _rise(x, tau, theta, bound):
-    """exp(tau (x - theta)), which stops growing at 2^bound."""
-    u = (x - theta) * (tau * LOG2E)
+    """exp(tau (x - theta)), which stops growing at 2^bound; tau theta must be small."""
+    u = x * (tau * LOG2E) - theta * (tau * LOG2E)
     return _exp2(tl.minimum(u, bound, propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
-def _rises(x, tau, theta, ratios, bounds, K: tl.constexpr, WIDE: tl.constexpr):
-    """That of every threshold; with taus the same from either end (WIDE 3), half of them."""
+def _rises(x, tau, theta, stops, K: tl.constexpr, WIDE: tl.constexpr):
+    """That of every threshold; with taus the same from either end (WIDE 3) half are not needed."""
     found = ()
     for k in tl.static_range(K - 1):
         if WIDE == 3 and 2 * k > K - 2:
-            found = found + (found[K - 2 - k] * ratios[k],)
+            found = found + (found[K - 2 - k],)
         else:
-            found = found + (_rise(x, tau[k], theta[k], bounds[k]),)
+            found = found + (_rise(x, tau[k], theta[k], stops[k + 1]),)
     return found
 
 
 @triton.jit
-def _nested(w, rises, K: tl.constexpr):
-    """w_0 + r_1 (w_1 + r_2 (w_2 + ...)), the r_k from `rises` or all the same."""
-    total = w[K - 1] * rises[len(rises) - 1] + w[K - 2]
-    for k in tl.static_range(2, K):
-        total = total * rises[K - 1 - k if len(rises) > 1 else 0] + w[K - 1 - k]
+def _nested(w, rises, COUNT: tl.constexpr):
+    """w_0 + r_1 (w_1 + r_2 (w_2 + ...)) of COUNT weights, the r_k from `rises` or all the same."""
+    total = w[COUNT - 1]
+    for k in tl.static_range(1, COUNT):
+        total = total * rises[COUNT - 1 - k if len(rises) > 1 else 0] + w[COUNT - 1 - k]
     return total
 
 
 @triton.jit
 def _from_below(
-    x, v, tau, theta, s, c, middle, w, ws, wc,
+    x, v, tau, theta, middle, w, ws, wc,
     C_CODE: tl.constexpr, K: tl.constexpr, MODE: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """y of a tame instance: branches are counted from the left on both sides, without a choice.
@@ -244,8 +251,7 @@ def _from_below(
     Far out the gates stop changing, to 2^-24 those at infinity; see `direct`.
     """
     if MODE == 3:
-        rises = _rises(x, tau, theta, w, ws, K, WIDE)
-        w, ws, wc = _ones(tau, K), s, c
+        rises = _rises(x, tau, theta, middle, K, WIDE)
     else:
         rises = (_rise(x, tau[0], middle, 124.0 / (K - 1)),)
     share = _inverse(_nested(w, rises, K))
@@ -256,39 +262,32 @@ def _from_below(
 
 
 @triton.jit
-def _ones(tau, K: tl.constexpr):
-    w = (tl.full(tau[0].shape, 1.0, tl.float32),)
-    for _k in tl.static_range(1, K):
-        w = w + (w[0],)
-    return w
-
-
-@triton.jit
 def turned_from_below(
-    x, v, tau, theta, s, c, far, ratios, bounds,
+    x, v, tau, theta, stops, w, ws, wc,
     S_CODE: tl.constexpr, C_CODE: tl.constexpr, K: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """(y, mean slope, dy/dx by way of the gates) of a tame instance with a tau per threshold.
 
     The weight of branch k grows as the sum of the taus below it. That of the last is taken off all
     of them, which changes nothing but leaves no large numbers to cancel where the last one wins;
-    from `far` on the gates stand still. On the other side they do where the first weight is all.
+    from where the gates stop they stand still. On the other side they do where the first weight is
+    all.
     """
-    rises = _rises(x, tau, theta, ratios, bounds, K, WIDE)
+    rises = _rises(x, tau, theta, stops, K, WIDE)
     less = tl.zeros_like(tau[0])
-    growth, ws, wc = (less,), (less,), (less,)
+    growth, slopes, constants = (), (), ()
     for k in tl.static_range(1, K):
         less = less - tau[K - 1 - k]
-        growth = (less,) + growth
-        ws, wc = (s[K - 1 - k] * less,) + ws, (c[K - 1 - k] * less,) + wc
-    share = _inverse(_nested(_ones(tau, K), rises, K))
-    slope = _nested(s, rises, K) * share
-    y, turn = v * slope, v * _nested(ws, rises, K)
+        growth = (w[K - 1 - k] * less,) + growth
+        slopes, constants = (ws[K - 1 - k] * less,) + slopes, (wc[K - 1 - k] * less,) + constants
+    share = _inverse(_nested(w, rises, K))
+    slope = _nested(ws, rises, K) * share
+    y, turn = v * slope, v * _nested(slopes, rises, K - 1)
     if C_CODE != (4**K - 1) // 3:
-        y += _nested(c, rises, K) * share
-        turn += _nested(wc, rises, K)
-    turn = (turn - y * _nested(growth, rises, K)) * share
-    turn = tl.where(x > far, 0.0, turn)
+        y += _nested(wc, rises, K) * share
+        turn += _nested(constants, rises, K - 1)
+    turn = (turn - y * _nested(growth, rises, K - 1)) * share
+    turn = tl.where(x > stops[0], 0.0, turn)
     if S_CODE % 4 != 1:
         turn = tl.where(x < theta[0] - 30.0 / (tau[0] * LOG2E), 0.0, turn)
     return y, slope, turn
@@ -419,7 +418,7 @@ def value(
             0.5 * (c[0] + c[1]) + (c[1] - c[0]) * g
         )
     elif WIDE >= 2:
-        y = _from_below(x, v, tau, theta, s, c, middle, w, ws, wc, C_CODE, K, MODE, WIDE)
+        y = _from_below(x, v, tau, theta, middle, w, ws, wc, C_CODE, K, MODE, WIDE)
     elif MODE == 3 or WIDE == 1:
         g = soft_gates(x, tau, theta, middle, w, K, MODE, WIDE)
         y = v * mean(g, s, S_CODE, K) + mean(g, c, C_CODE, K)

@@ -67,12 +67,15 @@ class Kind:
 
 
 class _Backward(NamedTuple):
-    """A kernel for gradients, its sums, and whose they are: which learned tensors, rows of each."""
+    """A kernel for gradients, its sums, one that adds them up, and whose they are.
+
+    `rows` are those of rho, dtheta, s and c. None adds up what is in one part already.
+    """
 
     run: launch.Launch
     sums: tuple[int, int, int]
     stride: tuple[int, int, int]
-    axis: int
+    add: launch.Launch | None
     whose: list[int]
     rows: list[int]
 
@@ -94,8 +97,10 @@ class _Plan:
             "blend_backward", self.sizes, self.size, known, self.steps
         )
         whose = [k for k in range(4) if wanted[k + 2]]
-        each = [launch.count(codes, [k == m + 2 for k in range(6)]) for m in whose]
-        return _Backward(run, sums, (sums[1] * sums[2], sums[2], 1), axis, whose, each)
+        # [tau, theta, s, c]: none for what is not wanted
+        rows = [launch.count(codes, [m == k + 2 and wanted[m] for m in range(6)]) for k in range(4)]
+        add = launch.adding(sums, axis, rows) if whose else None
+        return _Backward(run, sums, (sums[1] * sums[2], sums[2], 1), add, whose, rows)
 
 
 @functools.lru_cache(4096)
@@ -176,11 +181,13 @@ def _is_mild(t: TG) -> bool:
     last branch must not vanish, or what is left of the others would be seen. With a tau for each
     threshold they are (2^-24.8 for K = 6); with one tau it depends on the weights w_k of `tile`.
     """
-    tame = max(abs(w) for w in (*t.s, *t.c)) <= 2  # so that no product overflows
-    if t.hard or t.K < 3 or not tame or (t.s[-1] == 0 and any(t.s)):
+    if t.hard or t.K < 3 or (t.s[-1] == 0 and any(t.s)):
         return False
-    if isinstance(t.tau, tuple):
-        return t.K <= 6
+    taus = t.tau if isinstance(t.tau, tuple) else (t.tau,)
+    # so that no product overflows, and tau x - tau theta has the digits of tau (x - theta)
+    tame = max(map(abs, (*t.s, *t.c))) <= 2 and max(taus) * max(map(abs, t.theta)) <= 16
+    if not tame or isinstance(t.tau, tuple):
+        return tame and t.K <= 6
     middle, exponent, step = sum(t.theta) / (t.K - 1), 0.0, 124 / (t.K - 1)
     for k, theta in enumerate(t.theta[:-1], 1):
         exponent += t.tau * (middle - theta) * math.log2(math.e)
@@ -230,11 +237,11 @@ class _Direct(torch.autograd.Function):
             return *_by_formulas(dy, x, up, learned, plan, read, needed[:6]), None
         if dy.stride() != x.stride():
             dy = torch.empty_like(x).copy_(dy)
-        run, shape, stride, axis, whose, rows = plan.backward(needed)
+        run, shape, stride, add, whose, rows = plan.backward(needed)
         dx = torch.empty_like(x) if needed[0] else None
         dup = torch.empty_like(x) if needed[1] else None
         # strided, because `new_empty` takes twice as long
-        sums = x.new_empty_strided(shape, stride, dtype=torch.float32) if rows else x
+        sums = x.new_empty_strided(shape, stride, dtype=torch.float32) if whose else x
         other, to, over = (
             x if up is None else up,
             x if dx is None else dx,
@@ -242,12 +249,16 @@ class _Direct(torch.autograd.Function):
         )
         run((x, other, dy, to, over, sums, *read), x.dtype)
         grads: list[Tensor | None] = [None, None, None, None]
-        if rows:
-            # all at once, because a view costs as much as a small kernel
-            parts = torch.unsafe_split_with_sizes(launch.total(sums, axis), rows)
-            for k, part in zip(whose, parts, strict=True):
-                w = learned[k]
-                grads[k] = part if w.dim() == 2 else part.view_as(w)
+        if add is not None:
+            _, rho, _, dtheta, s, c = read
+            into = [sums] * 4
+            for k in whose:
+                grads[k] = into[k] = torch.empty_like((rho, dtheta, s, c)[k])
+            add((sums, *into), torch.float32)
+        elif whose:
+            parts = torch.unsafe_split_with_sizes(sums.view(sum(rows), -1), rows)
+            for k in whose:
+                grads[k] = parts[k].view_as(learned[k])
         return dx, dup, *grads, None
 
 

@@ -20,6 +20,7 @@ from threshold_gating.kernels.form import Form, Numbers
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ALONE, READ, TIMES = 0, 1, 2  # what a second input does: nothing, the branches read it, y * it
+HARD = 4  # a mode of `device`
 
 
 def interpreting() -> bool:
@@ -93,25 +94,35 @@ def _power_of_two(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
 
 
-def tiles_forward(m: Matrix, K: int, size: int) -> Tiles:
-    """By layout, branches and bytes of an element; swept on an H200, 16384 x 4096."""
+def tiles_forward(m: Matrix, K: int, size: int, mode: int = 0, frozen: bool = False) -> Tiles:
+    """By layout, branches, bytes of an element, mode and whether an instance is known to be tame.
+
+    Swept on an H200, 16384 x 4096.
+    """
     if interpreting():
         return m.tiles(64, 256, 4, 1, 4)
     every, narrow = 2**31, size == 2
     if m.layout == 1:
         # Where the parameters of all groups do not stay in a cache, each is read by one program.
-        every = every if m.G <= 2**16 else 1
+        once = m.G > 2**16
+        if K == 2 and once:
+            return m.tiles(8, 256, 2, 4, 1)
+        if K == 2 and narrow:
+            # Long programs need enough to do, and hard gates are done before memory is read anyway.
+            long = m.R * m.N >= 2**25 and mode != HARD
+            return m.tiles(32, 256, 4, 3, 32 * 132) if long else m.tiles(8, 256, 1, 1, every)
         if K == 2:
-            return m.tiles(8, 256, 1, 1, every) if narrow else m.tiles(4, 512, 4, 1, every)
+            return m.tiles(4, 512, 4, 1, every)
+        every = 1 if once else every
         if K == 3:
             return m.tiles(2, 256, 1, 3, 16 * 132) if narrow else m.tiles(8, 128, 1, 1, every)
         return m.tiles(4, 128, 1, 3, 8 * 132) if narrow else m.tiles(4, 256, 2, 3, 16 * 132)
-    if K == 2:
+    if K == 2 or frozen:
         return m.tiles(1, 1024, 4, 1, every)
     return m.tiles(2, 1024, 4, 2, 64 * 132) if narrow else m.tiles(1, 2048, 4, 1, every)
 
 
-def tiles_backward(m: Matrix, K: int, size: int) -> Tiles:
+def tiles_backward(m: Matrix, K: int, size: int, frozen: bool = False) -> Tiles:
     if interpreting():
         return m.tiles(64, 256, 4, 1, 4)
     narrow = size == 2
@@ -119,6 +130,8 @@ def tiles_backward(m: Matrix, K: int, size: int) -> Tiles:
         if K == 2 and narrow:
             return m.tiles(2, 256, 1, 5, 8 * 132)
         return m.tiles(2, 128, 1, 5, 8 * 132) if K < 4 else m.tiles(1, 128, 1, 4, 8 * 132)
+    if frozen:
+        return m.tiles(1, 1024, 4, 1, 128 * 132)
     if K == 3 and narrow:
         return m.tiles(1, 1024, 2, 3, 8 * 132)
     return m.tiles(1, 512, 2, 5, (16 if K < 4 else 8) * 132)
@@ -200,7 +213,7 @@ def _lies_in(last: Tensor, first: Tensor) -> bool:
 
 def codes(form: Form, digits: Sequence[int], role: int, learned: int = 0) -> Codes:
     """What a kernel knows when it is compiled, in the order in which it takes it."""
-    mode = 4 if form.hard else 2 if len(form.tau) == 1 else 3
+    mode = HARD if form.hard else 2 if len(form.tau) == 1 else 3
     if form.K == 2 and not form.hard:
         mode = int(form.centred)
     owners = sum(2**k for k, owner in enumerate(form.owner or ()) if owner == "hi")
@@ -366,9 +379,12 @@ def prepared(name: str, sizes: tuple[int, ...], size: int, known: Codes, steps: 
 
     m, K = Matrix.of(sizes), known[5]
     rows = count(known, known[9:]) if name == "blend_backward" else 0
+    mode, frozen = known[6], known[8] >= 16
     # Two branches without sums are as much work back as forth.
-    ahead = name == "blend_forward" or (K == 2 and not rows)
-    tiles = (tiles_forward if ahead else tiles_backward)(m, K, size)
+    if name == "blend_forward" or (K == 2 and not rows):
+        tiles = tiles_forward(m, K, size, mode, frozen)
+    else:
+        tiles = tiles_backward(m, K, size, frozen)
     layout = (m.layout, tiles.rows, tiles.columns, tiles.stages)
     rest = (*steps, m.R, m.N, m.G, tiles.iters, *map(int, known), *layout)
     across, along = m.grid(tiles)
@@ -376,3 +392,20 @@ def prepared(name: str, sizes: tuple[int, ...], size: int, known: Codes, steps: 
     sums, axis = ((parts, rows, m.G), 0) if m.layout else ((rows, 1, parts), 2)
     run = Launch(getattr(device, name), (across * along,), tiles.warps, rest)
     return Prepared(run, sums, axis)
+
+
+def adding(sums: tuple[int, int, int], axis: int, rows: Sequence[int]) -> Launch | None:
+    """A kernel for the second stage, from sums to four tensors that get these rows.
+
+    None for one large part, which is no more than views away. Views of a small one take longer.
+    """
+    from threshold_gating.kernels import device
+
+    parts, G = sums[axis], sums[2] if axis == 0 else 1
+    if parts == 1 and G > 2**16:
+        return None
+    steps = (sum(rows) * G, G) if axis == 0 else (1, parts)
+    # narrow ones where wide ones would not give every processor one
+    tile = (1024, 1) if axis else (16, 64) if sum(rows) * G >= 64 * 132 else (256, 8)
+    grid = sum(rows) * -(-G // tile[1])
+    return Launch(device.add_parts, (grid,), 4, (parts, G, *steps, *rows[:3], *tile))
