@@ -1,18 +1,20 @@
 """How `tg bench` times: contenders in turn, so that clocks and noise hit all alike.
 
 On a GPU a contender's time is the median of `triton.testing.do_bench`, the call as a user makes it
-with the L2 cache emptied before, and of three rounds the median again. All threads of the process
-are on one core meanwhile: torch's thread for backward passes otherwise wakes on another one, which
-on a shared host takes longer than the kernels. The time of a recorded graph stands beside it: it
-leaves out what Python costs. On a CPU it is the least processor time of many runs of one thread:
-the noise of a machine that others use only ever adds to it.
+with the L2 cache emptied before, and of five rounds the least: the noise of a machine that others
+use only ever adds to it. A row says so where the slowest round took far more. All threads of the
+process are on one core meanwhile, the one that is quickest just then: torch's thread for backward
+passes otherwise wakes on another one, which on a shared host takes longer than the kernels. The
+time of a recorded graph stands beside it: it leaves out what Python costs. On a CPU it is the least
+processor time of many runs of one thread. Memory is not given back to the system in between, for
+getting it anew can take longer than the work.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
-import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -24,14 +26,15 @@ import torch
 from threshold_gating.benchmarking.rows import Row, Times
 
 Contenders = dict[str, Callable[[], Any]]
-ROUNDS, RUNS = 3, 40
+Rounds = dict[str, list[float]]  # milliseconds of each contender
+ROUNDS, RUNS, CORES = 5, 40, 16
 
 
 class Clock(NamedTuple):
     """A way of timing: in words, as the call is made, and replayed where that exists."""
 
     how: str
-    called: Callable[[Contenders, int], Times]
+    called: Callable[[Contenders, int], Rounds]
     replayed: Callable[[Contenders], Times] | None
 
 
@@ -77,25 +80,31 @@ class Work:
 
 def measure(work: Work, clock: Clock) -> Iterator[Row]:
     """The rows of a piece of work; what fails is a row that says so, and the next can go on."""
-    times, replayed, failed = _measured(work, clock)
+    rounds, replayed, failed = _measured(work, clock)
+    times = {name: min(each) for name, each in rounds.items()}
+    slower = max(rounds.get("ours", [0.0])) / times.get("ours", 1.0)
     for over, limit in work.limits.items():
         row = Row(work.section, work.name, times, over, limit, replayed, work.note, failed)
         row.power = work.power
+        said = [row.note]
         if work.aim is not None and row.ratio is not None and row.ratio <= work.aim:
-            row.note = "; ".join(filter(None, (work.note, f"within {work.aim}, the aim")))
+            said.append(f"within {work.aim}, the aim")
+        if slower > 1.25:
+            said.append(f"the slowest round took {slower:.2f} times that")
+        row.note = "; ".join(filter(None, said))
         yield row
 
 
-def _measured(work: Work, clock: Clock) -> tuple[Times, Times, str]:
+def _measured(work: Work, clock: Clock) -> tuple[Rounds, Times, str]:
     torch.manual_seed(0)
     try:
         contenders = work.build()
         with torch.set_grad_enabled(work.backward):
-            times = clock.called(contenders, work.rep)
+            rounds = clock.called(contenders, work.rep)
             if clock.replayed is None or not work.replay:
-                return times, {}, ""
+                return rounds, {}, ""
             needed = set(contenders) if "best" in work.limits else {"ours", *work.limits}
-            return times, clock.replayed({n: f for n, f in contenders.items() if n in needed}), ""
+            return rounds, clock.replayed({n: f for n, f in contenders.items() if n in needed}), ""
     except Exception as error:  # whatever it is, the other rows do not depend on it
         first = str(error).strip().splitlines()
         return {}, {}, f"{type(error).__name__}: {first[0] if first else ''}"[:200]
@@ -106,31 +115,42 @@ def _in_turn(contenders: Contenders, i: int) -> list[tuple[str, Callable[[], Any
     return list(contenders.items())[:: -1 if i % 2 else 1]
 
 
-def _in_rounds(contenders: Contenders, rep: int) -> Times:
+def _in_rounds(contenders: Contenders, rep: int) -> Rounds:
     from triton.testing import do_bench
 
-    taken: dict[str, list[float]] = {name: [] for name in contenders}
+    taken: Rounds = {name: [] for name in contenders}
     for f in contenders.values():
         f()  # what has to be compiled is, by all cores
     with _on_one_core():
         for i in range(ROUNDS):
             for name, f in _in_turn(contenders, i):
                 taken[name].append(do_bench(f, warmup=5, rep=rep, return_mode="median"))
-    return {name: statistics.median(each) for name, each in taken.items()}
+    return taken
 
 
 @contextlib.contextmanager
 def _on_one_core() -> Iterator[None]:
-    """Every thread of this process on the last of its cores; nothing where that cannot be."""
+    """Every thread of this process on the quickest of its cores; nothing where that cannot be."""
     if not hasattr(os, "sched_setaffinity"):
         yield
         return
     before = os.sched_getaffinity(0)
-    _move({max(before)})
     try:
+        _move({min(sorted(before)[-CORES:], key=_slowness)})
         yield
     finally:
         _move(before)
+
+
+def _slowness(core: int) -> float:
+    """Seconds for a little work on this core: others of a shared host may be using it, too."""
+    os.sched_setaffinity(0, {core})
+    taken = []
+    for _ in range(3):
+        start = time.perf_counter()
+        sum(range(20_000))
+        taken.append(time.perf_counter() - start)
+    return max(taken)
 
 
 def _move(cores: set[int]) -> None:
@@ -167,27 +187,47 @@ def _refuse_to_wait(f: Callable[[], Any]) -> None:
             torch.cuda.set_sync_debug_mode("default")
 
 
-def _least(contenders: Contenders, rep: int) -> Times:
-    taken: dict[str, list[float]] = {name: [] for name in contenders}
-    for i in range(RUNS + 2):
-        for name, f in _in_turn(contenders, i):
-            start = time.process_time()
-            f()
-            if i > 1:
-                taken[name].append(1e3 * (time.process_time() - start))
-    return {name: min(times) for name, times in taken.items()}
+def _least(contenders: Contenders, rep: int) -> Rounds:
+    taken: Rounds = {name: [] for name in contenders}
+    with _keeping_memory():
+        for i in range(RUNS + 2):
+            for name, f in _in_turn(contenders, i):
+                start = time.process_time()
+                f()
+                if i > 1:
+                    taken[name].append(1e3 * (time.process_time() - start))
+    return {name: [min(each)] for name, each in taken.items()}
+
+
+@contextlib.contextmanager
+def _keeping_memory() -> Iterator[None]:
+    """The C library serves every size from its heap and never shrinks that; elsewhere nothing."""
+    try:
+        mallopt: Any = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError, TypeError):  # not glibc
+        yield
+        return
+    thresholds = -3, -1  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
+    usual = 128 * 1024
+    for what in thresholds:
+        mallopt(what, 2**30)
+    try:
+        yield
+    finally:
+        for what in thresholds:
+            mallopt(what, usual)
 
 
 ON_GPU = Clock(
-    f"Medians of triton.testing.do_bench, contenders in turn, median of {ROUNDS} rounds, all "
-    "threads on one core; 'replayed' is the ratio of recorded graphs, without what Python costs, "
-    "and decides nothing.",
+    f"Medians of triton.testing.do_bench, contenders in turn, least of {ROUNDS} rounds, all "
+    "threads on the quickest core; 'replayed' is the ratio of recorded graphs, without what Python "
+    "costs, and decides nothing.",
     _in_rounds,
     _replayed,
 )
 ON_CPU = Clock(
     f"One thread, the least processor time of {RUNS} runs, contenders in turn: the noise of a "
-    "shared machine only adds time.",
+    "shared machine only adds time. Memory is kept between runs.",
     _least,
     None,
 )
