@@ -4,6 +4,7 @@ A small network with learned gates in tiers A and W, the same data and the same 
 or shared out. What each way did is written to FOLDER.
 """
 
+import os
 import sys
 import warnings
 from pathlib import Path
@@ -138,3 +139,5 @@ def main(folder):
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]))
+    sys.stderr.flush()
+    os._exit(0)  # all is saved; torch's threads, ended by the interpreter, once in a while abort it
