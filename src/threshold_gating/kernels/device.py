@@ -395,7 +395,8 @@ def add_parts(
 ):
     """The second stage: sums of `blend_backward` added up, each row to where it belongs."""
     across = tl.cdiv(G, CB)
-    k, columns = tl.program_id(0) // across, tl.program_id(0) % across * CB + tl.arange(0, CB)
+    k = (tl.program_id(0) // across).to(tl.int64)
+    columns = tl.program_id(0) % across * CB + tl.arange(0, CB)
     total = tl.zeros((PB, CB), tl.float32)
     for first in range(0, parts, PB):
         along = first + tl.arange(0, PB)
@@ -409,4 +410,4 @@ def add_parts(
         row, out_p = k - (TAUS + THETAS), s_p
     elif k >= TAUS:
         row, out_p = k - TAUS, theta_p
-    tl.store(out_p + row.to(tl.int64) * G + columns, tl.sum(total, 0), mask=columns < G)
+    tl.store(out_p + row * G + columns, tl.sum(total, 0), mask=columns < G)
