@@ -184,7 +184,7 @@ def _is_mild(t: TG) -> bool:
     if t.hard or t.K < 3 or (t.s[-1] == 0 and any(t.s)):
         return False
     taus = t.tau if isinstance(t.tau, tuple) else (t.tau,)
-    # so that no product overflows, and tau x - tau theta has the digits of tau (x - theta)
+    # so that no product overflows, and tau x - tau theta is tau (x - theta) to 16 * 2^-23 = 2e-6
     tame = max(map(abs, (*t.s, *t.c))) <= 2 and max(taus) * max(map(abs, t.theta)) <= 16
     if not tame or isinstance(t.tau, tuple):
         return tame and t.K <= 6
