@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import copy
+import math
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
 
+from threshold_gating.dense import Conv1d, Conv2d, Conv3d, Linear
 from threshold_gating.layers import Activation
-from threshold_gating.training.graph import Network, trace
+from threshold_gating.training.graph import Network, expect_axes, is_hooked, overwrites, trace
 from threshold_gating.training.tiers import is_tiered
 
-_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+# The layers that have their channels where the norm has them, and how many axes they then read.
+_BEHIND: dict[type[nn.Module], dict[type[nn.Module], int]] = {
+    nn.BatchNorm1d: {Linear: 2, Conv1d: 3},
+    nn.BatchNorm2d: {Conv2d: 4},
+    nn.BatchNorm3d: {Conv3d: 5},
+}
 
 
 def fold_batchnorm(model: nn.Module) -> nn.Module:
@@ -20,33 +28,32 @@ def fold_batchnorm(model: nn.Module) -> nn.Module:
 
     With z = a x + d the gates take tau |a| and (theta - d) / a, the branches s a and c + s d, in
     reverse where a < 0. A BatchNorm is folded if everything that reads it is an `Activation` or a
-    tiered layer with gates per channel (or layer); the others stay, and `folded` on the result
-    names those that went.
+    tiered layer with gates per channel (or layer); the others stay. On the result, `folded` names
+    those that went and `kept` says of each other one why it stayed.
     """
     if model.training:
         raise ValueError(
             "fold_batchnorm: the statistics are fixed in evaluation only; call eval()."
         )
     network = trace(model)
-    done = []
-    for node in list(network.module.graph.nodes):
-        if node.op != "call_module" or not _foldable(network, node):
+    graph, done, kept = network.module.graph, [], {}
+    for node in reversed(list(graph.nodes)):  # of two in a row the second goes first
+        if node.op != "call_module" or type(_part(network, node)) not in _BEHIND:
             continue
-        norm: Any = network.module.get_submodule(node.target)
-        a, d = _affine(norm)
-        readers = list(dict.fromkeys(node.users))
-        replacements = [_folded(_part(network, r), a, d) for r in readers]
-        if any(new is None for new in replacements):
+        plan = _plan(network, node)
+        if isinstance(plan, str):
+            kept[str(node.target)] = plan
             continue
-        for reader, new in zip(readers, replacements, strict=True):
-            name = f"{reader.target}"
-            network.module.set_submodule(name, new)  # type: ignore[arg-type]
-        node.replace_all_uses_with(node.args[0])
-        network.module.graph.erase_node(node)
+        for reader, new in plan.items():
+            network.module.set_submodule(str(reader.target), new)
+            node.append(reader)  # x is read where the norm read it: it may be overwritten later
+        node.replace_all_uses_with(node.all_input_nodes[0])
+        graph.erase_node(node)
         done.append(str(node.target))
+    graph.lint()
     network.module.recompile()
     network.module.delete_all_unused_submodules()
-    network.module.folded = tuple(done)  # type: ignore[assignment]
+    vars(network.module).update(folded=tuple(reversed(done)), kept=kept)
     return network.module
 
 
@@ -54,19 +61,46 @@ def _part(network: Network, node: fx.Node) -> Any:
     return network.module.get_submodule(str(node.target))
 
 
-def _foldable(network: Network, node: fx.Node) -> bool:
-    norm = _part(network, node)
-    if not isinstance(norm, _NORMS) or norm.running_mean is None:
-        return False
+def _plan(network: Network, node: fx.Node) -> dict[fx.Node, nn.Module] | str:
+    """What each reader of a BatchNorm becomes, or why it stays. Nothing is changed yet."""
+    norm, readers = _part(network, node), list(node.users)
+    if norm.training or norm.running_mean is None:
+        return "it normalises by the batch"
+    if why := _obstacle(network, node):
+        return f"it {why}"
+    if not readers:
+        return "nothing reads it"
+    a, d = _affine(norm)
+    if not bool(a.all()):
+        return "a channel has the scale 0, so that its input is gone"
+    plan: dict[fx.Node, nn.Module] = {}
+    for reader in readers:
+        gated = reader.op == "call_module" and (
+            type(_part(network, reader)) in (*_BEHIND[type(norm)], Activation)
+        )
+        if not gated:
+            return f"{reader.target} reads it, which has no gates per channel"
+        new = _obstacle(network, reader) or _folded(_part(network, reader), a, d)
+        if isinstance(new, str):
+            return f"{reader.target}, which reads it, {new}"
+        if len(readers) > 1 and overwrites(network, reader):
+            return f"{reader.target} overwrites what others read"
+        if type(norm) is nn.BatchNorm1d and is_tiered(new):
+            expect_axes(new, _BEHIND[type(norm)][type(new)])
+        plan[reader] = new
+    return plan
+
+
+def _obstacle(network: Network, node: fx.Node) -> str | None:
+    """Why a module cannot be replaced, whatever it computes."""
     nodes = network.module.graph.nodes
-    calls = [n.target for n in nodes if n.op == "call_module"]
-    readers = list(node.users)
-    return calls.count(node.target) == 1 and bool(readers) and all(
-        r.op == "call_module"
-        and calls.count(r.target) == 1
-        and (is_tiered(_part(network, r)) or isinstance(_part(network, r), Activation))
-        for r in readers
-    )  # fmt: skip
+    if sum(n.op == "call_module" and n.target == node.target for n in nodes) > 1:
+        return "is called several times"
+    if is_hooked(_part(network, node)):
+        return "has hooks"
+    if any(n.op == "get_attr" and str(n.target).startswith(f"{node.target}.") for n in nodes):
+        return "has parameters that are read elsewhere too"
+    return None
 
 
 @torch.no_grad()
@@ -78,73 +112,99 @@ def _affine(norm: Any) -> tuple[Tensor, Tensor]:
     return a, d if norm.bias is None else d + norm.bias.double()
 
 
+class _Rows(NamedTuple):
+    """Gates and branches of every channel in float64, each (rows, C), low to high."""
+
+    tau: Tensor
+    theta: Tensor
+    s: Tensor
+    c: Tensor
+
+
 @torch.no_grad()
-def _folded(part: Any, a: Tensor, d: Tensor) -> nn.Module | None:
-    """`part` for x instead of z, or None where that cannot be."""
-    gate: Activation = part.gate if is_tiered(part) else part
-    t = gate.init
-    per_channel = gate.group in ((1,), tuple(a.shape)) and (is_tiered(part) or gate.axis == 1)
-    if not per_channel or t.q is not None or t.clamp is not None or bool((a == 0).any()):
-        return None
-    tau, theta, s, c = (_table(w, a) for w in gate.values())
-    flip = a < 0
-    back = {"tau": tau.flip(0) if isinstance(gate.init.tau, tuple) else tau, "theta": theta.flip(0)}
-    tau = torch.where(flip, back["tau"], tau) * a.abs()
-    theta = (torch.where(flip, back["theta"], theta) - d) / a
-    if not is_tiered(part):
-        new = _gate(gate, a, ("tau", "theta", "s", "c"), t.s, t.c, axis=1)
-        slopes, constants = s * a, c + s * d
-        new.set_values(
-            tau if isinstance(t.tau, tuple) else tau[0],
-            theta,
-            torch.where(flip, slopes.flip(0), slopes),
-            torch.where(flip, constants.flip(0), constants),
-        )
-        return new
-    if part.share not in ("layer", "channel") or (bool(flip.any()) and t.s != t.s[::-1]):
-        return None
-    # s x + c with s = 1 becomes a (x + (d + c) / a), and a goes into the weights
-    linear = s == 1
-    c = torch.where(linear, (d + c) / a, c)
-    scale = torch.where(linear, a, torch.ones_like(a))
-    return _tiered(part, gate, a, (tau if isinstance(t.tau, tuple) else tau[0]), theta,
-                   torch.where(flip, c.flip(0), c), scale, flip)  # fmt: skip
+def _folded(part: Any, a: Tensor, d: Tensor) -> nn.Module | str:
+    """A new `part` for x instead of z, or why there is none."""
+    tiered = is_tiered(part)
+    gate: Activation = part.gate if tiered else part
+    t, flip, dtype = gate.init, a < 0, gate.theta0.dtype
+    if t.K < 2 or t.q is not None or t.clamp is not None:
+        return "has other branches than two or more affine ones"
+    one = gate.group == (1,)
+    along = part.share in ("layer", "channel") if tiered else one or gate.axis == 1
+    if not along or not (one or gate.group == tuple(a.shape)):
+        return "has gates that are not per channel"
+    if tiered and bool(flip.any()) and t.s != t.s[::-1]:
+        return "has unlike branches, which negative scales would exchange"
+    z = _Rows(*(_table(w, a) for w in gate.values()))
+    low = _Rows(*(torch.where(flip, w.flip(0), w) for w in z))  # in the order of x
+    if tiered:  # a branch x + c takes a out of its brackets, into the weights
+        s, c = low.s, torch.where(low.s == 1, (low.c + d) / a, low.c)
+        scale = torch.where(low.s == 1, a, 1.0)
+        weight = _weight(part, scale, flip)
+    else:
+        s, c, weight = low.s * a, low.c + low.s * d, torch.zeros(())
+    x = _Rows(low.tau * a.abs(), (low.theta - d) / a, s, c)
+    if not (all(_fits(w, dtype) for w in x) and (not tiered or _fits(weight, part.weight.dtype))):
+        return f"would have values beyond {str(dtype).removeprefix('torch.')}"
+    x = x._replace(theta=_owned(x.theta.to(dtype), t.owner, flip) if t.hard else x.theta)
+    new = _gate(gate, ("tau", "theta", "c") if tiered else ("tau", "theta", "s", "c"), len(a))
+    new.set_values(x.tau if isinstance(t.tau, tuple) else x.tau[0], x.theta, x.s, x.c)
+    return new if not tiered else _tiered(part, new, weight)
 
 
-def _tiered(
-    part: Any, gate: Activation, a: Tensor, tau: Tensor, theta: Tensor, c: Tensor,
-    scale: Tensor, flip: Tensor,
-) -> nn.Module:  # fmt: skip
-    groups, (rows, K, inner) = getattr(part, "groups", 1), part.weight.shape[:3]
+def _weight(part: Any, scale: Tensor, flip: Tensor) -> Tensor:
+    """The weights in float64 with their branches in the order of x, times `scale` (K, C)."""
+    groups, rows, inner = getattr(part, "groups", 1), len(part.weight), part.weight.shape[2]
     tail = (1,) * (part.weight.dim() - 3)
 
     def per_weight(w: Tensor) -> Tensor:  # (K, C) -> (O, K, C / groups, 1, ..)
         w = w.view(-1, groups, 1, inner).expand(-1, groups, rows // groups, inner)
         return w.reshape(-1, rows, inner).transpose(0, 1).reshape(rows, -1, inner, *tail)
 
-    weight = part.weight.double() * per_weight(scale.expand(K, -1))
-    weight = torch.where(per_weight(flip[None]), weight.flip(1), weight)
-    part.weight = nn.Parameter(weight.to(part.weight.dtype))
-    part.gate = _gate(gate, a, ("tau", "theta", "c"), gate.init.s, gate.init.c, axis=1)
-    part.gate.set_values(tau, theta, None, c)
-    part.share = "channel"
-    return part  # type: ignore[no-any-return]
+    weight = part.weight.double()
+    return torch.where(per_weight(flip[None]), weight.flip(1), weight) * per_weight(scale)
 
 
-def _gate(gate: Activation, a: Tensor, train: Any, s: Any, c: Any, axis: int) -> Activation:
-    names = [n for n in train if not (gate.init.hard and n == "tau")]
+def _tiered(part: Any, gate: Activation, weight: Tensor) -> nn.Module:
+    new: Any = copy.deepcopy(part)
+    new.weight = nn.Parameter(weight.to(part.weight.dtype), requires_grad=False)
+    new.gate, new.share = gate, "channel"
+    return new  # type: ignore[no-any-return]
+
+
+def _gate(gate: Activation, train: tuple[str, ...], channels: int) -> Activation:
     new = Activation(
-        replace(gate.init, s=s, c=c, anchor=None),
+        replace(gate.init, anchor=None),
         share="channel",
-        channels=len(a),
-        axis=axis,
-        train=names,
-        device=a.device,
+        channels=channels,
+        train=[n for n in train if not (gate.init.hard and n == "tau")],
+        device=gate.theta0.device,
     )
-    return new.eval().requires_grad_(False)
+    return new.to(gate.theta0.dtype).eval().requires_grad_(False)
 
 
 def _table(w: Any, a: Tensor) -> Tensor:
     """Values of all channels, (rows, C), in float64."""
     rows = w if isinstance(w, list) else [w]
-    return torch.stack([torch.as_tensor(r).to(a).expand_as(a) for r in rows])
+    return torch.stack([torch.as_tensor(r, dtype=a.dtype).to(a.device).expand_as(a) for r in rows])
+
+
+def _fits(w: Tensor, dtype: torch.dtype) -> bool:
+    """Whether `dtype` has these numbers to its rounding: none is too large, or too small."""
+    near = (w.to(dtype).double() - w).abs() <= torch.finfo(dtype).eps * w.abs()
+    return bool((near | (w == math.inf)).all())  # the sharpness of hard gates
+
+
+def _owned(theta: Tensor, owner: tuple[str, ...] | None, flip: Tensor) -> Tensor:
+    """Thresholds that leave x == theta on the side where z == theta was.
+
+    In channels that are turned round the other side has it. A record says the same of all
+    channels, so there the threshold moves to the next number.
+    """
+    rows = []
+    owners = owner or ("lo",) * len(theta)
+    for row, own, before in zip(theta, owners, reversed(owners), strict=True):
+        there = math.inf if own == "hi" else -math.inf
+        moved = torch.nextafter(row, torch.full_like(row, there))
+        rows.append(torch.where(flip, moved, row) if own == before else row)
+    return torch.stack(rows)

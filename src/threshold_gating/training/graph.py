@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -21,6 +22,10 @@ _MOVES: tuple[Any, ...] = (
     *(torch.flatten, torch.reshape, torch.permute, torch.transpose),
     *("flatten", "reshape", "view", "permute", "transpose", "contiguous"),
 )
+# What runs around a module's `forward` is kept under such names.
+_HOOKS = ("_forward_", "_backward_", "_is_full_backward_")
+# Functions of `operator` that overwrite their first argument.
+_OVER = ("setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul")
 
 
 class Tracer(fx.Tracer):
@@ -59,7 +64,10 @@ def trace(model: nn.Module) -> Network:
             "give the parts that it can follow, for example model.features, one by one."
         ) from error
     module = fx.GraphModule(own, graph, type(model).__name__)
-    module.train(model.training)
+    for name, part in module.named_modules():  # torch makes new containers, in training mode
+        part.training = own.get_submodule(name).training
+    # torch.fx follows `forward` of the root, and its hooks are around that
+    vars(module).update({k: v for k, v in vars(own).items() if k.startswith(_HOOKS)})
     return Network(module, dict(_acts(module, plans)))
 
 
@@ -96,9 +104,7 @@ def _of_module(part: nn.Module) -> Act | None:
 def _of_call(
     node: fx.Node, plans: dict[str, Any], counts: dict[tuple[str, str], int]
 ) -> Act | None:
-    target: Any = node.target
-    target = getattr(Tensor, target, None) if isinstance(target, str) else target
-    kind = sites.FUNCTIONS.get(target, ("", False))[0]
+    kind = sites.FUNCTIONS.get(_function(node), ("", False))[0]
     if kind not in sites.KINDS or not node.args:
         return None
     stack = list((node.meta.get("nn_module_stack") or {}).values())
@@ -136,6 +142,46 @@ def consumers(network: Network, act: fx.Node) -> tuple[list[Consumer], list[fx.N
 
     follow(act, ())
     return layers, others
+
+
+def is_hooked(part: nn.Module) -> bool:
+    """Whether something of the user's runs around a module's `forward`."""
+    return any(v for k, v in vars(part).items() if k.startswith(_HOOKS))
+
+
+def overwrites(network: Network, node: fx.Node) -> bool:
+    """Whether a call writes into one of its inputs."""
+    if node.op == "call_module":
+        return any(getattr(m, "inplace", False) for m in _part(network, node).modules())
+    if node.op not in ("call_function", "call_method"):
+        return False
+    over = sites.FUNCTIONS.get(_function(node), ("", False))
+    name = getattr(node.target, "__name__", str(node.target))
+    asked = over[0] in sites.KINDS and sites.KINDS[over[0]].read(*node.args, **node.kwargs).inplace
+    return (
+        (asked or over[1] or name in _OVER)
+        or (name.endswith("_") and not name.endswith("__"))
+        or bool(node.kwargs.get("inplace"))
+        or node.kwargs.get("out") is not None
+    )
+
+
+def expect_axes(layer: nn.Module, axes: int) -> None:
+    """Let a layer refuse inputs with another number of axes: their channels are elsewhere."""
+    layer.register_forward_pre_hook(functools.partial(_check_axes, axes))
+
+
+def _check_axes(axes: int, layer: nn.Module, args: Any) -> None:
+    if args[0].dim() != axes:
+        raise ValueError(
+            f"{type(layer).__name__}: what was folded into its gates belongs to axis 1 of inputs "
+            f"with {axes} axes; got the shape {tuple(args[0].shape)}. Use the network as it was."
+        )
+
+
+def _function(node: fx.Node) -> Any:
+    target: Any = node.target
+    return getattr(Tensor, target, None) if isinstance(target, str) else target
 
 
 def _part(network: Network, node: fx.Node) -> nn.Module:
