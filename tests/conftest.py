@@ -58,7 +58,8 @@ def _process(**more):
     def run(code):
         env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
         env |= {"OMP_NUM_THREADS": "1", **more}
-        done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+        command = [sys.executable, "-c", code]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
         assert done.stdout == "ok\n", done.stderr[-3000:]
 
     return run

@@ -2,10 +2,16 @@
 
 A small network with learned gates in tiers A and W, the same data and the same steps, on one process
 or shared out. What each way did is written to FOLDER.
+
+Whatever joins a process group does so here and never in a process that runs tests: when the last
+reference to a group goes, torch waits for the group's threads with Python's lock held, and one of
+these may be waiting for the lock.
 """
 
+import faulthandler
 import os
 import sys
+import time
 import warnings
 from pathlib import Path
 
@@ -24,6 +30,7 @@ from threshold_gating.training.groups import check_decay, param_groups
 STEPS = 8
 SAVED = 4  # steps before the checkpoint
 BATCH = 16
+LIMIT = 240  # seconds, after which a process that hangs says where and ends
 
 
 def network():
@@ -41,6 +48,24 @@ def network():
         tg.Linear(16, 12, tier="S", train=(*learned, "c")),
         nn.Linear(12, 5),
     )
+
+
+class Plain(nn.Module):
+    """A network without gates: activations as modules and as calls, one in place."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv, self.act = nn.Conv2d(3, 8, 3, stride=2), nn.ReLU(inplace=True)
+        self.hidden, self.out = nn.Linear(72, 16), nn.Linear(16, 5)
+
+    def forward(self, x):
+        x = self.hidden(self.act(self.conv(x)).flatten(1))
+        return self.out(F.silu(x) * x.sigmoid() + torch.tanh(x))
+
+
+def converted():
+    return tg.convert(Plain(), inputs=data(1)[0][0])
 
 
 def optimizer_of(model):
@@ -94,8 +119,9 @@ def main(folder):
     rank, ranks = dist.get_rank(), dist.get_world_size()
     out = {"ranks": ranks}
 
-    model = DistributedDataParallel(network())
-    out["ddp"] = losses(model, optimizer_of(model), data(), rank, ranks)
+    for name, model in (("ddp", network()), ("ddp, converted", converted())):
+        parallel = DistributedDataParallel(model)
+        out[name] = losses(parallel, optimizer_of(parallel), data(), rank, ranks)
 
     model = sharded(MixedPrecisionPolicy())
     optimizer = optimizer_of(model)
@@ -134,10 +160,22 @@ def main(folder):
         }
     if rank == 0:
         torch.save(out, folder / "ranks.pt")
-    dist.destroy_process_group()
+    leave(folder, rank, ranks)
+
+
+def leave(folder, rank, ranks):
+    """End the process once every one is done, without undoing anything.
+
+    torch's threads, ended by the interpreter or by the group's destructor, once in a while abort a
+    process or wait for ever.
+    """
+    (folder / f"left {rank}").touch()
+    while not all((folder / f"left {r}").exists() for r in range(ranks)):
+        time.sleep(0.01)
+    sys.stderr.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":
+    faulthandler.dump_traceback_later(LIMIT, exit=True)
     main(Path(sys.argv[1]))
-    sys.stderr.flush()
-    os._exit(0)  # all is saved; torch's threads, ended by the interpreter, once in a while abort it

@@ -1,4 +1,9 @@
-"""The poison of conftest.py reaches the library's allocations and nobody else's."""
+"""The poison of conftest.py reaches the library's allocations and nobody else's; no test hangs."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -52,3 +57,30 @@ def test_hypothesis_tests_are_poisoned_too(n):
 def test_every_test_starts_from_the_same_seed(_):
     expected = torch.Generator().manual_seed(0)
     torch.testing.assert_close(torch.rand(3), torch.rand(3, generator=expected), rtol=0, atol=0)
+
+
+HANGS = """
+import ctypes
+
+def test_that_passes():
+    pass
+
+def test_that_waits_with_the_lock():
+    ctypes.PyDLL(None).pause()  # a signal would end it, were there one; no other thread runs
+"""
+
+
+@pytest.mark.parametrize("workers", [[], ["-n", "1"]], ids=["alone", "worker"])
+def test_a_wait_that_holds_the_lock_fails_the_run_and_says_where(workers, tmp_path):
+    (tmp_path / "test_it.py").write_text(HANGS)
+    settings = Path(__file__).parents[1] / "pyproject.toml"
+    command = [
+        *(sys.executable, "-m", "pytest", "-c", settings, "--rootdir", tmp_path),
+        *("-p", "no:cacheprovider", "-o", "faulthandler_timeout=1", *workers, tmp_path),
+    ]
+    here = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
+    done = subprocess.run(command, env=here, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert 'test_it.py", line 8 in test_that_waits_with_the_lock' in done.stderr
+    if workers:  # its place is taken by another, and the run goes to its end
+        assert "1 failed, 1 passed" in done.stdout

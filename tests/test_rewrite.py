@@ -342,20 +342,6 @@ def test_a_tolerance_at_the_output_is_held():
         convert(model, inputs=x, tol=1e-9)
 
 
-def test_distributed_data_parallel_wraps_a_converted_network():
-    torch.distributed.init_process_group(
-        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
-    )
-    try:
-        x = torch.randn(2, 3, 6, 6)
-        gated = convert(Functional(), inputs=x)
-        parallel = nn.parallel.DistributedDataParallel(gated)
-        parallel(x).sum().backward()
-        assert all(p.grad is not None for p in gated.parameters())
-    finally:
-        torch.distributed.destroy_process_group()
-
-
 def test_a_path_that_was_not_run_is_refused_loudly():
     class Branching(nn.Module):
         def forward(self, x):
