@@ -121,8 +121,6 @@ def network(seed):
     model = Readers(norm, readers, then).eval()
     if draw.random() < 0.05:
         draw.choice([norm, *readers]).register_forward_hook(lambda m, args, y: y * 1.5)
-    if draw.random() < 0.1:
-        model.register_forward_hook(lambda m, args, y: y - 1)
     if draw.random() < 0.05:
         norm.train()
     dtype = draw.choice([torch.float32, torch.float32, torch.float64, torch.bfloat16])
@@ -254,6 +252,13 @@ def test_at_a_threshold_the_same_branch_answers_also_where_a_channel_is_turned_r
     assert new.folded == ("0",)
     assert torch.equal(new(x), model(x))
     assert torch.equal(model(x)[:, 1], steps(-2 * x[:, 1]))
+
+
+def test_a_network_with_hooks_of_its_own_is_refused_with_the_way_out():
+    model = Readers(norm_of(4, 1), [tg.Activation("silu")]).eval()
+    model.register_forward_hook(lambda m, args, y: y - 1)
+    with pytest.raises(ValueError, match=r"Readers has hooks, .* register them on the result"):
+        fold_batchnorm(model)
 
 
 def test_a_network_in_training_is_refused():

@@ -1,6 +1,7 @@
 """Tiers up and down, gates to hard ones, BatchNorm into gates: on networks nobody made easy."""
 
 import copy
+import random
 
 import pytest
 import torch
@@ -183,7 +184,7 @@ def test_what_cannot_be_promoted_is_named_with_its_reason(x):
     assert new.promotion.layers == ("2",)
     assert new.promotion.kept["0.a"] == "is called several times"
     assert "hardswish" in new.promotion.kept["0.b"]
-    with pytest.raises(ValueError, match="no layer of Sequential can be: no activation"):
+    with pytest.raises(ValueError, match="no layer of Sequential can be promoted: no activation"):
         promote(nn.Sequential(nn.Linear(2, 2)))
 
 
@@ -344,3 +345,156 @@ def test_a_hardened_gate_still_learns_its_threshold(x):
     hard = harden(_learned()).model
     (hard(x) * torch.randn(4, 4)).sum().backward()
     assert hard[1].dtheta.grad.any()
+
+
+MOVES = {
+    "nn.Flatten": nn.Flatten(),
+    "torch.flatten": lambda x: torch.flatten(x, 1),
+    "method flatten": lambda x: x.flatten(1),
+    "view": lambda x: x.view(len(x), -1) if isinstance(x, torch.Tensor) else x.view(4, -1),
+    "reshape": lambda x: torch.reshape(x, (4, -1)),
+    "permute": lambda x: torch.permute(x, (0, 2, 3, 1)).contiguous().view(4, -1),
+    "transpose": lambda x: x.transpose(1, 3).reshape(4, -1),
+    "dropout of nothing": nn.Sequential(nn.Dropout(0.0), nn.Identity(), nn.Flatten()),
+}
+
+
+class Moved(nn.Module):
+    def __init__(self, act, move, layer):
+        super().__init__()
+        self.act, self.move, self.layer = act, move, layer
+
+    def forward(self, x):
+        return self.layer(self.move(self.act(x)))
+
+
+@pytest.mark.parametrize("move", MOVES)
+@pytest.mark.parametrize("train", [(), ("tau", "theta", "s", "c")])
+def test_moves_between_an_activation_and_its_layer_are_kept(move, train, x):
+    act = _moved(tg.Activation("silu", train=train))
+    network = Moved(act, MOVES[move], nn.Linear(108, 5))
+    new = promote(network)
+    assert new.promotion.layers == ("layer",)
+    assert difference(network, new, x) < ROUNDING
+
+
+@pytest.mark.parametrize(
+    ("axis", "move", "layer"),
+    [
+        (1, lambda x: x.transpose(1, 2), nn.Linear(6, 5)),
+        (-1, lambda x: x.transpose(1, 2), nn.Linear(6, 5)),
+        (-1, lambda x: x, nn.Conv1d(6, 5, 1)),
+        (2, lambda x: x, nn.Linear(6, 5)),
+        (1, nn.Flatten(), nn.Linear(36, 5)),
+    ],
+)
+def test_gates_per_channel_that_are_not_where_the_layer_has_them_stay(axis, move, layer):
+    act = tg.Activation("silu", share="channel", channels=6, axis=axis, train=("theta",))
+    with pytest.raises(
+        ValueError,
+        match="promote: no layer of Moved can be promoted: layer reads gates that differ by position",
+    ):
+        promote(Moved(act, move, layer))
+
+
+def test_a_layer_whose_channels_are_on_another_axis_refuses_the_input():
+    act = tg.Activation("silu", share="channel", channels=6, train=("theta",))
+    network = Moved(_moved(act, by=1.0), lambda x: x, nn.Linear(6, 5))
+    new = promote(network)
+    assert difference(network, new, torch.randn(3, 6)) < ROUNDING
+    with pytest.raises(ValueError, match=r"belongs to axis 1 of inputs with 2 axes"):
+        new(torch.randn(3, 6, 6))  # there the activation's channels are not the layer's
+
+
+class Steps(nn.Module):
+    """A random program over a matrix that torch.fx can follow, with much that is overwritten."""
+
+    def __init__(self, seed):
+        super().__init__()
+        draw = random.Random(seed)
+        torch.manual_seed(seed)
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+        self.acts = nn.ModuleList([nn.ReLU(inplace=True), nn.SiLU(), nn.Hardtanh(inplace=True)])
+        names = [n.removeprefix("step_") for n in dir(self) if n.startswith("step_")]
+        self.program = [(draw.choice(names), draw.randrange(4)) for _ in range(draw.randint(3, 9))]
+        self.program += [("act", 0), ("layer", 3)]
+        if draw.random() < 0.1:
+            self.layers[draw.randrange(4)].register_forward_hook(lambda m, args, y: 2 * y)
+
+    def step_layer(self, h, k):
+        return self.layers[k](h)
+
+    def step_act(self, h, k):
+        return self.acts[k % 3](h)
+
+    step_act_again = step_act
+
+    def step_call(self, h, k):
+        return [F.silu, torch.tanh, lambda h: F.relu(h, True), lambda h: F.silu(h, inplace=True)][
+            k
+        ](h)
+
+    def step_method(self, h, k):
+        return [h.relu, h.relu_, h.sigmoid_, h.tanh_][k]()
+
+    def step_result_dropped(self, h, k):
+        [h.relu_, h.sigmoid_, lambda: h.add_(0.5), lambda: h.mul_(0.5)][k]()
+        return h
+
+    def step_keep(self, h, k):
+        self.kept.append([h, h.view(2, 3, 6), h.flatten(1), h[:, :]][k])
+        return h
+
+    def step_residual(self, h, k):
+        return h + sum(each.reshape(6, 6) for each in self.kept)
+
+    def step_add_in_place(self, h, k):
+        h += 0.25 * k
+        return h
+
+    def step_move(self, h, k):
+        return [h.reshape(6, 6), h.t(), h.transpose(0, 1), h.contiguous()][k]
+
+    def step_weight(self, h, k):
+        return h + self.layers[k].weight if k == 2 else h
+
+    def forward(self, x):
+        self.kept, h = [], x * 1.0
+        for name, k in self.program:
+            h = getattr(self, f"step_{name}")(h, k)
+        return h
+
+
+def promoted(model, tier):
+    """The promoted network, or None where `promote` refuses it."""
+    try:
+        return promote(model, tier)
+    except ValueError:
+        with pytest.raises(ValueError, match="promote: no layer of Steps can be promoted: "):
+            promote(model, tier)
+        return None
+
+
+def test_random_programs_are_promoted_to_rounding_or_refused():
+    x, layers, networks = torch.randn(6, 6), 0, 0
+    for seed in range(120):
+        model = Steps(seed).eval()
+        new = promoted(model, ("W", "S", "general")[seed % 3])
+        if new is None:
+            continue
+        networks, layers = networks + 1, layers + len(new.promotion.layers)
+        assert difference(model, new, x) < 2 * ROUNDING, (seed, model.program)
+        # projections are made of singular values: some more roundings
+        assert difference(model, demote(new, "A").model, x) < 10 * ROUNDING, (seed, model.program)
+    assert networks > 60
+    assert layers > 80
+
+
+def test_modes_of_parts_are_kept(x):
+    """A part in another mode than the network, as Dropout by Monte Carlo is, stays in it."""
+    network = nn.Sequential(nn.Flatten(), nn.Dropout(0.5), nn.ReLU(), nn.Linear(108, 4)).eval()
+    network[1].train()
+    new = promote(network)
+    assert new.get_submodule("1").training
+    assert not new.training
+    assert not new.get_submodule("3").training

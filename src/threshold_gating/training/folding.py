@@ -12,7 +12,14 @@ from torch import Tensor, fx, nn
 
 from threshold_gating.dense import Conv1d, Conv2d, Conv3d, Linear
 from threshold_gating.layers import Activation
-from threshold_gating.training.graph import Network, expect_axes, is_hooked, overwrites, trace
+from threshold_gating.training.graph import (
+    Network,
+    expect_axes,
+    is_hooked,
+    overwrites,
+    reads_parameters,
+    trace,
+)
 from threshold_gating.training.tiers import is_tiered
 
 # The layers that have their channels where the norm has them, and how many axes they then read.
@@ -98,7 +105,7 @@ def _obstacle(network: Network, node: fx.Node) -> str | None:
         return "is called several times"
     if is_hooked(_part(network, node)):
         return "has hooks"
-    if any(n.op == "get_attr" and str(n.target).startswith(f"{node.target}.") for n in nodes):
+    if reads_parameters(network, node):
         return "has parameters that are read elsewhere too"
     return None
 

@@ -22,8 +22,13 @@ _MOVES: tuple[Any, ...] = (
     *(torch.flatten, torch.reshape, torch.permute, torch.transpose),
     *("flatten", "reshape", "view", "permute", "transpose", "contiguous"),
 )
-# What runs around a module's `forward` is kept under such names.
-_HOOKS = ("_forward_", "_backward_", "_is_full_backward_")
+# What else gives tensors in the memory of its input.
+_VIEWS = (
+    *("getitem", "chunk", "split", "tensor_split", "unbind", "narrow", "select", "expand"),
+    *("squeeze", "unsqueeze", "unflatten", "movedim", "swapaxes", "diagonal", "detach", "t"),
+)
+# What runs around a module's `forward` is kept under these names.
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # Functions of `operator` that overwrite their first argument.
 _OVER = ("setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul")
 
@@ -52,6 +57,11 @@ class Network(NamedTuple):
 
 def trace(model: nn.Module) -> Network:
     """`model` as a graph; it may be plain or converted, and is left as it was."""
+    if is_hooked(model):
+        raise ValueError(
+            f"{type(model).__name__} has hooks, and torch.fx follows what is inside of them alone; "
+            "remove them, and register them on the result."
+        )
     own = copy.deepcopy(model)
     plans = {name: vars(m).get("tg_sites") for name, m in own.named_modules()}
     for module in own.modules():
@@ -66,8 +76,6 @@ def trace(model: nn.Module) -> Network:
     module = fx.GraphModule(own, graph, type(model).__name__)
     for name, part in module.named_modules():  # torch makes new containers, in training mode
         part.training = own.get_submodule(name).training
-    # torch.fx follows `forward` of the root, and its hooks are around that
-    vars(module).update({k: v for k, v in vars(own).items() if k.startswith(_HOOKS)})
     return Network(module, dict(_acts(module, plans)))
 
 
@@ -104,7 +112,7 @@ def _of_module(part: nn.Module) -> Act | None:
 def _of_call(
     node: fx.Node, plans: dict[str, Any], counts: dict[tuple[str, str], int]
 ) -> Act | None:
-    kind = sites.FUNCTIONS.get(_function(node), ("", False))[0]
+    kind = sites.FUNCTIONS.get(function(node), ("", False))[0]
     if kind not in sites.KINDS or not node.args:
         return None
     stack = list((node.meta.get("nn_module_stack") or {}).values())
@@ -135,7 +143,7 @@ def consumers(network: Network, act: fx.Node) -> tuple[list[Consumer], list[fx.N
         for user in node.users:
             if user.op == "call_module" and type(_part(network, user)) in TIERED:
                 layers.append(Consumer(user, moves))
-            elif _is_move(network, user) and user.args and user.args[0] is node:
+            elif is_move(network, user) and user.args and user.args[0] is node:
                 follow(user, (*moves, user))
             else:
                 others.append(user)
@@ -146,7 +154,30 @@ def consumers(network: Network, act: fx.Node) -> tuple[list[Consumer], list[fx.N
 
 def is_hooked(part: nn.Module) -> bool:
     """Whether something of the user's runs around a module's `forward`."""
-    return any(v for k, v in vars(part).items() if k.startswith(_HOOKS))
+    hooks = [hook for name in _HOOKS for hook in vars(part)[name].values()]
+    return any(not hook.__module__.startswith("threshold_gating.") for hook in hooks)
+
+
+def reads_parameters(network: Network, node: fx.Node) -> bool:
+    """Whether the network uses parameters of the module that `node` calls by themselves."""
+    own = f"{node.target}."
+    nodes = network.module.graph.nodes
+    return any(n.op == "get_attr" and str(n.target).startswith(own) for n in nodes)
+
+
+def views(network: Network, node: fx.Node) -> list[fx.Node]:
+    """`node` and whatever may lie in the same memory: what it was made from, what is made of it."""
+    found = [node]
+    for here in found:
+        made = [u for u in here.users if _is_view(network, u)]
+        base = here.all_input_nodes if _is_view(network, here) else []
+        found += [n for n in (*made, *base) if n not in found]
+    return found
+
+
+def _is_view(network: Network, node: fx.Node) -> bool:
+    name = getattr(node.target, "__name__", str(node.target))
+    return is_move(network, node) or name in _VIEWS
 
 
 def overwrites(network: Network, node: fx.Node) -> bool:
@@ -155,11 +186,11 @@ def overwrites(network: Network, node: fx.Node) -> bool:
         return any(getattr(m, "inplace", False) for m in _part(network, node).modules())
     if node.op not in ("call_function", "call_method"):
         return False
-    over = sites.FUNCTIONS.get(_function(node), ("", False))
+    over = sites.FUNCTIONS.get(function(node), ("", False))
     name = getattr(node.target, "__name__", str(node.target))
     asked = over[0] in sites.KINDS and sites.KINDS[over[0]].read(*node.args, **node.kwargs).inplace
     return (
-        (asked or over[1] or name in _OVER)
+        bool(asked or over[1] or name in _OVER)
         or (name.endswith("_") and not name.endswith("__"))
         or bool(node.kwargs.get("inplace"))
         or node.kwargs.get("out") is not None
@@ -179,7 +210,8 @@ def _check_axes(axes: int, layer: nn.Module, args: Any) -> None:
         )
 
 
-def _function(node: fx.Node) -> Any:
+def function(node: fx.Node) -> Any:
+    """The function that a node calls, also where it is a method of a tensor."""
     target: Any = node.target
     return getattr(Tensor, target, None) if isinstance(target, str) else target
 
@@ -188,7 +220,8 @@ def _part(network: Network, node: fx.Node) -> nn.Module:
     return network.module.get_submodule(str(node.target))
 
 
-def _is_move(network: Network, node: fx.Node) -> bool:
+def is_move(network: Network, node: fx.Node) -> bool:
+    """Whether a call only moves elements around."""
     if node.op == "call_module":
         part = _part(network, node)
         idle = isinstance(part, nn.Dropout) and part.p == 0

@@ -15,7 +15,20 @@ from threshold_gating import sites, taxonomy
 from threshold_gating.dense import TIERED
 from threshold_gating.instance import TG
 from threshold_gating.layers import Activation
-from threshold_gating.training.graph import Act, Consumer, Network, consumers, trace
+from threshold_gating.training.graph import (
+    Act,
+    Consumer,
+    Network,
+    consumers,
+    expect_axes,
+    function,
+    is_hooked,
+    is_move,
+    overwrites,
+    reads_parameters,
+    trace,
+    views,
+)
 from threshold_gating.training.tiers import ORDER, is_tiered, lifted, projected
 
 
@@ -61,13 +74,20 @@ def promote(
     calls = Counter(n.target for n in network.module.graph.nodes if n.op == "call_module")
     done: list[str] = []
     kept: dict[str, str] = {}
+    fixed = _keep_inputs(network)
     for node, act in network.acts.items():
+        if node.target in fixed:
+            kept[_name(node)] = fixed[node.target]
+            continue
         layers, others = consumers(network, node)
         if not layers:
             kept[_name(node)] = f"feeds no layer but {_names(others)}"
+        changed = [n for n in others if overwrites(network, n)]
         for consumer in layers:
             name = str(consumer.layer.target)
             why = _obstacle(network, act, consumer, calls)
+            if changed:
+                why = f"reads an activation that {_names(changed)} overwrites"
             if why is None:
                 _replace(network, node, act, consumer, tier, share, train, gates)
                 done.append(name)
@@ -75,10 +95,11 @@ def promote(
                 kept[name] = why
     if not done:
         reasons = "; ".join(f"{name} {why}" for name, why in kept.items()) or "no activation"
-        raise ValueError(f"promote: no layer of {type(model).__name__} can be: {reasons}.")
-    for node in network.acts:
-        _keep_input(network, node)
-    network.module.graph.eliminate_dead_code()
+        raise ValueError(f"promote: no layer of {type(model).__name__} can be promoted: {reasons}.")
+    for node in reversed(network.module.graph.nodes):  # what nothing reads any more
+        idle = node in network.acts or is_move(network, node)
+        if idle and not node.users and not overwrites(network, node):
+            network.module.graph.erase_node(node)
     network.module.graph.lint()
     network.module.recompile()
     network.module.delete_all_unused_submodules()
@@ -160,12 +181,18 @@ def _obstacle(network: Network, act: Act, consumer: Consumer, calls: Counter[Any
     layer: Any = network.module.get_submodule(str(consumer.layer.target))
     if calls[consumer.layer.target] > 1:
         return "is called several times"
+    if is_hooked(layer):
+        return "has hooks"
+    if reads_parameters(network, consumer.layer):
+        return "has parameters that are read elsewhere too"
     if act.t.K < 2 or act.t.q is not None or act.t.clamp is not None:
         return f"reads {taxonomy.name_of(act.t) or act.t!r}, which has no affine branches alone"
     if act.learned is None or act.learned.share in ("net", "layer"):
         return None
     width = layer.weight.shape[1] * getattr(layer, "groups", 1)
-    if act.learned.share == "neuron" or consumer.moves or act.learned.group != (width,):
+    axes = (1, -1) if isinstance(layer, nn.Linear) else (1,)
+    along = act.learned.axis in axes and act.learned.group == (width,)
+    if act.learned.share == "neuron" or consumer.moves or not along:
         return "reads gates that differ by position or were moved on the way"
     return None
 
@@ -185,17 +212,21 @@ def _replace(
     new = TIERED[type(old)].from_dense(old, act.t, tier="W", share=_first(tier, share), train=train)
     if act.learned is not None:
         _carry(new, old.weight, act.learned)
+        if act.learned.share not in ("net", "layer") and act.learned.axis == 1:
+            expect_axes(new, old.weight.dim())
     if gates is not None:
         _regate(new, gates)
     if tier != "W":
         new = lifted(new, tier, share)
     network.module.set_submodule(name, new.train(old.training))
-    graph, before = network.module.graph, consumer.layer.args[0]
-    pre = node.args[0]
-    with graph.inserting_before(consumer.layer):
+    graph = network.module.graph
+    (before,), (pre,) = consumer.layer.all_input_nodes, node.all_input_nodes
+    # Where the activation was: what it read may be overwritten later.
+    with graph.inserting_before(node):
         for move in consumer.moves:
             pre = graph.node_copy(move, _substitute(move.args[0], pre))
-    consumer.layer.replace_input_with(before, pre)  # type: ignore[arg-type]
+    node.prepend(consumer.layer)
+    consumer.layer.replace_input_with(before, pre)
 
 
 def _substitute(old: Any, new: Any) -> Any:
@@ -255,20 +286,36 @@ def _regate(new: Any, gates: TG | str) -> None:
     new.init = replace(new.init, **gate)
 
 
-def _keep_input(network: Network, node: fx.Node) -> None:
-    """An activation that stays must not overwrite what promoted layers read now."""
-    if not node.users:
-        return
+def _keep_inputs(network: Network) -> dict[Any, str]:
+    """Let no activation overwrite its input, which promoted layers read from now on.
+
+    What reads the input later, and so saw it overwritten, reads the result instead. Activations
+    of whose input there are other views, which would not see that, stay as they are: returned by
+    target, with the reason.
+    """
+    place = {n: k for k, n in enumerate(network.module.graph.nodes)}
+    over = [n for n in network.acts if overwrites(network, n)]
+    fixed: dict[Any, str] = {}
+    for node in over:
+        seen = [n for n in views(network, node.all_input_nodes[0]) if place[n] < place[node]]
+        late = [u for n in seen[1:] for u in n.users if place[u] > place[node]]
+        if late:
+            fixed[node.target] = f"overwrites its input, of which {_names(late)} reads a view"
+    for node in over:
+        if node.target not in fixed:
+            for user in [u for u in node.all_input_nodes[0].users if place[u] > place[node]]:
+                user.replace_input_with(node.all_input_nodes[0], node)
+            _not_in_place(network, node)
+    return fixed
+
+
+def _not_in_place(network: Network, node: fx.Node) -> None:
     if node.op == "call_module":
-        part = network.module.get_submodule(str(node.target))
-        for module in part.modules():
+        for module in network.module.get_submodule(str(node.target)).modules():
             if getattr(module, "inplace", False):
                 module.inplace = False  # type: ignore[assignment]
         return
-    target: Any = getattr(Tensor, node.target) if isinstance(node.target, str) else node.target
-    kind, over = sites.FUNCTIONS[target]
-    args: Any = node.args
-    call = sites.KINDS[kind].read(*args, **node.kwargs)
-    if over or call.inplace:
-        node.op, node.target = "call_function", sites.function(kind, call.parameters)
-        node.args, node.kwargs = (node.args[0],), {}
+    kind = sites.FUNCTIONS[function(node)][0]
+    call = sites.KINDS[kind].read(*node.args, **node.kwargs)
+    node.op, node.target = "call_function", sites.function(kind, call.parameters)
+    node.args, node.kwargs = (node.all_input_nodes[0],), {}
