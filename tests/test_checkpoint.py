@@ -2,10 +2,14 @@
 
 import copy
 import json
+import math
 import os
+import random
+import signal
 import stat
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -595,6 +599,33 @@ DAMAGES = {
         lambda d: rewritten(d, lambda t: {**t, "fc.scale": torch.ones(1)}),
         "model.safetensors: no 'fc.scale' in Net (1 without a place); load it into a network of the same architecture, or pass strict=False.",
     ),
+    "tensors from elsewhere": (
+        lambda d: edit(d, lambda c: c["weights"].update(file="../model.safetensors")),
+        "tg_config.json: the file of tensors is model.safetensors or gates.safetensors, in the same directory; got '../model.safetensors'. Save the network again.",
+    ),
+    "an infinite number": (
+        lambda d: edit(d, lambda c: c["modules"][0]["calls"][0]["instance"].update(tau=math.inf)),
+        "tg_config.json: is no JSON, so cut short or damaged (Infinity is no finite number); "
+        + AGAIN,
+    ),
+    "more channels than memory": (
+        lambda d: edit(
+            d, lambda c: c["modules"][1]["calls"][0]["activation"].update(channels=10**12)
+        ),
+        "tg_config.json: site 'act2': 'channels' has to be at most 67,108,864 in all; got [1000000000000]. Save the network again.",
+    ),
+    "a site twice": (
+        lambda d: edit(d, lambda c: c["modules"].append(c["modules"][0])),
+        "tg_config.json: 'act' is on record twice. Save the network again.",
+    ),
+    "a site without calls": (
+        lambda d: edit(d, lambda c: c["modules"][0].update(calls=[])),
+        "tg_config.json: site 'act': it has no call. Save the network again.",
+    ),
+    "a number for a text": (
+        lambda d: edit(d, lambda c: c["modules"][0].update(also=[3])),
+        "tg_config.json: 'also' has to be a list of texts; 3 is none. Save the network again.",
+    ),
     "an alias of nothing": (
         lambda d: edit(d, lambda c: c["aliases"].update({"a": "b"})),
         "model.safetensors: there is no 'b'. Save the network again.",
@@ -615,6 +646,139 @@ def test_a_damaged_checkpoint_is_refused_and_the_network_untouched(learned, dama
         assert str(error.value) == f"{tmp_path}/{message}".replace("SIZE", str(size))
         assert_untouched(net, before)
         assert all(torch.equal(a, b) for a, b in zip(outputs(net), said, strict=True))
+
+
+STRANGE = [
+    *(None, True, 0, -1, 10**9, 10**30, 1e308, 5e-324, math.nan, math.inf),
+    *("", "x", "inf", "../x", "\0", "a" * 5000, [], [[]], [None], ["x"], {}, {"a": {}}),
+]
+
+
+def places_in(data, at=()):
+    """Where something stands in JSON data, as keys from the root on."""
+    if at:
+        yield at
+    if isinstance(data, dict | list):
+        for key in data if isinstance(data, dict) else range(len(data)):
+            yield from places_in(data[key], (*at, key))
+
+
+def altered(draw, data):
+    """JSON data with something taken out, doubled, or made another thing."""
+    data = copy.deepcopy(data)
+    *way, last = draw.choice(list(places_in(data)))
+    parent = data
+    for key in way:
+        parent = parent[key]
+    act = draw.choice(["remove", "double", "rename", "set", "set", "set"])
+    if act == "remove":
+        del parent[last]
+    elif act == "double" and isinstance(parent, list):
+        parent.append(parent[last])
+    elif act == "rename" and isinstance(parent, dict):
+        parent[draw.choice(["x", "name"])] = parent.pop(last)
+    else:
+        parent[last] = draw.choice(STRANGE)
+    return data
+
+
+def scribbled(draw, content):
+    """Bytes cut short, with some of them changed, or nested out of all bounds."""
+    content = bytearray(content)
+    for _ in range(draw.randrange(4)):
+        content[draw.randrange(min(len(content), draw.choice([8, 300, 10**9])))] = draw.randrange(
+            256
+        )
+    at = draw.randrange(len(content))
+    nested = b'{"a":[' * draw.choice([0, 0, 40, 20_000])
+    return bytes(content[:at] + nested + (content[at:] if draw.random() < 0.7 else b""))
+
+
+@pytest.mark.parametrize("what", ["values", "tg_config.json", "model.safetensors"])
+def test_whatever_the_damage_a_load_ends_in_a_network_or_a_checkpoint_error(
+    learned, what, tmp_path
+):
+    save(learned, tmp_path)
+    config, path = tmp_path / "tg_config.json", tmp_path / what
+    good = json.loads(config.read_text())
+    content = config.read_bytes() if what == "values" else path.read_bytes()
+    draw, net, said = random.Random(5), fresh(), []
+    before = snapshot(net)
+    for trial in range(120):
+        if what == "values":
+            config.write_text(json.dumps(altered(draw, good)))
+        else:
+            path.write_bytes(scribbled(draw, content))
+        try:
+            load(tmp_path, net, strict=trial % 2 == 0)
+            net = fresh()
+            before = snapshot(net)
+        except CheckpointError as error:
+            said.append(str(error))
+            assert_untouched(net, before)
+    assert len(said) > 80  # what is harmless (another version, an error bound) loads
+    assert not any("\n" in message for message in said)
+
+
+def test_every_sharing_comes_back(tmp_path):
+    shares = {"net": None, "layer": None, "channel": 4, "head": 4, "neuron": (4, 3)}
+    for share, channels in shares.items():
+        act = Activation("silu", share=share, channels=channels, train=("tau", "theta"))
+        net, x = nn.Sequential(nn.Conv1d(4, 4, 1), act), torch.randn(2, 4, 3)
+        with torch.no_grad():
+            act.rho.normal_()
+        save(net, tmp_path / share)
+        other = nn.Sequential(nn.Conv1d(4, 4, 1), nn.SiLU())
+        assert load(tmp_path / share, other)[1].share == share
+        assert torch.equal(other(x), net(x)), share
+
+
+def saving(directory, seed):
+    """A process that saves one network over and over; tensors and gates tell which."""
+    code = f"""
+import torch
+from torch import nn
+from threshold_gating.conversion import convert, save
+net = nn.Sequential(nn.Linear(64, 64), nn.GELU())
+nn.init.constant_(net[0].weight, {seed})
+gated = convert(net, {{"1": "gelu_k{seed}"}})
+while True: save(gated, {str(directory)!r})
+"""
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen([sys.executable, "-c", code], env=env, stderr=subprocess.PIPE)
+
+
+def test_saves_into_one_directory_never_leave_or_show_a_mix_even_if_killed(tmp_path):
+    """Two processes save over each other and are killed at it; every read is one of the two."""
+    processes = [saving(tmp_path, seed) for seed in (2, 3)]
+    end, seen = time.monotonic() + 60, []
+    try:
+        while len(set(seen)) < 2 or len(seen) < 60:
+            assert time.monotonic() < end, seen
+            if (tmp_path / "tg_config.json").exists():
+                net = load(tmp_path, nn.Sequential(nn.Linear(64, 64), nn.GELU()))
+                seen.append(net[1].init.K)
+                assert (net[0].weight == seen[-1]).all()
+    finally:
+        for process in processes:
+            process.send_signal(signal.SIGKILL)
+            assert process.communicate()[1] == b""
+    net = load(tmp_path, nn.Sequential(nn.Linear(64, 64), nn.GELU()))
+    assert (net[0].weight == net[1].init.K).all()
+    (tmp_path / "model.safetensors.77-aa.tmp").touch()  # as of one that was killed while it wrote
+    (tmp_path / "notes.tmp").touch()
+    save(net, tmp_path)
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"model.safetensors", "tg_config.json", "notes.tmp"}
+
+
+def test_a_directory_that_cannot_be_locked_is_told_of_and_saved_into(
+    converted, monkeypatch, tmp_path
+):
+    monkeypatch.setitem(sys.modules, "fcntl", None)  # as on Windows
+    with pytest.warns(UserWarning, match="cannot be locked .* no other process save into it"):
+        save(converted, tmp_path)
+    assert same(load(tmp_path, fresh()), converted)
 
 
 def test_a_failure_at_the_very_end_leaves_the_network_untouched(learned, monkeypatch, tmp_path):

@@ -54,15 +54,16 @@ def save(model: nn.Module, directory: str | os.PathLike[str], *, gates_only: boo
     directory.mkdir(parents=True, exist_ok=True)
     mark = f".{os.getpid()}-{secrets.token_hex(4)}.tmp"
     new = {n: directory / (n + mark) for n in ((name,) if stored else ()) + (files.CONFIG,)}
-    try:
-        written = {"file": name, **files.write_tensors(stored, new[name])} if stored else None
-        text = json.dumps({**about, "weights": written}, indent=1, allow_nan=False)
-        new[files.CONFIG].write_text(text + "\n", "utf-8")
-        files.sync(new[files.CONFIG])
-        files.put_in_place(directory, new, _current(directory))
-    finally:
-        for path in new.values():
-            path.unlink(missing_ok=True)
+    with files.alone(directory):
+        try:
+            written = {"file": name, **files.write_tensors(stored, new[name])} if stored else None
+            text = json.dumps({**about, "weights": written}, indent=1, allow_nan=False)
+            new[files.CONFIG].write_text(text + "\n", "utf-8")
+            files.sync(new[files.CONFIG])
+            files.put_in_place(directory, new, _current(directory))
+        finally:
+            for path in new.values():
+                path.unlink(missing_ok=True)
     return directory
 
 
@@ -135,15 +136,15 @@ def load(
         strict: every tensor must be on both sides, of the same dtype, in the very file that was
             saved. False leaves alone what only one side has, casts, and takes another file.
     """
-    saved = config.read(Path(directory))
     if model is None:
-        return saved
+        return config.read(Path(directory))
     inner = _inner(model)
     refuse(inner)
-    path, tensors = _tensors(saved, strict)
+    saved, path, tensors = _read(Path(directory), strict)
     before = [(m, type(m), _shallow(vars(m))) for m in inner.modules()]
     try:
-        _rebuild(inner, saved)
+        with config.reading(str(Path(directory) / files.CONFIG)):
+            _rebuild(inner, saved)
         state = _fitting(inner, saved, path, tensors, strict)
         _fill(inner, state, whole=not saved.gates_only)
     except BaseException:
@@ -162,15 +163,19 @@ def _shallow(attributes: Mapping[str, Any]) -> dict[str, Any]:
     return {k: copy.copy(v) if k in own else v for k, v in attributes.items()}
 
 
-def _tensors(saved: Checkpoint, strict: bool) -> tuple[Path, dict[str, Tensor]]:
-    """The tensors under all their names, and the file they are from."""
-    if saved.weights is None:
-        return saved.directory / files.CONFIG, {}
-    path = files.find_tensors(saved.directory, saved.weights, strict)
-    tensors = files.read_tensors(path)
-    with config.reading(str(path)):
-        tensors.update({alias: tensors[name] for alias, name in saved.aliases.items()})
-    return path, tensors
+def _read(directory: Path, strict: bool) -> tuple[Checkpoint, Path, dict[str, Tensor]]:
+    """A config, the tensors that belong to it under all their names, and the file they are from."""
+    path = directory / files.CONFIG
+    found = None
+    while found is None:  # None: a save came between, and that it went on makes sure that this ends
+        with files.opened(path) as file:
+            saved = config.read(directory)
+            if saved.weights is None:
+                return saved, path, {}
+            found = files.find_tensors(saved.weights, strict, file)
+    with config.reading(str(found[0])):
+        found[1].update({alias: found[1][name] for alias, name in saved.aliases.items()})
+    return saved, *found
 
 
 def _rebuild(model: nn.Module, saved: Checkpoint) -> None:

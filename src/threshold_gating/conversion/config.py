@@ -15,7 +15,15 @@ from torch import nn
 
 from threshold_gating import kernels, recurrent, sites
 from threshold_gating._version import __version__
-from threshold_gating.conversion.files import CONFIG, CheckpointError
+from threshold_gating.conversion.files import (
+    CONFIG,
+    DAMAGE,
+    GATES,
+    WEIGHTS,
+    CheckpointError,
+    one_line,
+    unreadable,
+)
 from threshold_gating.conversion.plan import Site
 from threshold_gating.conversion.rewrite import PerCall
 from threshold_gating.instance import TG
@@ -130,7 +138,8 @@ def _site(act: Activation, name: str) -> Site:
 
 def make_of(act: Activation) -> dict[str, Any]:
     """How to make an activation again, but for its instance and what it has learned."""
-    channels = {"channel": act.group[0], "neuron": list(act.group)}.get(act.share)
+    alike = act.share in ("net", "layer")
+    channels = None if alike else list(act.group) if act.share == "neuron" else act.group[0]
     dtype = str(act.theta0.dtype).removeprefix("torch.")
     make = {"share": act.share, "channels": channels, "axis": act.axis, "dtype": dtype}
     return {**make, "train": list(act.learned)}
@@ -140,6 +149,7 @@ def activation(site: Site, make: Mapping[str, Any], device: torch.device) -> Act
     """The activation of a site, made as it was."""
     if site.t is None or make["dtype"] not in ("float32", "float64"):
         raise ValueError(f"there is no activation of {site.t} in {make['dtype']}.")
+    _check_make(make)
     options = {k: make[k] for k in ("share", "channels", "axis", "train")}
     return Activation(site.t, **options, device=device).to(getattr(torch, make["dtype"]))
 
@@ -170,14 +180,56 @@ def _site_to_json(site: Site) -> dict[str, Any]:
     return {k: _plain(v) for k, v in data.items()}
 
 
-def _site_of_json(data: Mapping[str, Any]) -> Site:
-    t = None if data["instance"] is None else TG.from_dict(data["instance"])
+def _site_of_json(data: Any) -> Site:
+    t = None if data["instance"] is None else TG.from_dict(_part(data, "instance", dict))
     infinite = ("inf", "-inf", "nan")
-    parameters = tuple(float(v) if v in infinite else v for v in data["parameters"])
-    return Site(data["name"], data["kind"], t, data["exact"], float(data["sup"]), parameters)
+    given = _part(data, "parameters", list)
+    parameters = tuple(float(v) if v in infinite else v for v in given)
+    name, kind, exact = (_part(data, k, v) for k, v in _OF_A_SITE)
+    return Site(name, kind, t, exact, float(data["sup"]), parameters)
 
 
-def _call_of_json(data: Mapping[str, Any]) -> Site:
+_OF_A_SITE = (("name", str), ("kind", str), ("exact", bool))
+_WORDS = {
+    str: "a text",
+    bool: "true or false",
+    int: "a whole number",
+    list: "a list",
+    dict: "named",
+}
+_MOST = 2**26  # elements that share nothing; more is no layer, and would take all memory
+
+
+def _part(data: Any, key: str, kind: type) -> Any:
+    """What stands under `key`, which has to be of this type."""
+    if not isinstance(data, dict):
+        raise ValueError(f"named values are wanted, with {key!r} among them; got {data!r:.40}.")
+    value = data[key]
+    if type(value) is not kind:  # not isinstance: true is no number
+        raise ValueError(f"{key!r} has to be {_WORDS[kind]}; got {value!r:.40}.")
+    return value
+
+
+def _texts(data: Any, key: str) -> list[str]:
+    texts: list[str] = _part(data, key, list)
+    if wrong := [text for text in texts if not isinstance(text, str)]:
+        raise ValueError(f"{key!r} has to be a list of texts; {wrong[0]!r:.40} is none.")
+    return texts
+
+
+def _check_make(make: Any) -> None:
+    """Whether it says how to make an activation, in numbers that one can have."""
+    _part(make, "share", str)
+    _part(make, "axis", int)
+    _texts(make, "train")
+    sizes = make["channels"] if isinstance(make["channels"], list) else [make["channels"]]
+    if make["channels"] is not None and not all(type(n) is int and n > 0 for n in sizes):
+        raise ValueError(f"'channels' has to be whole numbers from 1 on; got {sizes!r:.40}.")
+    if make["channels"] is not None and math.prod(sizes) > _MOST:
+        raise ValueError(f"'channels' has to be at most {_MOST:,} in all; got {sizes!r:.40}.")
+
+
+def _call_of_json(data: Any) -> Site:
     site = _site_of_json(data)
     if site.kind not in (sites.WHOLE if site.t is None else sites.KINDS):
         raise ValueError(f"calls of the kind {site.kind!r} are not known here.")
@@ -191,41 +243,77 @@ def reading(what: str) -> Iterator[None]:
         yield
     except CheckpointError:
         raise
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        why = f"there is no {error}." if isinstance(error, KeyError) else str(error)
-        raise CheckpointError(f"{what}: {why} Save the network again.") from error
+    except DAMAGE as error:
+        why = f"there is no {error}." if isinstance(error, KeyError) else one_line(error)
+        raise CheckpointError(f"{what}: {why.rstrip('.')}. Save the network again.") from error
 
 
 def read(directory: Path) -> Checkpoint:
     """The config in `directory`, every part of it understood."""
     path = directory / CONFIG
+    data = _json(path)
+    with reading(str(path)):
+        _check_schema(path, data)
+        about = None if data["weights"] is None else _part(data, "weights", dict)
+        found = Checkpoint(
+            directory=directory,
+            model=_part(data, "model", str),
+            version=_part(data, "threshold_gating", str),
+            torch=_part(data, "torch", str),
+            gates_only=_part(data, "gates_only", bool),
+            weights=about and _weights(about),
+            trainable=tuple(_texts(data, "trainable")),
+            aliases=dict(_part(data, "aliases", dict)),
+            modules=tuple(_module(path, each) for each in _part(data, "modules", list)),
+            owners=tuple(_owner(path, each) for each in _part(data, "owners", list)),
+            recurrent=tuple(_recurrent(path, each) for each in _part(data, "recurrent", list)),
+            structure={kind: data[kind] for kind in STRUCTURE},
+        )
+        _check_once(found)
+    return found
+
+
+def _json(path: Path) -> Any:
+    def number(text: str) -> float:
+        if not math.isfinite(value := float(text)):
+            raise ValueError(f"{text:.40} is no finite number")
+        return value
+
     try:
-        data = json.loads(path.read_text("utf-8"))
+        return json.loads(path.read_text("utf-8"), parse_constant=number, parse_float=number)
     except OSError as error:
-        raise CheckpointError(
-            f"{path}: cannot be read ({error.strerror}); give the directory that save() wrote."
-        ) from error
-    except ValueError as error:
+        raise unreadable(path, error) from error
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(
             f"{path}: is no JSON, so cut short or damaged ({error}); copy it again or save again."
         ) from error
-    with reading(str(path)):
-        _check_schema(path, data)
-        about = data["weights"]
-        return Checkpoint(
-            directory=directory,
-            model=data["model"],
-            version=data["threshold_gating"],
-            torch=data["torch"],
-            gates_only=data["gates_only"],
-            weights=about and {k: about[k] for k in ("file", "bytes", "sha256")},
-            trainable=tuple(data["trainable"]),
-            aliases=dict(data["aliases"]),
-            modules=tuple(_module(path, each) for each in data["modules"]),
-            owners=tuple(_owner(path, each) for each in data["owners"]),
-            recurrent=tuple(_recurrent(path, each) for each in data["recurrent"]),
-            structure={kind: data[kind] for kind in STRUCTURE},
+
+
+def _weights(about: Any) -> dict[str, Any]:
+    """What is said of the file of tensors, which stands beside the config and nowhere else."""
+    found = {key: _part(about, key, kind) for key, kind in _OF_A_FILE}
+    if found["file"] not in (WEIGHTS, GATES):
+        raise ValueError(
+            f"the file of tensors is {WEIGHTS} or {GATES}, in the same directory; got "
+            f"{found['file']!r}."
         )
+    return found
+
+
+_OF_A_FILE = (("file", str), ("bytes", int), ("sha256", str))
+
+
+def _check_once(found: Checkpoint) -> None:
+    """A module is on record as one thing, once."""
+    seen: set[str] = set()
+    for entry in (*found.modules, *found.owners, *found.recurrent):
+        # A recurrent layer of ours is on record with its gates; its calls may be, too.
+        names = (
+            entry.names if entry not in found.recurrent else [f"{n}, gates" for n in entry.names]
+        )
+        if again := [name for name in names if name in seen]:
+            raise ValueError(f"{again[0]!r} is on record twice.")
+        seen.update(names)
 
 
 def _check_schema(path: Path, data: Any) -> None:
@@ -241,24 +329,34 @@ def _check_schema(path: Path, data: Any) -> None:
         )
 
 
-def _module(path: Path, data: Mapping[str, Any]) -> Entry:
-    with reading(f"{path}: site {data['name']!r}"):
-        calls = [(_site_of_json(call), call["activation"]) for call in data["calls"]]
+def _names(data: Any) -> tuple[str, ...]:
+    return (_part(data, "name", str), *_texts(data, "also"))
+
+
+def _module(path: Path, data: Any) -> Entry:
+    names = _names(data)
+    with reading(f"{path}: site {names[0]!r}"):
+        calls = [(_site_of_json(call), call["activation"]) for call in _part(data, "calls", list)]
+        if not calls:
+            raise ValueError("it has no call.")
         for site, make in calls:
             activation(site, make, torch.device("meta"))  # it can be made
-        return Entry((data["name"], *data["also"]), calls)
+        return Entry(names, calls)
 
 
-def _owner(path: Path, data: Mapping[str, Any]) -> Entry:
-    names, calls = (data["name"], *data["also"]), data["calls"]
+def _owner(path: Path, data: Any) -> Entry:
+    names = _names(data)
+    if data["calls"] == _AS_THEY_COME:
+        return Entry(names, None)
     plan: dict[str, Site | None] = {}
-    for call, site in () if calls == _AS_THEY_COME else calls.items():
+    for call, site in _part(data, "calls", dict).items():
         with reading(f"{path}: site '{names[0]}:{call}'"):
-            plan[call] = site and _call_of_json(site)
-    return Entry(names, None if calls == _AS_THEY_COME else plan)
+            plan[call] = None if site is None else _call_of_json(site)
+    return Entry(names, plan)
 
 
-def _recurrent(path: Path, data: Mapping[str, Any]) -> Entry:
-    with reading(f"{path}: site {data['name']!r}"):
-        gates = {gate: TG.from_dict(t) for gate, t in data["gates"].items()}
-        return Entry((data["name"], *data["also"]), gates)
+def _recurrent(path: Path, data: Any) -> Entry:
+    names = _names(data)
+    with reading(f"{path}: site {names[0]!r}"):
+        gates = {gate: TG.from_dict(t) for gate, t in _part(data, "gates", dict).items()}
+        return Entry(names, gates)

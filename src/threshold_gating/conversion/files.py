@@ -2,7 +2,8 @@
 
 A checkpoint is a config and at most one file of tensors, which the config names with its sha256.
 The config is replaced last and old tensors are set aside until then (".previous"), so a save that
-breaks off anywhere leaves the old pair to be read.
+breaks off anywhere leaves the old pair to be read. Saves into one directory wait for each other;
+readers do not wait, and begin again where a save went on between the config and the tensors.
 """
 
 from __future__ import annotations
@@ -12,15 +13,18 @@ import os
 import pickle
 import re
 import shutil
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor, nn
 
 CONFIG, WEIGHTS, GATES = "tg_config.json", "model.safetensors", "gates.safetensors"
 PICKLES = (".pt", ".pth", ".th")
+_BEGUN = re.compile(rf"({re.escape(CONFIG)}|{re.escape(WEIGHTS)}|{re.escape(GATES)})\.\d+-\w+\.tmp")
 
 
 class CheckpointError(ValueError):
@@ -41,7 +45,9 @@ def write_tensors(tensors: dict[str, Tensor], path: Path) -> dict[str, Any]:
     """Write a file of tensors; its size and sha256, as the config records them."""
     _safetensors().torch.save_file(tensors, path, {"format": "pt"})
     sync(path)
-    return {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return {"bytes": path.stat().st_size, "sha256": digest}
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
@@ -49,16 +55,32 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     safetensors = _safetensors()
     try:
         tensors: dict[str, Tensor] = safetensors.torch.load_file(path)
-    except safetensors.SafetensorError as error:
+    except OSError as error:
+        raise unreadable(path, error) from error
+    # A header may claim anything: also sizes and types that only torch stumbles over.
+    except (safetensors.SafetensorError, *DAMAGE) as error:
         raise CheckpointError(
-            f"{path}: is no whole safetensors file ({error}); copy it again or save again."
+            f"{path}: is no whole safetensors file ({one_line(error)}); copy it again or save "
+            "again."
         ) from error
     return tensors
 
 
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+# What reading damaged data may end in.
+DAMAGE = (
+    *(ArithmeticError, AttributeError, LookupError, MemoryError, RuntimeError),
+    *(TypeError, ValueError),
+)
+
+
+def one_line(error: BaseException) -> str:
+    """What an error says, in a line; its type where it says nothing."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def unreadable(path: Path, error: OSError) -> CheckpointError:
+    why = error.strerror or one_line(error)
+    return CheckpointError(f"{path}: cannot be read ({why}); give the directory that save() wrote.")
 
 
 def sync(path: Path) -> None:
@@ -74,6 +96,45 @@ def sync(path: Path) -> None:
 
 def _previous(path: Path) -> Path:
     return path.with_name(path.name + ".previous")
+
+
+@contextmanager
+def alone(directory: Path) -> Iterator[None]:
+    """The only save into `directory` while inside; what earlier ones left half written is removed.
+
+    The lock is the system's, on the directory itself: it leaves no file, and a process that is
+    killed gives it back.
+    """
+    handle = _locked(directory)
+    try:
+        if handle is not None:  # who wrote these is gone, or would have the lock
+            for path in directory.iterdir():
+                if _BEGUN.fullmatch(path.name):
+                    path.unlink(missing_ok=True)
+        yield
+    finally:
+        if handle is not None:
+            os.close(handle)
+
+
+def _locked(directory: Path) -> int | None:
+    """The open directory with a lock on it, or None and a warning where there are no locks."""
+    handle = None
+    try:
+        import fcntl
+
+        handle = os.open(directory, os.O_RDONLY)
+        fcntl.flock(handle, fcntl.LOCK_EX)
+    except (ImportError, OSError) as error:
+        if handle is not None:
+            os.close(handle)
+        warnings.warn(
+            f"save: {directory} cannot be locked ({one_line(error)}); have no other process save "
+            "into it at the same time.",
+            stacklevel=5,
+        )
+        return None
+    return handle
 
 
 def put_in_place(
@@ -102,31 +163,85 @@ def put_in_place(
 
 
 def _matches(path: Path, about: Mapping[str, Any]) -> bool:
-    fits = path.is_file() and path.stat().st_size == about["bytes"]
-    return fits and _sha256(path) == about["sha256"]
+    try:
+        with path.open("rb") as file:
+            return _is(file, about)
+    except FileNotFoundError:
+        return False
 
 
-def find_tensors(directory: Path, about: Mapping[str, Any], strict: bool) -> Path:
-    """The file that the config means, under its name or set aside; not strict: as it is now."""
-    path = directory / str(about["file"])
+def _is(file: BinaryIO, about: Mapping[str, Any]) -> bool:
+    fits = os.fstat(file.fileno()).st_size == about["bytes"]
+    return fits and hashlib.file_digest(file, "sha256").hexdigest() == about["sha256"]
+
+
+def opened(path: Path) -> BinaryIO:
+    """A file to read, or the error of a checkpoint."""
+    try:
+        return path.open("rb")
+    except OSError as error:
+        raise unreadable(path, error) from error
+
+
+def _is_there(file: BinaryIO) -> bool:
+    """Whether an open file still has its name; a new one there cannot have its identity, too."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), os.stat(file.name))
+    except FileNotFoundError:
+        return False
+
+
+def find_tensors(
+    about: Mapping[str, Any], strict: bool, config: BinaryIO
+) -> tuple[Path, dict[str, Tensor]] | None:
+    """The file that an open config means, under its name or set aside, and its tensors.
+
+    Not strict: the file that is there now. None where a save came between.
+    """
+    path = Path(config.name).with_name(about["file"])
     for candidate in (path, _previous(path)):
-        if _matches(candidate, about):
-            return candidate
+        try:
+            file = candidate.open("rb")
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise unreadable(candidate, error) from error
+        with file:
+            if _is(file, about):
+                tensors = _unless_replaced(file, candidate)
+                return tensors and (candidate, tensors)
+    if not _is_there(config):
+        return None
+    if strict or not path.is_file():
+        raise _absent(path, about)
+    return path, read_tensors(path)
+
+
+def _unless_replaced(file: BinaryIO, path: Path) -> dict[str, Tensor] | None:
+    """The tensors of an open file, which safetensors opens once more by its name."""
+    try:
+        tensors = read_tensors(path)
+    except CheckpointError:
+        if _is_there(file):
+            raise
+        return None
+    return tensors if _is_there(file) else None
+
+
+def _absent(path: Path, about: Mapping[str, Any]) -> CheckpointError:
     if not path.is_file():
-        raise CheckpointError(
+        return CheckpointError(
             f"{path}: missing, and {CONFIG} was written with it; copy the whole directory."
         )
     size = path.stat().st_size
-    if strict and size < about["bytes"]:
-        raise CheckpointError(
+    if size < about["bytes"]:
+        return CheckpointError(
             f"{path}: cut short, {size} of {about['bytes']} bytes; copy it again or save again."
         )
-    if strict:
-        raise CheckpointError(
-            f"{path}: not the file that {CONFIG} was written with (sha256 differs), so damaged or "
-            "of another network; copy both again, or pass strict=False to take it as it is."
-        )
-    return path
+    return CheckpointError(
+        f"{path}: not the file that {CONFIG} was written with (sha256 differs), so damaged or "
+        "of another network; copy both again, or pass strict=False to take it as it is."
+    )
 
 
 def load_weights(path: str | os.PathLike[str], *, trust: bool = False) -> dict[str, Tensor]:
