@@ -708,3 +708,18 @@ def test_the_condition_at_zero_is_kept_by_every_step():
     found = minimax.polish(p, minimax.Found(state.q[0], state.coef[0], math.inf), 5)
     at_zero = varpro.evaluate(np.zeros(1), *p.unpack(found.q[None]), found.coef[None], p.form)
     np.testing.assert_allclose(at_zero, 0, atol=1e-13)
+
+
+@pytest.mark.parametrize("solve", [fit, match])
+@pytest.mark.parametrize(
+    ("f", "said"),
+    [
+        ("swish", r"got the text 'swish'. TAXONOMY\['silu'\] is the instance"),
+        ("geluu", r"got the text 'geluu'. no activation 'geluu' .* did you mean 'gelu'"),
+        (torch.nn.GELU, r"GELU is a class; give one that is made, GELU\(\)"),
+        (None, "a function of a tensor is wanted; got None"),
+    ],
+)
+def test_what_is_no_function_is_answered_with_what_is(solve, f, said):
+    with pytest.raises(TypeError, match=f"^{solve.__name__}: .*{said}"):
+        solve(f)

@@ -342,6 +342,7 @@ MESSAGES = [
     (ValueError, lambda: Activation("silu", share="neuron"), "Activation: share='neuron' needs channels, the shape of the positions, as (C, H, W); got None."),
     (ValueError, lambda: Activation("silu", channels=4), "Activation: share='layer' takes no channels; got 4."),
     (ValueError, lambda: Activation("silu", train=("bias",)), "Activation: train takes tau, theta, s, c; got 'bias'."),
+    (TypeError, lambda: Activation("silu", train=True), 'Activation: train names what is learned, some of tau, theta, s, c, as in train=("tau", "theta"), or () for nothing; got True.'),
     (ValueError, lambda: Activation("relu", train=("tau",)), "Activation: a hard gate (tau = inf) has no sharpness to learn; train theta, s, c, or start from a soft instance."),
     (ValueError, lambda: Activation("identity", train=("theta",)), "Activation: one branch (K = 1) has no gate to learn; train s, c only."),
     (ValueError, lambda: Activation("hardswish", train=("s",)), "Activation: instances with quadratic branches stay frozen; train one with affine branches instead (for hardswish: 'hardswish_k3')."),

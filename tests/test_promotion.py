@@ -498,3 +498,18 @@ def test_modes_of_parts_are_kept(x):
     assert new.get_submodule("1").training
     assert not new.training
     assert not new.get_submodule("3").training
+
+REFUSED = [
+    (TypeError, lambda net: promote("resnet18"), "promote: a torch.nn.Module is wanted; got 'resnet18'."),
+    (ValueError, lambda net: promote(net, tier="w"), "promote: no tier 'w'; did you mean 'W'?"),
+    (ValueError, lambda net: promote(net, tier="X"), "promote: tier is one of W, S, general; got 'X'."),
+    (ValueError, lambda net: promote(net, share="row"), "promote: tier W has share layer, channel, neuron (Table 1); got 'row'."),
+    (TypeError, lambda net: promote(net, train=True), 'Linear: train names what is learned, some of tau, theta, s, c, as in train=("tau", "theta"), or () for nothing; got True.'),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "call", "message"), REFUSED, ids=range(len(REFUSED)))
+def test_what_cannot_be_asked_for_is_answered_with_what_can(kind, call, message):
+    with pytest.raises(kind) as caught:
+        call(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)))
+    assert str(caught.value) == message

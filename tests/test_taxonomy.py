@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from threshold_gating import Activation
 from threshold_gating.instance import TG
@@ -248,6 +249,86 @@ def test_names_lead_to_instances_and_back():
     assert name_of(swish(1.702)) == "quick_gelu"
     assert name_of(leaky_relu(0.37)) is None
     assert set(ROWS) == set(TAXONOMY)
+
+
+def _theirs():
+    """(name, function) of every activation that transformers, timm and torch have by a name."""
+    from timm.layers.create_act import _ACT_FN_DEFAULT, _ACT_LAYER_DEFAULT
+    from transformers.activations import ACT2FN
+
+    found = [(name, ACT2FN[name]) for name in ACT2FN if name != "xielu"]  # a package of its own
+    found += [(type(f).__name__, f) for _, f in found]
+    found += [*_ACT_FN_DEFAULT.items(), *((name, f()) for name, f in _ACT_LAYER_DEFAULT.items())]
+    modules = [getattr(nn, name) for name in nn.modules.activation.__all__]
+    found += [(f"torch.nn.{f.__name__}", f()) for f in modules if f not in _WITH_ARGUMENTS]
+    found += [(f"F.{name}", f) for name, f in vars(F).items() if name in _FUNCTIONS]
+    return found
+
+
+_WITH_ARGUMENTS = {nn.Threshold, nn.MultiheadAttention, nn.Softmax2d}
+_FUNCTIONS = (
+    *("celu", "elu", "elu_", "gelu", "hardshrink", "hardsigmoid", "hardswish", "hardtanh"),
+    *("leaky_relu", "logsigmoid", "mish", "relu", "relu_", "relu6", "rrelu", "selu", "sigmoid"),
+    *("silu", "softplus", "softshrink", "tanh", "tanhshrink"),
+)
+_NOT_ROWS = {
+    *("gelu_10", "ClippedGELUActivation", "laplace", "LaplaceActivation", "hard_mish"),
+    *("sqrtsoftplus", "SqrtSoftplusActivation"),
+    *(f"torch.nn.{name}" for name in ("Softsign", "Softmax", "Softmin", "LogSoftmax", "GLU")),
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # of transformers, about itself
+def test_names_of_torch_transformers_and_timm_mean_their_functions():
+    pytest.importorskip("timm")
+    pytest.importorskip("transformers")
+    x = torch.linspace(-9, 9, 3001, dtype=torch.float64)
+    theirs, refused = _theirs(), set()
+    for name, f in theirs:
+        try:
+            row = ROWS[key_of(name)]
+        except ValueError:
+            refused.add(name)
+            continue
+        f = f.double().eval() if isinstance(f, nn.Module) else f
+        with torch.no_grad():
+            # Formulas of their own round otherwise; torch's softplus is x from 20 on.
+            torch.testing.assert_close(row.f(x), f(x.clone()), rtol=0, atol=2e-7, msg=name)
+    assert refused == _NOT_ROWS
+    assert len(theirs) > 100
+    assert key_of("swish") == "silu"
+
+
+def test_what_is_said_of_names_without_a_row_is_so():
+    from timm.layers.activations import hard_mish
+
+    x = torch.linspace(-9, 9, 3001, dtype=torch.float64)
+    for name, f in (
+        ("hard_mish", hard_mish),
+        ("laplace", lambda x: (1 + torch.erf((x - 0.707107) / 0.282095 / 2**0.5)) / 2),
+    ):
+        with pytest.raises(ValueError, match=f"^'{name}' has no instance: ") as caught:
+            key_of(name)
+        words = str(caught.value).partition("instance: ")[2].partition(" is it")[0]
+        t = eval(words, {"TG": TG, "affine": affine, "TAXONOMY": TAXONOMY})
+        bound = 1e-12 if name == "hard_mish" else ROWS["erf"].sup / 2 + 1e-5  # its digits printed
+        assert (t(x) - f(x)).abs().max() < bound
+
+
+MEANT = {"swich": "silu", "geluu": "gelu", "gelu_nwe": "gelu_tanh", "hard_swis": "hardswish"}
+MEANT |= {"LeakyReL": "leaky_relu", "sigmod": "sigmoid", "tahn": "tanh", "softpluss": "softplus"}
+
+
+@pytest.mark.parametrize(("name", "meant"), MEANT.items())
+def test_the_first_suggestion_is_what_was_meant(name, meant):
+    with pytest.raises(ValueError, match=f"did you mean '{meant}'"):
+        key_of(name)
+
+
+@pytest.mark.parametrize("name", ["x*torch.tanh", "-relu", "LeakyReLU(0.2)", "", ".", "relu.6"])
+def test_what_is_more_than_a_name_is_not_taken_for_one(name):
+    with pytest.raises(ValueError, match="no activation"):
+        key_of(name)
 
 
 def test_unknown_names_are_answered_with_the_nearest():

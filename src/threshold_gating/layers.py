@@ -349,8 +349,18 @@ def _shape_in(
 _kept_shape = functools.lru_cache(4096)(_shape_in)  # on a GPU it would take as long as a kernel
 
 
+def names_of(caller: str, train: Any) -> tuple[str, ...]:
+    """What is learned, as names: of one, of several, or an error that says what there is."""
+    if isinstance(train, bool) or not isinstance(train, Iterable):
+        raise TypeError(
+            f"{caller}: train names what is learned, some of {', '.join(LEARNABLE)}, as in "
+            f'train=("tau", "theta"), or () for nothing; got {train!r}.'
+        )
+    return (train,) if isinstance(train, str) else tuple(train)
+
+
 def _learned(t: TG, train: Iterable[str]) -> tuple[str, ...]:
-    names = (train,) if isinstance(train, str) else tuple(train)
+    names = names_of("Activation", train)
     if unknown := [n for n in names if n not in LEARNABLE]:
         raise ValueError(f"Activation: train takes {', '.join(LEARNABLE)}; got {unknown[0]!r}.")
     if t.hard and "tau" in names:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from threshold_gating import expressions
-from threshold_gating.taxonomy import ROWS, TAXONOMY
+from threshold_gating.taxonomy import ROWS, TAXONOMY, key_of
 
 Function = Callable[[Tensor], Tensor]
 
@@ -37,11 +37,13 @@ def target(what: str) -> Target:
     path, _, attribute = what.rpartition(":")
     if what.endswith(".py") or path.endswith(".py"):
         return _from_file(*(Path(what), "") if what.endswith(".py") else (Path(path), attribute))
-    plain = what.strip().lower().replace("-", "_")
-    together = {key.replace("_", ""): key for key in TAXONOMY}  # LeakyReLU is leaky_relu
-    key = plain if plain in TAXONOMY else together.get(plain)
-    if key is not None:
+    try:
+        key = key_of(what)
+    except ValueError:
+        pass  # a function that no row is, or a formula
+    else:
         return Target(key, _named(ROWS[key].f, key))
+    plain = what.strip().lower().replace("-", "_")
     known = expressions.FUNCTIONS.get(plain)
     if plain in _SPELLED or (known is not None and known.takes(1)):
         formula = _SPELLED.get(plain, f"{plain}(x)")

@@ -12,6 +12,7 @@ reversed here, in this file and nowhere else.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -162,16 +163,59 @@ def measure(t: TG, f: Callable[[Tensor], Tensor]) -> Error:
     return Error(sup, rms, rms / size if size else (math.inf if rms else 0.0))
 
 
+# What torch, transformers and timm call a row. Tests compare each with their function of that name.
+ALIASES = {
+    "swish": "silu",
+    "linear": "identity",
+    "relu2": "relu_squared",
+    "gelu_python": "gelu",
+    **dict.fromkeys(
+        (
+            *("gelu_new", "gelu_fast", "gelu_accurate", "gelu_pytorch_tanh", "gelu_python_tanh"),
+            *("new_gelu", "fast_gelu", "accurate_gelu"),  # as their classes are called
+        ),
+        "gelu_tanh",
+    ),
+}
+# Names of theirs that no row is, and what would do.
+NO_ROWS = {
+    "gelu_10": "it cuts GELU off at 10, 'gelu' does not.",
+    "clipped_gelu": "it cuts GELU off, 'gelu' does not.",
+    "laplace": "affine(TAXONOMY['erf'], alpha=0.5, beta=2.506624, gamma=-1.772454, eps=0.5) is it "
+    "as near as 'erf' is.",
+    "hard_mish": "TG(float('inf'), (-2, 0), (0, 1, 1), (0, 0, 0), q=(0, 0.5, 0)) is it.",
+    "xielu": "its shape is learned; `tg.fit` fits the function that was learned.",
+    "sqrtsoftplus": "it grows like the root of x, so no finite K follows it over the line; "
+    "`tg.fit` takes an interval.",
+    "softmax": "it is not element-wise; `tg.softmax` is it by gates.",
+    "glu": "it takes two inputs; TAXONOMY['silu'](b, a) is it by gates.",
+}
+
+
 def key_of(name: str) -> str:
-    """The key that `name` means ("ReLU", "leaky-relu"), or an error that names the nearest."""
-    key = name.lower().replace("-", "_")
-    if key in TAXONOMY:
-        return key
-    if key in NOT_REPRESENTABLE:
-        raise ValueError(f"{name!r} has no instance: {NOT_REPRESENTABLE[key]}")
-    near = get_close_matches(key, TAXONOMY, n=3, cutoff=0.4)
-    hint = f"did you mean {', '.join(map(repr, near))}?" if near else "`tg table --all` lists them."
+    """The key that `name` means ("ReLU", "nn.LeakyReLU", "gelu_new"), or an error with the nearest.
+
+    Names of torch, transformers and timm are taken where they mean a row: "swish" is "silu".
+    """
+    asked = _bare(name).removesuffix("activation")
+    known = {_bare(each): key for each, key in {**{k: k for k in TAXONOMY}, **ALIASES}.items()}
+    if asked in known:
+        return known[asked]
+    for each, why in (*NOT_REPRESENTABLE.items(), *NO_ROWS.items()):
+        if asked == _bare(each):
+            raise ValueError(f"{name!r} has no instance: {why}")
+    # Whole activations first; variants such as gelu_k3 only where none of those is near.
+    near = get_close_matches(asked, [each for each, key in known.items() if key not in FITTED])
+    near = near or get_close_matches(asked, known, cutoff=0.4)
+    keys = dict.fromkeys(known[each] for each in near)
+    hint = f"did you mean {', '.join(map(repr, keys))}?" if keys else "`tg table --all` lists them."
     raise ValueError(f"no activation {name!r} in the taxonomy; {hint}")
+
+
+def _bare(name: str) -> str:
+    """A name without case, modules before it, brackets behind it, and what is between its parts."""
+    last = re.sub(r"^([a-z_]\w*\.)+(?=\w+(\(\))?$)", "", name.strip().lower())
+    return re.sub(r"(?<=\w)[\s_-]+(?=\w)", "", last.removesuffix("()").removesuffix("_"))
 
 
 def name_of(t: TG) -> str | None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from threshold_gating import taxonomy
 from threshold_gating.instance import TG
+from threshold_gating.layers import names_of
 
 # The pairs of Table 1. Gates per neuron are gates per channel unless there are positions.
 SHARES = {
@@ -70,7 +71,7 @@ def trained_of(name: str, t: TG, train: Iterable[str] | None) -> tuple[str, ...]
     """What is learned beside the weights: by default all that gates have."""
     if train is None:
         return ("theta",) if t.hard else ("tau", "theta")
-    names = (train,) if isinstance(train, str) else tuple(train)
+    names = names_of(name, train)
     if "s" in names:
         raise ValueError(
             f"{name}: the slopes are in the weights of the branches; train takes tau, theta, c."

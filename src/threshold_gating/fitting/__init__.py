@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from threshold_gating import shape
+from threshold_gating import shape, taxonomy
 from threshold_gating.fitting import inputs as _inputs
 from threshold_gating.fitting.inputs import Function, Inputs, Line, Over, values
 from threshold_gating.instance import TG
@@ -88,6 +88,7 @@ def match(f: Function, at: float = 0.0, family: str | None = None) -> TG:
     >>> match(torch.tanh)
     TG(tau=2.0, theta=(0.0,), s=(0.0, 0.0), c=(-1.0, 1.0))
     """
+    _check_callable(f, "match")
     low, high = _lines(f, "match")
     _check_family(family, low, high)
     x = torch.tensor(at, dtype=torch.float64)
@@ -161,6 +162,7 @@ def fit(
     Raises:
         ValueError: f has no asymptote and tails="exact", or no K reaches `max_error`.
     """
+    _check_callable(f, "fit")
     inputs = _inputs.parse(over)
     objective = objective or ("sup" if inputs.kind in ("line", "interval") else "rms")
     task = _task(f, inputs, objective, form, tails, zero, own_tau, ordered, start, starts, seed)
@@ -184,6 +186,25 @@ def fit(
         f"is {best.error:.3g} at K = {best.K}. Raise max_error"
         f"{'' if own_tau else ', or allow own_tau=True'}."
     )
+
+
+def _check_callable(f: Any, caller: str) -> None:
+    if isinstance(f, str):
+        try:
+            key = taxonomy.key_of(f)
+        except ValueError as error:
+            why = str(error)
+        else:
+            why = f"TAXONOMY[{key!r}] is the instance, taxonomy.ROWS[{key!r}].f the function of it."
+        raise TypeError(
+            f"{caller}: a function of a tensor is wanted, as torch.tanh; got the text {f!r}. {why}"
+        )
+    if isinstance(f, type) and issubclass(f, torch.nn.Module):
+        raise TypeError(
+            f"{caller}: {f.__name__} is a class; give one that is made, {f.__name__}()."
+        )
+    if not callable(f):
+        raise TypeError(f"{caller}: a function of a tensor is wanted; got {f!r:.60}.")
 
 
 def _lines(f: Function, caller: str = "fit") -> tuple[Line, Line]:

@@ -30,6 +30,7 @@ from threshold_gating.training.graph import (
     views,
 )
 from threshold_gating.training.tiers import ORDER, is_tiered, lifted, projected
+from threshold_gating.tying import SHARES, share_of
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,7 @@ def promote(
         the new network, a `torch.fx.GraphModule` with the names of the old one; what was done
         stands in its attribute `promotion`.
     """
+    _check(model, tier, share)
     if any(is_tiered(m) for m in model.modules()):
         return _lift_all(model, tier, share)
     network = trace(model)
@@ -104,6 +106,18 @@ def promote(
     network.module.recompile()
     network.module.delete_all_unused_submodules()
     return _reported(network.module, Promotion(tuple(done), kept))
+
+
+def _check(model: Any, tier: Any, share: Any) -> None:
+    """Arguments that no network could be promoted with, before any is looked at."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"promote: a torch.nn.Module is wanted; got {model!r:.60}.")
+    near = {name.lower(): name for name in SHARES}.get(
+        tier.lower() if isinstance(tier, str) else ""
+    )
+    if near is not None and near != tier:
+        raise ValueError(f"promote: no tier {tier!r}; did you mean {near!r}?")
+    share_of("promote", tier, share)
 
 
 def half_transfer(model: nn.Module, gates: TG | str = "silu", share: str = "channel") -> nn.Module:
