@@ -40,13 +40,33 @@ def main(argv: list[str] | None = None) -> int:
         # The interpreter flushes once more at exit; give it somewhere to write.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141  # what a shell reports for a program that the closed pipe ended
+    except Exception as error:
+        if os.environ.get(_TRACEBACK):
+            raise
+        print(f"tg {_command(words) or ''}: {_in_a_line(error)}", file=sys.stderr)
+        return 2
     return code
+
+
+_TRACEBACK = "TG_TRACEBACK"
+
+
+def _in_a_line(error: Exception) -> str:
+    """What went wrong that no command has words of its own for, and how to see where."""
+    if isinstance(error, OSError) and error.strerror and error.filename:
+        return f"{error.strerror}: {error.filename}"
+    said = " ".join(str(error).split())
+    return f"{type(error).__name__}: {said}".rstrip(": ") + f" ({_TRACEBACK}=1 shows where)"
+
+
+def _command(words: Sequence[str]) -> str | None:
+    """Options before the command take no value, so the first other word is the command."""
+    return next((word for word in words if not word.startswith("-")), None)
 
 
 def _run(words: Sequence[str]) -> int:
     parser = _parser()
-    # Options before the command take no value, so the first other word is the command.
-    command = next((word for word in words if not word.startswith("-")), None)
+    command = _command(words)
     if command is not None and command not in COMMANDS:
         near = get_close_matches(command, COMMANDS, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(COMMANDS)}."

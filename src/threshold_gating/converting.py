@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import os
+import re
 import sys
 import threading
 import time
@@ -13,11 +15,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from threshold_gating import conversion, networks
+from threshold_gating import conversion, networks, taxonomy
 from threshold_gating.conversion.plan import arguments
-from threshold_gating.networks import SPECS, UsageError, is_shape, network
+from threshold_gating.networks import SPECS, Network, UsageError, network
 
 
 def add_commands(commands: Any) -> None:
@@ -75,7 +77,8 @@ def command(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Name
             return run(args)
         except (UsageError, conversion.ConversionError, conversion.CheckpointError) as error:
             name = run.__name__
-            print(f"tg {name}: {str(error).removeprefix(f'{name}: ')}", file=sys.stderr)
+            said = " ".join(str(error).split())
+            print(f"tg {name}: {said.removeprefix(f'{name}: ')}", file=sys.stderr)
             return 2
 
     return guarded
@@ -84,44 +87,58 @@ def command(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Name
 @command
 def convert(args: argparse.Namespace) -> int:
     """`tg convert`."""
-    model, inputs = network(args)
-    with _working(args, f"{args.network}, {_size(model)} parameters: converting"):
-        gated = conversion.convert(model, choices(args.site), inputs=inputs, strict=False)
-    return _proven(args, model, gated, inputs)
+    chosen = choices(args.site)
+    _check_out(args.out)
+    named = network(args)
+    with _working(args, f"{args.network}, {_size(named.model)} parameters: converting"):
+        gated = conversion.convert(named.model, chosen, inputs=named.inputs, strict=False)
+    return _proven(args, named, gated)
+
+
+def _check_out(path: Path | None) -> None:
+    """Whether something can be saved there, before work is done for it."""
+    if path is None:
+        return
+    if path.exists() and not path.is_dir():
+        raise UsageError(f"-o {path} is a file; give a directory, which may be a new one.")
+    there = next((p for p in (path, *path.absolute().parents) if p.exists()), path)
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        raise UsageError(f"-o {path} cannot be written: {there} is no directory that lets you.")
 
 
 def _proven(
-    args: argparse.Namespace,
-    model: nn.Module,
-    gated: nn.Module,
-    inputs: Any,
-    first: str = "",
-    **more: Any,
+    args: argparse.Namespace, named: Network, gated: nn.Module, first: str = "", **more: Any
 ) -> int:
     """Verify, show what was found after `first`, and save what is proven."""
-    positional, named = arguments(inputs)
+    positional, keywords = arguments(named.inputs)
     with _working(args, "verifying with the gates evaluated"):
-        certificate = conversion.verify(model, gated, *positional, **named)
-        audit = conversion.audit(gated, *positional, **named)
+        certificate = conversion.verify(named.model, gated, *positional, **keywords)
+        audit = conversion.audit(gated, *positional, **keywords)
     ok = certificate.ok and not [op for op in audit.left if not op.asked]
-    if ok and args.out is not None:
-        conversion.save(gated, args.out, gates_only=getattr(args, "gates_only", False))
     report = {"certificate": certificate.to_dict(), "audit": audit.to_dict(), "ok": ok}
     text = f"{first}{certificate.table()}\n\n{str(audit).splitlines()[-1]}"
-    _show(args, {**more, **report}, text)
+    _show(args, {**more, **report}, text, named)
     if not ok:
-        print(f"tg {args.command}: not written, see above.", file=sys.stderr)
-    elif args.out is not None:
-        _say(args, f"Written to {args.out.resolve()}")
-    return 0 if ok else 1
+        print(f"tg {args.command}: not {_done(args)}, see above.", file=sys.stderr)
+        return 1
+    if args.out is not None:
+        conversion.save(gated, args.out, gates_only=getattr(args, "gates_only", False))
+        random = ", with random weights" if named.random_weights else ""
+        _say(args, f"Written to {args.out.resolve()}{random}")
+    return 0
+
+
+def _done(args: argparse.Namespace) -> str:
+    return "proven" if args.out is None else "written"
 
 
 @command
 def calibrate(args: argparse.Namespace) -> int:
     """`tg calibrate`."""
+    _check_out(args.out)
     batches = None if args.data is None else networks.batches(args.data, args.batch_size)
-    model, inputs = network(args, batches[0] if batches else None)
-    random = batches is None and (args.inputs is None or is_shape(args.inputs))
+    named = network(args, batches[0] if batches else None)
+    model, inputs = named.model, named.inputs
     options = {"K": args.K, "max_error": args.max_error, "recipe": args.recipe}
     silent = (lambda text: None) if args.json else None
     try:
@@ -131,41 +148,62 @@ def calibrate(args: argparse.Namespace) -> int:
     except ValueError as error:
         raise UsageError(str(error)) from error
     gated = conversion.convert(model, found, inputs=inputs, strict=False)
+    random = named.random_inputs
     note = (
         "Inputs are random, so the fits are to noise; --data is for your own.\n\n" if random else ""
     )
     report = {"calibration": found.to_dict(), "random": random}
-    return _proven(args, model, gated, inputs, f"{found}\n\n{note}", **report)
+    return _proven(args, named, gated, f"{found}\n\n{note}", **report)
 
 
 @command
 def audit(args: argparse.Namespace) -> int:
     """`tg audit`."""
-    model, inputs = network(args)
+    named = network(args)
     if args.gates is not None:
-        conversion.load(args.gates, model)
-    positional, named = arguments(inputs)
-    found = conversion.audit(model, *positional, **named)
-    _show(args, found.to_dict(), str(found))
+        conversion.load(args.gates, named.model)
+    positional, keywords = arguments(named.inputs)
+    found = conversion.audit(named.model, *positional, **keywords)
+    _show(args, found.to_dict(), str(found), named)
     return 0
 
 
 @command
 def verify(args: argparse.Namespace) -> int:
-    """`tg verify`."""
-    model, inputs = network(args)
-    gated = conversion.load(args.gates, copy.deepcopy(model))
-    model.load_state_dict(_plain_weights(gated, model))  # the same weights on both sides
-    positional, named = arguments(inputs)
+    """`tg verify`: what was saved, with the weights saved there, against the network named."""
+    named = network(args)
+    gated = conversion.load(args.gates, copy.deepcopy(named.model))
+    differ = _differing(named.model, gated)
+    positional, keywords = arguments(named.inputs)
     with _working(args, "verifying with the gates evaluated"):
-        certificate = conversion.verify(model, gated, *positional, **named)
-    _show(args, certificate.to_dict(), certificate.table())
-    return 0 if certificate.ok else 1
+        certificate = conversion.verify(named.model, gated, *positional, **keywords)
+    ok = certificate.ok and not differ
+    _show(
+        args,
+        {**certificate.to_dict(), "other_weights": differ, "ok": ok},
+        certificate.table(),
+        named,
+    )
+    if differ:
+        what = "which are random" if named.random_weights else "which are its own"
+        print(
+            f"tg verify: not verified: {len(differ)} of the weights in {args.gates} differ from "
+            f"those of {args.network}, {what} ({differ[0]} first). Give the network that was "
+            "converted; --checkpoint and --pretrained load its weights.",
+            file=sys.stderr,
+        )
+    return 0 if ok else 1
 
 
-def _plain_weights(gated: nn.Module, model: nn.Module) -> dict[str, Any]:
+def _differing(model: nn.Module, gated: nn.Module) -> list[str]:
+    """The tensors of a network that are others in its conversion; NaN equals NaN."""
     state = gated.state_dict()
-    return {key: state.get(key, value) for key, value in model.state_dict().items()}
+
+    def same(a: Tensor, b: Tensor) -> bool:
+        return a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
+
+    own = model.state_dict()
+    return [name for name, t in own.items() if name not in state or not same(t, state[name])]
 
 
 def choices(given: list[str]) -> dict[str, Any] | None:
@@ -175,8 +213,22 @@ def choices(given: list[str]) -> dict[str, Any] | None:
         name, equals, choice = text.rpartition("=")
         if not equals:
             raise UsageError(f"--site {text!r} is not NAME=CHOICE.")
-        chosen[name] = None if choice == "none" else int(choice) if choice.isdigit() else choice
+        if name in chosen:
+            raise UsageError(f"--site {name!r} is given twice; one choice is wanted for a site.")
+        try:
+            re.compile(name)
+            chosen[name] = _choice(choice)
+        except re.error as error:
+            raise UsageError(f"--site {text!r} is no pattern ({error}).") from error
+        except ValueError as error:
+            raise UsageError(f"--site {text!r}: {error}") from error
     return chosen or None
+
+
+def _choice(text: str) -> str | int | None:
+    if text.lower() == "none":
+        return None
+    return int(text) if text.isascii() and text.isdigit() else taxonomy.key_of(text)
 
 
 def _size(model: nn.Module) -> str:
@@ -217,5 +269,8 @@ def _say(args: argparse.Namespace, text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-def _show(args: argparse.Namespace, report: Mapping[str, Any], text: str) -> None:
-    print(json.dumps(report, indent=2) if args.json else text)
+def _show(args: argparse.Namespace, report: Mapping[str, Any], text: str, named: Network) -> None:
+    """The report, and what was random in what it is about."""
+    print(json.dumps({**report, **named.to_dict()}, indent=2) if args.json else text, flush=True)
+    for note in named.notes:
+        _say(args, note)

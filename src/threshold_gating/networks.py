@@ -9,15 +9,19 @@ from __future__ import annotations
 import argparse
 import importlib
 import pickle
-from collections.abc import Mapping
+import re
+import sys
+import zipfile
+from collections.abc import Iterator, Mapping
+from contextlib import redirect_stdout
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from threshold_gating import conversion
-from threshold_gating.targets import from_file
+from threshold_gating.targets import failure, from_file
 
 SPECS = "timm:NAME, hf:FOLDER_OR_ID or FILE.py:FACTORY"
 
@@ -26,25 +30,54 @@ class UsageError(ValueError):
     """What the command line asks for cannot be had; the message says what would work."""
 
 
-def network(args: argparse.Namespace, given: Any = None) -> tuple[nn.Module, Any]:
-    """The network that the command line names, in evaluation, and inputs: those given, or its."""
+class Network(NamedTuple):
+    """What the command line names: a network in evaluation, inputs, and what of it is random."""
+
+    model: nn.Module
+    inputs: Any
+    random_weights: str  # why they are, and what to give for trained ones; "" where they are not
+    random_inputs: bool
+
+    @property
+    def notes(self) -> list[str]:
+        """What a reader of figures about it has to know."""
+        inputs = "Inputs are random; --inputs is for your own." if self.random_inputs else ""
+        weights = f"Weights are random: {self.random_weights}" if self.random_weights else ""
+        return [note for note in (weights, inputs) if note]
+
+    def to_dict(self) -> dict[str, bool]:
+        random = {"weights": self.random_weights, "inputs": self.random_inputs}
+        return {f"random_{what}": bool(found) for what, found in random.items()}
+
+
+def network(args: argparse.Namespace, given: Any = None) -> Network:
+    """The network that the command line names, with the inputs given, or made for it."""
     source, _, name = args.network.partition(":")
+    if args.pretrained and source != "timm":
+        raise UsageError(
+            f"--pretrained is for timm:NAME; {args.network} brings weights of its own."
+        )
+    if args.trust and args.checkpoint is None:
+        raise UsageError("--trust is about the file of --checkpoint; give one.")
     torch.manual_seed(0)
+    random, inputs = "", None
     if source == "timm" and name:
         model, inputs = _timm(name, args.pretrained)
+        if not args.pretrained:
+            random = "give --pretrained or --checkpoint FILE for trained ones."
     elif source == "hf" and name:
-        model, inputs = _hugging_face(name)
+        model, inputs, random = _hugging_face(name)
     elif source.endswith(".py") and name:
-        model, inputs = _from_file(Path(source), name), None
+        model = _from_file(Path(source), name)
     else:
         raise UsageError(f"no network {args.network!r}; it is {SPECS}.")
     if not isinstance(model, nn.Module):
         raise UsageError(f"{args.network} gave a {type(model).__name__}, not a torch.nn.Module.")
     if args.checkpoint is not None:
-        weights = conversion.load_weights(args.checkpoint, trust=args.trust)
+        weights, random = conversion.load_weights(args.checkpoint, trust=args.trust), ""
         try:
             model.load_state_dict(weights)
-        except RuntimeError as error:
+        except (RuntimeError, TypeError, ValueError) as error:
             raise UsageError(f"{args.checkpoint} does not fit {args.network}: {error}") from error
     if given is not None:
         inputs = given
@@ -52,27 +85,41 @@ def network(args: argparse.Namespace, given: Any = None) -> tuple[nn.Module, Any
         inputs = _inputs(args.inputs)
     if inputs is None:
         raise UsageError(f"{args.network} comes without inputs; give --inputs.")
-    return model.eval(), inputs
+    made = given is None and (args.inputs is None or is_shape(args.inputs))
+    return Network(model.eval(), inputs, random, made)
 
 
 def _timm(name: str, pretrained: bool) -> tuple[nn.Module, Any]:
     timm = needed("timm", "vision")
     try:
         model = timm.create_model(name, pretrained=pretrained)
-    except RuntimeError as error:
+    except Exception as error:  # of timm, of its hub or of what these connect with
+        if timm.is_model(name.partition(".")[0]):
+            help_ = "; --checkpoint FILE takes weights that are here" if pretrained else ""
+            raise UsageError(f"timm: {name} cannot be made ({_brief(error)}){help_}.") from error
         near = timm.list_models(f"*{name[:6]}*")[:3]
-        raise UsageError(f"timm: {error}; there are {', '.join(near) or 'others'}.") from error
+        raise UsageError(
+            f"timm: {_brief(error)}; there are {', '.join(near) or 'others'}."
+        ) from error
     return model, torch.randn(2, *model.pretrained_cfg["input_size"])
 
 
-def _hugging_face(name: str) -> tuple[nn.Module, Any]:
+def _brief(error: BaseException) -> str:
+    """The first line of what an error says, with its type where that alone says what it is."""
+    first = next(iter(str(error).strip().splitlines()), "").rstrip(". ")
+    plain = isinstance(error, ValueError | RuntimeError | OSError) and first
+    return first if plain else f"{type(error).__name__}: {first}".rstrip(": ")
+
+
+def _hugging_face(name: str) -> tuple[nn.Module, Any, str]:
     transformers = needed("transformers", "text")
     try:
         config = transformers.AutoConfig.from_pretrained(name)
         kind = (config.architectures or ["AutoModel"])[0]
-        model = getattr(transformers, kind).from_pretrained(name)
-    except (OSError, ValueError) as error:
-        raise UsageError(f"hf: {str(error).splitlines()[0]}") from error
+        make = getattr(transformers, kind)
+        model, info = make.from_pretrained(name, output_loading_info=True)
+    except Exception as error:  # of transformers, of its hub or of what these connect with
+        raise UsageError(f"hf: {_brief(error)}") from error
     made = {
         "input_ids": lambda: torch.randint(0, config.get_text_config().vocab_size, (2, 16)),
         "pixel_values": lambda: torch.randn(2, config.num_channels, *_pair(config.image_size)),
@@ -81,7 +128,9 @@ def _hugging_face(name: str) -> tuple[nn.Module, Any]:
     inputs = {main: made[main]()} if main in made else None
     if inputs is not None and config.is_encoder_decoder:
         inputs["decoder_input_ids"] = inputs["input_ids"]
-    return model, inputs
+    lost = sorted(info["missing_keys"])
+    random = f"{name} has no {lost[0]} ({len(lost)} missing)." if lost else ""
+    return model, inputs, random
 
 
 def _pair(size: Any) -> tuple[int, int]:
@@ -91,34 +140,70 @@ def _pair(size: Any) -> tuple[int, int]:
 def _inputs(text: str) -> Any:
     """--inputs: a shape, a file of tensors, or a function of a file."""
     path, _, name = text.partition(":")
-    if path.endswith(".py") and name:
-        return _from_file(Path(path), name)
     if is_shape(text):
-        return torch.randn(*(int(n) for n in text.split(",")))
-    if not Path(text).is_file():
+        return _random(text)
+    if path.endswith(".py") and name:
+        inputs = _from_file(Path(path), name)
+    elif not Path(text).is_file():
         raise UsageError(
             f"--inputs {text!r} is no file; give a shape (1,3,224,224), a file of tensors or "
             "FILE.py:FUNCTION."
         )
-    if path.endswith(".safetensors"):
-        return conversion.load_weights(Path(text))
+    else:
+        inputs = _loaded(Path(text))
+    if not any(t.numel() for t in _tensors(inputs)):
+        raise UsageError(f"--inputs {text} holds no value; nothing could be seen of the network.")
+    return inputs
+
+
+def _loaded(path: Path) -> Any:
+    """The tensors of a file."""
+    if path.suffix == ".safetensors":
+        return conversion.load_weights(path)
     try:
-        return torch.load(text, weights_only=True)
-    except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        return torch.load(path, weights_only=True)
+    except (OSError, LookupError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
         said = str(error).splitlines()[0] if str(error) else "it is empty"
-        raise UsageError(f"{text} does not load as tensors: {said}") from error
+        raise UsageError(f"{path} does not load as tensors: {said}") from error
+
+
+def _tensors(inputs: Any) -> Iterator[torch.Tensor]:
+    if isinstance(inputs, torch.Tensor):
+        yield inputs
+    elif isinstance(inputs, Mapping | list | tuple):
+        for part in inputs.values() if isinstance(inputs, Mapping) else inputs:
+            yield from _tensors(part)
 
 
 def is_shape(text: str) -> bool:
-    return text.replace(",", "").replace(" ", "").isdigit()
+    return re.fullmatch(r"[\s\d,]+", text, re.ASCII) is not None
+
+
+def _random(text: str) -> torch.Tensor:
+    """Random inputs of a shape, none of whose sizes is 0: on nothing, nothing is seen."""
+    if not re.fullmatch(r"\s*[1-9]\d*\s*(,\s*[1-9]\d*\s*)*", text, re.ASCII):
+        raise UsageError(
+            f"--inputs {text!r} is no shape of whole numbers from 1 on, as 1,3,224,224."
+        )
+    try:
+        return torch.randn(*(int(n) for n in text.split(",")))
+    except (RuntimeError, OverflowError, TypeError, ValueError, MemoryError) as error:
+        raise UsageError(f"--inputs {text!r} cannot be made ({_brief(error)}).") from error
 
 
 def _from_file(path: Path, name: str) -> Any:
-    """What the function `name` of a file makes."""
-    try:
-        return from_file(path, name)()
-    except ValueError as error:
-        raise UsageError(str(error)) from error
+    """What the function `name` of a file makes; a network or tensor that stands there as it is."""
+    with redirect_stdout(sys.stderr):  # what the file prints is not the report
+        try:
+            found = from_file(path, name)
+        except ValueError as error:
+            raise UsageError(str(error)) from error
+        if isinstance(found, nn.Module) or not callable(found):
+            return found
+        try:
+            return found()
+        except (Exception, SystemExit) as error:
+            raise UsageError(failure(f"{path}:{name}", path, error)) from error
 
 
 def batches(path: Path, size: int) -> list[Any]:
@@ -127,7 +212,7 @@ def batches(path: Path, size: int) -> list[Any]:
         raise UsageError(f"--batch-size is at least 1; got {size}.")
     if not path.is_file():
         raise UsageError(f"--data {str(path)!r} is no file.")
-    read = _arrays(path) if path.suffix == ".npz" else _inputs(str(path))
+    read = _arrays(path) if path.suffix == ".npz" else _loaded(path)
     if isinstance(read, Mapping) and list(read) == ["arr_0"]:  # numpy's name for one without
         read = read["arr_0"]
     tensors = list(read.values()) if isinstance(read, Mapping) else [read]
@@ -149,8 +234,8 @@ def _arrays(path: Path) -> dict[str, torch.Tensor]:
     try:
         with np.load(path) as file:
             tensors = {name: torch.from_numpy(file[name]) for name in file.files}
-    except (ValueError, OSError, TypeError) as error:
-        raise UsageError(f"--data {path}: {error}") from error
+    except (ValueError, OSError, TypeError, EOFError, zipfile.BadZipFile) as error:
+        raise UsageError(f"--data {path}: {_brief(error)}") from error
     return {k: t.float() if t.dtype == torch.float64 else t for k, t in tensors.items()}
 
 

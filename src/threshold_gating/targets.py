@@ -104,13 +104,19 @@ def _loaded(path: Path) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        lines = [frame.lineno for frame in frames if frame.filename == str(path)]
-        where = f" in line {lines[-1]}" if lines else ""
-        raise ValueError(f"{path} fails{where}: {type(error).__name__}: {error}") from error
+        raise ValueError(failure(str(path), path, error)) from error
     finally:
-        sys.path.remove(beside)
+        if beside in sys.path:  # the file may have changed that
+            sys.path.remove(beside)
     return module
+
+
+def failure(what: str, path: Path, error: BaseException) -> str:
+    """That `what` fails, in which line of its file and how."""
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == str(path)]
+    where = f" in line {lines[-1]}" if lines else ""
+    return f"{what} fails{where}: {type(error).__name__}: {error}"
 
 
 def _function(value: Any, name: str) -> Function:

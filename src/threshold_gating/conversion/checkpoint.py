@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from threshold_gating import recurrent
-from threshold_gating.conversion import config, files, rewrite
+from threshold_gating.conversion import config, files, hub, rewrite
 from threshold_gating.conversion.answering import own
 from threshold_gating.conversion.config import SCHEMA, Checkpoint
 from threshold_gating.conversion.files import CheckpointError, load_weights
@@ -199,6 +199,7 @@ def _rebuild(model: nn.Module, saved: Checkpoint) -> None:
         own(at[entry.names[0]], entry.holds)
     for entry in saved.recurrent:
         at[entry.names[0]].__dict__["gates"] = dict(entry.holds)
+    hub.guard(model)
 
 
 def _check_modules(model: nn.Module, saved: Checkpoint) -> None:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from threshold_gating.conversion import hub
 from threshold_gating.conversion.answering import LEAVE, disown, own
 from threshold_gating.conversion.certificate import verify
 from threshold_gating.conversion.plan import (
@@ -120,12 +121,14 @@ def apply_plan(model: nn.Module, plan: Plan) -> None:
         own(model.get_submodule(owner), found)
     if any(isinstance(new, PerCall) for new in made.values()):
         model.__dict__["tg_restart"] = model.register_forward_pre_hook(_restart)
+    hub.guard(model)
 
 
 def revert(model: nn.Module) -> nn.Module:
     """Undo `convert_` in place; the weights are those of now."""
     if "tg_restart" in model.__dict__:
         model.__dict__.pop("tg_restart").remove()
+    hub.unguard(model)
     for module in list(model.modules()):
         disown(module)
     for parent, name, child in children(model):
