@@ -49,6 +49,7 @@ ALLOWED = {
     "insight": {*_CONVERSION, "shape", "theory"},
     "expressions": set(),
     "converting": None,
+    "proving": None,
     "networks": {*_CONVERSION, "targets"},
     "targets": {*_BASE, "taxonomy", "expressions"},
     "explaining": {*_CONVERSION, "shape", "theory", "insight", "tables", "targets"},

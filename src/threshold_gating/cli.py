@@ -21,7 +21,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from threshold_gating import __version__, converting, evaluating, explaining, kernels, taxonomy
+from threshold_gating import (
+    __version__,
+    converting,
+    evaluating,
+    explaining,
+    kernels,
+    proving,
+    taxonomy,
+)
 from threshold_gating.conversion import ConversionError
 from threshold_gating.insight import plot_explanation
 from threshold_gating.layers import Activation
@@ -93,6 +101,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_explain(commands)
     converting.add_commands(commands)
     evaluating.add_command(commands)
+    proving.add_command(commands)
 
     env = commands.add_parser("env", help="versions, devices, and each backend tried out")
     env.add_argument("--json", action="store_true", help="for other programs")
@@ -381,6 +390,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "audit": converting.audit,
     "verify": converting.verify,
     "evaluate": evaluating.evaluate,
+    "prove": proving.prove,
     "bench": _bench,
     "env": _env,
     "demo": _demo,

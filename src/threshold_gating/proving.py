@@ -1,0 +1,301 @@
+"""`tg prove`: rows of the taxonomy, or a network's sites, on every finite number of a type.
+
+    tg prove silu mish
+    tg prove all --device cuda --json proofs.json
+    tg prove timm:resnet18 --dtype float16 bfloat16
+
+The comparison itself is in `conversion.proof`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from textwrap import fill
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from threshold_gating import kernels, sites, taxonomy
+from threshold_gating.conversion import Site, config, files, proof
+from threshold_gating.conversion.audit import WIDTH
+from threshold_gating.conversion.enumeration import FORMATS, name_of
+from threshold_gating.conversion.plan import Plan, make_plan
+from threshold_gating.conversion.record import Proof, table
+from threshold_gating.converting import command
+from threshold_gating.instance import TG
+from threshold_gating.layers import Activation
+from threshold_gating.networks import SPECS, UsageError, network
+
+_DTYPES = {name_of(dtype): dtype for dtype in FORMATS}
+_NO_NATIVE = tuple(name for name in kernels.BACKENDS if name != "native")
+
+
+def add_command(commands: Any) -> None:
+    """Add the command to the parser of `tg`."""
+    parser = commands.add_parser(
+        "prove", help="a gate against its function, on every finite float32, float16, bfloat16"
+    )
+    parser.add_argument(
+        "what",
+        nargs="+",
+        metavar="WHAT",
+        help="rows of the taxonomy (silu), all (every exact row), or one network: "
+        f"{SPECS}, or a folder that tg convert -o wrote",
+    )
+    parser.add_argument(
+        "--dtype",
+        nargs="+",
+        type=_dtype,
+        default=list(_DTYPES),
+        metavar="TYPE",
+        help=f"some of {', '.join(_DTYPES)} (default: all; float32 takes minutes on a CPU)",
+    )
+    parser.add_argument(
+        "--sample", type=int, metavar="N", help="about N inputs, of every exponent: no proof"
+    )
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes, on a CPU")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
+    parser.add_argument(
+        "--backend",
+        choices=_NO_NATIVE,
+        default="reference",
+        help="what evaluates the gates (default: reference)",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure there")
+    of_network = parser.add_argument_group("of a network")
+    of_network.add_argument("--gates", type=Path, metavar="DIR", help="with the gates saved there")
+    of_network.add_argument("--inputs", metavar="WHAT", help="as for tg convert")
+    of_network.add_argument("--checkpoint", type=Path, metavar="FILE", help="weights to load")
+    of_network.add_argument("--trust", action="store_true", help="run code that a pickle asks for")
+    of_network.add_argument("--pretrained", action="store_true", help="let timm fetch its weights")
+
+
+def _dtype(word: str) -> str:
+    if word.removeprefix("torch.") not in _DTYPES:
+        raise argparse.ArgumentTypeError(
+            f"TYPE is one of {', '.join(_DTYPES)}, whose numbers can all be tried; got {word!r}"
+        )
+    return word.removeprefix("torch.")
+
+
+@dataclass(frozen=True)
+class _Instance:
+    """What is to be proven: an instance, what it replaces, and where it stands."""
+
+    name: str
+    t: TG
+    f: Callable[[Tensor], Tensor]
+    sup: float = 0.0
+    truth: Callable[[Tensor], Tensor] | None = None
+    is_module: bool = False
+    where: tuple[str, ...] = ()
+
+
+@command
+def prove(args: argparse.Namespace) -> int:
+    """`tg prove`."""
+    found, left = _instances(args)
+    for why, names in left.items():
+        print(f"tg prove: {_listed(names)} left out: {why}", file=sys.stderr)
+    work = [(each, dtype) for each in found for dtype in args.dtype]
+    proofs: list[Proof] = []
+    for each, dtype in work:
+        proofs.append(_proven(args, each, dtype))
+        print(proofs[-1], end="\n\n", flush=True)
+        if proofs[-1].interrupted:
+            break
+    print(_summary(proofs, len(work)))
+    if args.json is not None:
+        done = [
+            p.to_dict() | {"sites": each.where} for p, (each, _) in zip(proofs, work, strict=False)
+        ]
+        _write(args.json, {"proofs": done, "left": left})
+    if proofs[-1].interrupted:
+        return 130
+    return 0 if all(each.holds for each in proofs) else 1
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{', '.join(names[:3])}{more} {'are' if len(names) > 1 else 'is'}"
+
+
+def _proven(args: argparse.Namespace, each: _Instance, dtype: str) -> Proof:
+    # A module evaluates its record but for infinite inputs; other backends would run torch's op.
+    module = each.is_module and args.backend == "reference"
+    whole = dtype != "float32"  # few enough to try them all, here
+    device = _device(args.device)
+    try:
+        return proof.prove(
+            each.t,
+            each.f,
+            _DTYPES[dtype],
+            name=each.name,
+            sup=each.sup,
+            truth=each.truth,
+            gate=Activation(each.t, device=device) if module else None,
+            device=device,
+            backend=args.backend,
+            sample=None if whole else args.sample,
+            jobs=1 if whole else args.jobs,
+            progress=_progress(f"{each.name}, {dtype}"),
+        )
+    except (ValueError, TypeError, RuntimeError) as error:  # of ours, or of the function itself
+        said = str(error).splitlines()[0].removeprefix("prove: ")
+        raise UsageError(f"{each.name} in {dtype}: {said}") from error
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        said = str(error).splitlines()[0]
+        raise UsageError(f"--device {name!r} is not available: {said}") from error
+    return device
+
+
+def _progress(what: str) -> Callable[[int, int], None]:
+    """On a terminal one line that is written over; nothing elsewhere."""
+    start = time.monotonic()
+
+    def show(done: int, count: int) -> None:
+        passed = time.monotonic() - start
+        if sys.stderr.isatty() and (passed > 1 or done < count):
+            left = passed * (count - done) / done
+            line = f"\r{what}: {done / count:.0%}, {passed:.0f} s, about {left:.0f} s left  "
+            print(line, end="\n" if done == count else "", file=sys.stderr, flush=True)
+
+    return show
+
+
+def _summary(proofs: list[Proof], asked: int) -> str:
+    wrong = [f"{each.name} ({each.dtype})" for each in proofs if not each.holds]
+    complete = sum(each.complete for each in proofs)
+    said = [f"Every finite input was tried for {complete} of {asked}"]
+    if sampled := sum(not (each.complete or each.interrupted) for each in proofs):
+        said.append(f"a sample, which proves nothing, for {sampled}")
+    if proofs[-1].interrupted:
+        said.append("then it was interrupted")
+    verdict = f"WRONG: {', '.join(wrong)}" if wrong else "Every claim holds on what was tried"
+    last = fill(f"{'; '.join(said)}. {verdict}.", WIDTH)
+    return f"{table(proofs)}\n\n{last}"
+
+
+def _write(path: Path, data: Any) -> None:
+    try:
+        path.write_text(json.dumps(data, indent=1, allow_nan=False) + "\n", "utf-8")
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror}") from error
+
+
+# What the command line names
+
+
+def _instances(args: argparse.Namespace) -> tuple[list[_Instance], dict[str, list[str]]]:
+    """What is to be proven, and the sites that cannot be, by the reason."""
+    folders = [word for word in args.what if (Path(word) / files.CONFIG).is_file()]
+    if not folders and not any(":" in word for word in args.what):
+        if args.gates is not None:
+            raise UsageError(f"--gates is for a network, {SPECS}; got {' '.join(args.what)}.")
+        return _rows(args.what), {}
+    if len(args.what) > 1:
+        raise UsageError(f"give names of rows, or one network; got {' '.join(args.what)}.")
+    found: dict[Any, _Instance] = {}
+    left: dict[str, list[str]] = {}
+    for place in _saved(Path(folders[0]), None) if folders else _of_network(args):
+        if isinstance(made := _instance(place), str):
+            left.setdefault(made, []).append(place.site.name)
+        else:
+            key, each = made
+            before = found.setdefault(key, each)
+            found[key] = replace(before, where=(*before.where, place.site.name))
+    if not found:
+        why = "; ".join(f"{_listed(names)} left out: {why}" for why, names in left.items())
+        raise UsageError(f"{args.what[0]} has no element-wise site to prove. {why}".strip())
+    return list(found.values()), left
+
+
+class _Place(NamedTuple):
+    """A site, the module that it replaces if it is one and known, and whether it is learned."""
+
+    site: Site
+    is_module: bool
+    module: nn.Module | None = None
+    learned: bool = False
+
+
+def _of_network(args: argparse.Namespace) -> Iterator[_Place]:
+    args.network = args.what[0]
+    if args.gates is not None:
+        return _saved(args.gates, network(args, ())[0])  # it need not run
+    model, inputs = network(args)
+    return _planned(make_plan(model, None, inputs))
+
+
+def _planned(plan: Plan) -> Iterator[_Place]:
+    for module, made in plan.modules.items():
+        yield from (_Place(site, True, module) for site in made)
+    for calls in (plan.calls or {}).values():
+        yield from (_Place(site, False) for site in calls.values() if site is not None)
+
+
+def _saved(folder: Path, model: nn.Module | None) -> Iterator[_Place]:
+    saved = config.read(folder)
+    modules = {} if model is None else dict(model.named_modules())
+    for entry in saved.modules:
+        if model is not None and entry.names[0] not in modules:
+            raise UsageError(f"{folder} does not fit: there is no module {entry.names[0]!r}.")
+        for site, make in entry.holds:
+            yield _Place(site, True, modules.get(entry.names[0]), bool(make["train"]))
+    for entry in saved.owners:
+        yield from (
+            _Place(site, False) for site in (entry.holds or {}).values() if site is not None
+        )
+
+
+def _instance(place: _Place) -> tuple[Any, _Instance] | str:
+    """What is to be proven at a site, under a key that equal ones share; or why nothing can be."""
+    site, module = place.site, place.module
+    if site.t is None:
+        return f"{site.kind} is not one element-wise function."
+    if place.learned:
+        return "its gates are learned, so there is no function that they replace."
+    sup = 0.0 if site.exact else site.sup
+    if not place.is_module:
+        given = ", ".join(map(str, site.parameters))
+        name = f"{site.kind}({given})" if given else site.kind
+        f = sites.function(site.kind, site.parameters)
+        return (name, site.t), _Instance(name, site.t, f, sup, proof.TRUTHS.get(site.kind))
+    if module is not None:
+        name = type(module).__name__
+        own = {k: v for k, v in vars(module).items() if not k.startswith("_") and k != "training"}
+        truth = proof.TRUTHS.get(proof.kind_of(module) or "")
+        key = (type(module), repr(own), site.t)
+        return key, _Instance(name, site.t, module.forward, sup, truth, is_module=True)
+    if taxonomy.TAXONOMY.get(site.kind) == site.t:
+        return site.kind, replace(_row(site.kind), sup=sup, is_module=True)
+    return "the folder does not say which function it replaces; give the network, and --gates."
+
+
+def _rows(words: list[str]) -> list[_Instance]:
+    keys: list[str] = []
+    for word in words:
+        try:
+            exact = [key for key, row in taxonomy.ROWS.items() if row.exact]
+            keys += exact if word == "all" else [taxonomy.key_of(word)]
+        except ValueError as error:
+            raise UsageError(f"{error} A network is {SPECS}.") from error
+    return [_row(key) for key in dict.fromkeys(keys)]
+
+
+def _row(key: str) -> _Instance:
+    row = taxonomy.ROWS[key]
+    return _Instance(key, taxonomy.TAXONOMY[key], row.f, row.sup, proof.TRUTHS.get(key))
