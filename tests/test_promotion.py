@@ -499,6 +499,7 @@ def test_modes_of_parts_are_kept(x):
     assert not new.training
     assert not new.get_submodule("3").training
 
+
 REFUSED = [
     (TypeError, lambda net: promote("resnet18"), "promote: a torch.nn.Module is wanted; got 'resnet18'."),
     (ValueError, lambda net: promote(net, tier="w"), "promote: no tier 'w'; did you mean 'W'?"),
