@@ -35,9 +35,9 @@ def looks(monkeypatch):
     plans = []
     start = answering.Answering.__init__
 
-    def counted(self, plan):
+    def counted(self, plan, *counts):
         plans.append(sorted(plan))
-        start(self, plan)
+        start(self, plan, *counts)
 
     monkeypatch.setattr(answering.Answering, "__init__", counted)
     return plans
@@ -52,11 +52,28 @@ def test_an_owner_of_exact_calls_looks_at_them_only_when_the_gates_are_evaluated
     network = nn.Sequential(Inner())
     gated = tg.convert(network, inputs=x)
     looks.clear()
-    assert torch.equal(gated(x), network(x))
-    assert not looks
+    for _ in range(3):  # the first run with such arguments shows that all calls are planned
+        assert torch.equal(gated(x), network(x))
+    assert looks == [["relu#0", "sigmoid#0"]]
+    gated(x[:2])
+    gated(x.requires_grad_())
+    assert len(looks) == 3
     with tg.kernels.use("reference"):
         gated(x)
-    assert looks == [["relu#0", "sigmoid#0"]]
+        gated(x)
+    assert len(looks) == 5
+
+
+def test_an_owner_that_asks_for_values_is_always_looked_at(looks, x):
+    class Asks(nn.Module):
+        def forward(self, x):
+            return F.relu(x) if x.sum() < 1e9 else x
+
+    gated = tg.convert(Asks(), inputs=x)
+    looks.clear()
+    gated(x)
+    gated(x)
+    assert len(looks) == 2
 
 
 def test_an_owner_of_an_approximate_call_always_looks_and_its_parts_answer_for_themselves(looks, x):

@@ -306,14 +306,34 @@ def test_bad_options_are_refused_before_the_network_runs(options, text):
         calibrate(net(), inputs, **{"K": 2, **options})
 
 
-def test_a_function_without_asymptotes_is_refused_by_name_unless_its_tails_are_free():
+def test_a_function_without_asymptotes_is_named():
     class Cube(nn.Module):
         def forward(self, x):
             return x**3
 
     model = nn.Sequential(nn.Linear(8, 4), Cube())
-    with pytest.raises(ConversionError, match=r"^1 \(Cube\): fit: f has no asymptote at -inf"):
+    with pytest.raises(
+        ConversionError,
+        match=r"1 \(Cube\) stays as it is: no gate computes it \(fit: f has no asymptote at -inf",
+    ):
         quick(model)
+
+
+def test_batches_of_a_data_loader_lose_their_labels_and_ambiguous_ones_are_refused():
+    model = nn.Sequential(nn.Linear(8, 4), nn.GELU())
+    x = torch.randn(32, 8)
+    data = torch.utils.data.TensorDataset(x, torch.zeros(32))
+    loader = torch.utils.data.DataLoader(data, 8)
+    found = calibrate(model, loader, K=2)
+    assert found.fits == calibrate(model, x.split(8), K=2).fits
+
+    class Masked(nn.Sequential):
+        def forward(self, x, mask=None):
+            return super().forward(x if mask is None else x * mask)
+
+    with pytest.raises(ConversionError, match=r"has 2 parts and Masked takes \(x, mask\), some of"):
+        calibrate(Masked(*model), loader, K=2)
+    calibrate(Masked(*model), [(x, torch.ones(8))], K=2)  # arguments, as `convert` takes them
 
 
 def test_progress_is_told_to_a_function_or_a_terminal_and_else_to_nobody(monkeypatch, capsys):

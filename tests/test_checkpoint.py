@@ -122,7 +122,7 @@ def assert_untouched(net, before):
 def structure(net):
     """What stands where, by name."""
     return {
-        name: (type(m), vars(m).get("tg_sites"), vars(m).get("site"))
+        name: (isinstance(m, Activation) or type(m), vars(m).get("tg_sites"), vars(m).get("site"))
         for name, m in net.named_modules()
     }
 
@@ -620,7 +620,7 @@ DAMAGES = {
     ),
     "a site without calls": (
         lambda d: edit(d, lambda c: c["modules"][0].update(calls=[])),
-        "tg_config.json: site 'act': it has no call. Save the network again.",
+        "tg_config.json: site 'act': it has no call with an instance. Save the network again.",
     ),
     "a number for a text": (
         lambda d: edit(d, lambda c: c["modules"][0].update(also=[3])),

@@ -1,10 +1,13 @@
 """What is found in a network, what the caller may choose, and what is refused."""
 
+import warnings
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+import threshold_gating as tg
 from threshold_gating import TAXONOMY, TG
 from threshold_gating.conversion import ConversionError, convert, convert_
 from threshold_gating.conversion.plan import make_plan
@@ -127,13 +130,69 @@ def test_a_scripted_module_is_refused():
     )
 
 
-def test_a_function_without_instance_is_refused_by_name_and_the_network_untouched():
+@pytest.mark.parametrize("sites", [None, {"2": None}])
+def test_a_function_without_instance_stays_is_named_and_the_rest_converts(sites):
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), Sine())
-    with pytest.raises(ConversionError) as caught:
-        convert_(model, inputs=X)
-    assert caught.value.site == "2"
-    assert str(caught.value).startswith("2 (Sine): ")
-    assert type(model[1]) is nn.ReLU
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        gated = tg.convert(model, sites, inputs=X)
+    assert [str(w.message) for w in said] == [
+        "convert: 2 (Sine) stays as it is: no gate computes it "
+        "(fit: f has no asymptote at -inf: oscillating)."
+    ] * (sites is None)
+    assert isinstance(gated[1], tg.Activation)
+    assert isinstance(gated[2], Sine)
+    assert torch.equal(gated(X), model(X))
+
+
+def test_a_choice_for_a_module_that_has_to_stay_is_refused():
+    with pytest.raises(ConversionError, match="has to stay as it is: no gate computes it"):
+        tg.convert(nn.Sequential(nn.ReLU(), Sine()), {"1": "relu"}, inputs=X)
+
+
+class Noisy(nn.Module):
+    def forward(self, x):
+        return F.dropout(F.relu(x), 0.5, self.training)
+
+
+class Hidden(nn.Module):
+    """Without a call that could be answered instead, in training another function."""
+
+    def forward(self, x):
+        y = torch.where(x > 0, x, 0.1 * x)
+        return y * (2 if self.training else 1)
+
+
+def test_what_trains_differently_keeps_that():
+    torch.manual_seed(0)
+    x = torch.rand(64, 4) + 0.5
+    gated = tg.convert(nn.Sequential(Noisy()), inputs=x)
+    assert [site.name for site in tg.audit(gated, x).sites] == ["0:relu#0"]
+    gated.train()
+    assert 0.3 < (gated(x) == 0).float().mean() < 0.7
+    with pytest.warns(
+        UserWarning, match="0 .Hidden. stays as it is: it trains as another function"
+    ):
+        gated = tg.convert(nn.Sequential(Hidden(), nn.ReLU()), inputs=x)
+    assert torch.equal(gated.train()(x), 2 * x)
+
+
+def test_a_gradient_at_a_kink_that_no_gate_has_is_named():
+    class Half(nn.Module):
+        def forward(self, x):
+            return (x + x.abs()) / 2
+
+    with pytest.warns(UserWarning, match="0 .Half.: the gradient at x = 0 is that of one side"):
+        gated = tg.convert(nn.Sequential(Half()), inputs=X)
+    assert isinstance(gated[0], tg.Activation)
+
+
+def test_random_slopes_are_drawn_in_training_and_gates_in_evaluation():
+    x = torch.full((1000,), -1.0)
+    gated = tg.convert(nn.Sequential(nn.RReLU(0.1, 0.9)), inputs=x)
+    with tg.kernels.use("reference"):
+        torch.testing.assert_close(gated.eval()(x), torch.full((1000,), -0.5))
+        assert gated.train()(x).std() > 0.2
 
 
 def test_a_network_that_fails_half_way_is_left_as_it_was(monkeypatch):

@@ -1,14 +1,19 @@
 """convert, convert_ and revert: the same function, the same keys, nothing lost."""
 
 import copy
+import inspect
 import io
 import pickle
+import threading
+import warnings
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
+import threshold_gating as tg
 from threshold_gating import TAXONOMY, TG, Activation, kernels
 from threshold_gating.conversion import ConversionError, convert, convert_, revert
 from threshold_gating.conversion.rewrite import PerCall
@@ -217,6 +222,222 @@ def test_a_shared_activation_can_have_an_instance_for_each_call():
     assert not gated._forward_pre_hooks
 
 
+SLOPES = [TG(float("inf"), 0, (slope, 1), (0, 0)) for slope in (0.5, 0.25)]
+
+
+def test_a_call_of_a_shared_activation_can_be_left_alone():
+    model, x = Block(), torch.randn(3, 4)
+    gated = convert(model, {"act": SLOPES[0], "act#1": None}, inputs=x, tol=float("inf"))
+    want = F.relu(model.b(F.leaky_relu(model.a(x), 0.5)))
+    for same in (gated, copy.deepcopy(gated), pickle.loads(pickle.dumps(gated))):
+        torch.testing.assert_close(same(x), want)
+    assert [(op.op, op.asked) for op in tg.audit(gated, x).left] == [("relu", True)]
+
+
+def test_calls_beyond_the_planned_ones_and_missing_ones_are_refused():
+    class Loop(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.act = nn.ReLU()
+
+        def forward(self, x, n=2):
+            for _ in range(n):
+                x = self.act(x - 0.1)
+            return x
+
+    x = torch.randn(5)
+    gated = convert(Loop(), {"act#1": SLOPES[0]}, inputs=x, tol=float("inf"))
+    for backend in ("auto", "reference"):
+        with kernels.use(backend):
+            gated(x)
+            with pytest.raises(ConversionError, match="act is called more often than the 2 times"):
+                gated(x, 3)
+            with pytest.raises(ConversionError, match="act was called 1 times in a run and 2"):
+                gated(x, 1)
+            with pytest.raises(ConversionError, match="call the network as a whole"):
+                gated.act(x)
+    assert torch.equal(convert(Loop(), inputs=x)(x, 5), Loop()(x, 5))  # one instance for all
+
+
+def test_a_missing_call_of_a_function_with_other_instances_is_refused():
+    class Skips(nn.Module):
+        def forward(self, x, skip=False):
+            return F.leaky_relu(x if skip else F.leaky_relu(x, 0.1), 0.1)
+
+    x = torch.randn(5)
+    gated = convert(Skips(), {":leaky_relu#1": SLOPES[0]}, inputs=x, tol=float("inf"))
+    with pytest.raises(ConversionError, match="leaky_relu was called 1 times and 2 times when"):
+        gated(x, skip=True)
+    same = convert(Skips(), inputs=x)
+    assert torch.equal(same(x, skip=True), F.leaky_relu(x, 0.1))
+
+
+def test_instances_for_each_call_hold_in_many_threads():
+    model, x = Block(), torch.randn(64, 4)
+    gated = convert(model, {"act": SLOPES[0], "act#1": SLOPES[1]}, inputs=x, tol=float("inf"))
+    want, wrong = gated(x), []
+
+    def work():
+        wrong.extend(1 for _ in range(40) if not torch.equal(gated(x), want))
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+class Aliased(nn.Module):
+    """Holds its activation in every way there is."""
+
+    def __init__(self):
+        super().__init__()
+        self.lin, self.act = nn.Linear(4, 4), nn.ReLU()
+        self.steps = [self.lin, self.act]
+        self.pair, self.named = (self.act,), {"act": self.act}
+
+    def forward(self, x):
+        for step in self.steps:
+            x = step(x)
+        return self.named["act"](self.pair[0](x) - 0.1)
+
+
+def test_whoever_holds_an_activation_sees_the_gate():
+    model, x = Aliased(), torch.randn(3, 4)
+    want = model(x)
+    gated = convert_(model, inputs=x)
+    assert gated.steps[1] is gated.act is gated.pair[0] is gated.named["act"]
+    assert isinstance(gated.act, Activation)
+    assert torch.equal(gated(x), want)
+    assert sum(site.calls for site in tg.audit(gated, x).sites) == 3
+    revert(gated)
+    assert type(gated.steps[1]) is nn.ReLU
+    assert torch.equal(gated(x), want)
+
+
+def test_an_attribute_that_would_do_nothing_cannot_be_set():
+    gated = convert(nn.Sequential(nn.LeakyReLU(0.1)), inputs=torch.randn(3))
+    with pytest.raises(AttributeError, match=r"LeakyReLU.negative_slope cannot be set"):
+        gated[0].negative_slope = 0.9
+    gated[0].tag = "mine"
+    gated[0].inplace = True
+    revert(gated)
+    gated[0].negative_slope = 0.9
+    assert gated(torch.tensor([-1.0])).item() == pytest.approx(-0.9)
+
+
+def test_an_owner_keeps_the_signature_of_its_forward():
+    class Keywords(nn.Module):
+        def forward(self, x, *, mask=None, scale: float = 1.0):
+            return F.relu(x) * scale
+
+    gated = convert(Keywords(), inputs=torch.randn(3))
+    assert inspect.signature(gated.forward) == inspect.signature(Keywords().forward)
+    gated.forward = Keywords().forward  # on the instance, as accelerate does
+    again = convert(gated, inputs=torch.randn(3), strict=False)
+    assert inspect.signature(again.forward) == inspect.signature(Keywords().forward)
+
+
+def test_a_graph_module_keeps_its_gates_when_copied_pickled_and_recompiled():
+    class Small(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lin, self.act = nn.Linear(4, 4), nn.ReLU()
+
+        def forward(self, x):
+            return torch.tanh(self.act(self.lin(x)))
+
+    model, x = torch.fx.symbolic_trace(Small()), torch.randn(3, 4)
+    gated = convert(model, inputs=x)
+    others = [copy.deepcopy(gated), pickle.loads(pickle.dumps(gated))]
+    gated.recompile()
+    for same in (gated, *others):
+        assert torch.equal(same(x), gated(x))
+        assert [site.name for site in tg.audit(same, x).sites] == ["act", ":tanh#0"]
+        assert isinstance(same, torch.fx.GraphModule)
+    assert torch.equal(revert(gated)(x), model(x))
+
+
+class Stateful(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lin, self.hidden, self.runs, self.log = nn.Linear(4, 4), None, 0, []
+        self.register_buffer("steps", torch.zeros(4))
+        self.register_buffer("unset", torch.full((2,), float("nan")))
+
+    def forward(self, x):
+        self.runs += 1
+        self.steps += 1
+        self.log.append(self.runs)
+        self.hidden = torch.tanh(self.lin(x) + (0 if self.hidden is None else self.hidden))
+        return self.hidden + F.dropout(self.steps, 0.5)
+
+
+@pytest.mark.parametrize("how", [convert, convert_])
+def test_a_network_with_a_state_is_run_into_no_other_one(how):
+    model, x = Stateful(), torch.randn(3, 4)
+    before = torch.get_rng_state()
+    gated = how(model, inputs=x)
+    assert torch.equal(torch.get_rng_state(), before)
+    for each in (model, gated):
+        assert (each.hidden, each.runs, each.log) == (None, 0, [])
+        assert not each.steps.any()
+        assert each.unset.isnan().all()
+    tg.audit(gated, x)
+    assert gated.runs == 0
+
+
+def test_a_parameter_that_a_run_changes_is_refused():
+    class Writes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.zeros(3))
+
+        def forward(self, x):
+            with torch.no_grad():
+                self.w += 1
+            return F.relu(x + self.w)
+
+    with pytest.raises(ValueError, match="Writes changes its parameter 'w' when it runs"):
+        convert(Writes(), inputs=torch.randn(3))
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant):
+        super().__init__()
+        self.a, self.b, self.act = nn.Linear(4, 4), nn.Linear(4, 4), nn.ReLU()
+        self.reentrant, self.on = reentrant, True
+
+    def part(self, x):
+        return self.act(torch.tanh(self.b(F.gelu(self.act(x)))))
+
+    def forward(self, x):
+        x = F.gelu(self.a(x))
+        for _ in range(2):
+            again = {"use_reentrant": self.reentrant}
+            x = checkpoint(self.part, x, **again) if self.on else self.part(x)
+        return F.silu(x)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("backend", ["reference", "auto"])
+def test_what_checkpointing_computes_again_is_answered_again(reentrant, backend):
+    model, x = Checkpointed(reentrant), torch.randn(6, 4)
+    sites = {"act": SLOPES[0], "act#2": SLOPES[1], ":gelu#1": "gelu_k2"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of reentrant checkpoints, that nothing needs gradients
+        gated = convert(model, sites, inputs=x, tol=float("inf"))
+    grads = []
+    for gated.on in (True, False):
+        gated.zero_grad()
+        with kernels.use(backend):
+            gated(x).square().sum().backward()
+        grads.append([p.grad.clone() for p in gated.parameters()])
+    for again, plain in zip(*grads, strict=True):
+        assert torch.equal(again, plain)
+
+
 def test_hooks_keep_firing():
     seen = []
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
@@ -319,12 +540,12 @@ def test_a_certificate_that_is_not_ok_is_an_error_that_names_the_site(monkeypatc
     from threshold_gating.conversion import rewrite
 
     def worse(module, calls, place):
-        act = original(module, calls, place)
-        act.theta0 += 0.01
-        return act
+        gates = original(module, calls, place)
+        gates[0].theta0 += 0.01
+        return gates
 
-    original = rewrite._replacement
-    monkeypatch.setattr(rewrite, "_replacement", worse)
+    original = rewrite._gates
+    monkeypatch.setattr(rewrite, "_gates", worse)
     model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.randn(2, 4)
     with pytest.raises(ConversionError) as caught:
         convert_(model, inputs=x)

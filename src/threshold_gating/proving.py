@@ -242,7 +242,7 @@ def _of_network(args: argparse.Namespace) -> Iterator[_Place]:
 
 def _planned(plan: Plan) -> Iterator[_Place]:
     for module, made in plan.modules.items():
-        yield from (_Place(site, True, module) for site in made)
+        yield from (_Place(site, True, module) for site in made if site is not None)
     for calls in (plan.calls or {}).values():
         yield from (_Place(site, False) for site in calls.values() if site is not None)
 

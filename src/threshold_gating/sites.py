@@ -1,10 +1,9 @@
-"""What counts as a nonlinearity and how it is read: calls of torch, and functions by what they do.
+"""Which calls of torch are nonlinearities, and how each is read.
 
 A call such as `F.leaky_relu(x, 0.2)` or `x.sigmoid_()` has a kind ("leaky_relu"), an input and
 parameters; `KINDS` says which instance that is. `FUNCTIONS` has every spelling torch offers, in
 place or not. What is not one element-wise function (softmax, attention, GLU, PReLU, LSTM) is
-evaluated as a whole by `WHOLE`. `recognise` finds the instance of any element-wise callable from
-its values.
+evaluated as a whole by `WHOLE`.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from threshold_gating import attention, kernels, recurrent, taxonomy
 from threshold_gating.instance import TG
@@ -66,7 +64,7 @@ def _gelu(approximate: str) -> TG:
 
 
 def _elu(alpha: float) -> TG:
-    return TAXONOMY["elu"] if alpha == 1 else _fitted(lambda x: F.elu(x, alpha)).t
+    return TAXONOMY["elu"] if alpha == 1 else fitted(lambda x: F.elu(x, alpha)).t
 
 
 def _softplus(beta: float, threshold: float) -> TG:
@@ -74,8 +72,6 @@ def _softplus(beta: float, threshold: float) -> TG:
 
 
 def _rrelu(lower: float, upper: float, training: float) -> TG:
-    if training:
-        raise ValueError("rrelu in training mode draws its slopes at random; convert it in eval().")
     return taxonomy.leaky_relu((lower + upper) / 2)
 
 
@@ -168,6 +164,8 @@ def _extreme(side: int) -> Callable[..., Tensor]:
             ((0.0, 1.0), (other, 0.0), "hi") if side > 0 else ((1.0, 0.0), (0.0, other), "lo")
         )
         y = kernels.blend(input, math.inf, [other], s, c, owner=[owner])
+        # Of two equal ones each has half of the gradient, as torch gives it.
+        y = torch.where(input == other, input / 2 + other / 2, y)
         return torch.where(other.isnan(), other, y)
 
     return extreme
@@ -233,88 +231,12 @@ def read(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> s
     if kind in ("maximum", "minimum"):  # torch.max is also a reduction
         other = args[1] if len(args) > 1 else kwargs.get("other")
         return kind if isinstance(other, Tensor) and other.is_floating_point() else None
+    if kind == "rrelu" and KINDS[kind].read(*args, **kwargs).parameters[-1]:
+        return None  # in training it draws its slopes, which no gate does: torch's own stays
     if kind.startswith("clamp"):
         bounds = KINDS[kind].read(*args, **kwargs).parameters
         return f"{kind}_by_tensors" if any(isinstance(b, Tensor) for b in bounds) else kind
     return kind
-
-
-class _Recorder(TorchFunctionMode):
-    """Notes the nonlinear calls made while it is on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[tuple[str, Call | None, Any]] = []
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        y = func(*args, **kwargs)
-        kind = read(func, args, kwargs)
-        if kind is not None:
-            call = KINDS[kind].read(*args, **kwargs) if kind in KINDS else None
-            self.calls.append((kind, call, y))
-        return y
-
-
-def _probe() -> Tensor:
-    """Points that tell activations apart: dense where they bend, torch's own kinks among them."""
-    fine = torch.linspace(-12, 12, 1201, dtype=torch.float64)
-    kinks = torch.tensor([-6, -3, -1, -0.5, 0, 0.1, 0.5, 1, 3, 6, -40, 40, 1e3, -1e3]).double()
-    return torch.cat([fine, kinks, fine * 1e-3])
-
-
-def is_elementwise(f: Callable[[Tensor], Any]) -> bool:
-    """Whether `f` acts on each element alone: order, shape and company do not matter."""
-    x = _probe()[:1200]
-    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
-    try:
-        with torch.no_grad():
-            y = f(x.clone())
-            if not isinstance(y, Tensor) or y.shape != x.shape or not y.is_floating_point():
-                return False
-            again, image = f(x[order]), f(x.view(2, 3, 10, 20).clone())
-            half = f(x[:600].clone())  # a mean over all elements does not see their order
-    except Exception:  # it is not a function of one tensor, and whatever it says does not matter
-        return False
-    pairs = ((again, y[order]), (image.flatten(), y), (half, y[:600]))
-    return all(torch.allclose(a, b, rtol=1e-12, atol=0, equal_nan=True) for a, b in pairs)
-
-
-def is_bent(f: Callable[[Tensor], Any]) -> bool:
-    """Whether `f` is element-wise and not just a straight line."""
-    if not is_elementwise(f):
-        return False
-    x = _probe()
-    with torch.no_grad():
-        y = f(x.clone())
-        a, b = f(torch.tensor([0.0, 1.0], dtype=x.dtype)).tolist()
-    return not torch.allclose(y, a + (b - a) * x, rtol=1e-12, atol=1e-12)
-
-
-def recognise(f: Callable[[Tensor], Tensor]) -> Recognised:
-    """The instance of an element-wise function, exact if one is (float64, 1e-12), else fitted.
-
-    Tried in turn: the one call of torch that `f` makes, the rows of the taxonomy, the families
-    with a parameter (read off the values), what the fitted rows stand for, a new fit over the line.
-    """
-    x = _probe()
-    with torch.no_grad():
-        with _Recorder() as recorder:
-            y = f(x.clone())
-
-        def agrees(g: Callable[[Tensor], Tensor]) -> bool:
-            return torch.allclose(y, g(x), rtol=1e-12, atol=1e-12, equal_nan=True)
-
-        for t in (*_called(recorder, y), *_exact_rows(), *_read_off(f)):
-            if agrees(t):
-                return Recognised(t, True, 0.0)
-        for key in ("gelu", "gelu_tanh", "elu", "selu", "softplus", "logsigmoid", "erf"):
-            row = taxonomy.ROWS[key]
-            if agrees(row.f):
-                return Recognised(TAXONOMY[key], False, row.sup)
-        for t in _called(recorder, y):
-            return Recognised(t, False, taxonomy.measure(t, f).sup)
-    return _fitted(f)
 
 
 def function(kind: str, parameters: tuple[Any, ...]) -> Callable[[Tensor], Tensor]:
@@ -346,35 +268,9 @@ def judged(t: TG, f: Callable[[Tensor], Tensor]) -> Recognised:
     return Recognised(t, exact, 0.0 if exact else sup)
 
 
-def _fitted(f: Callable[[Tensor], Tensor]) -> Recognised:
+def fitted(f: Callable[[Tensor], Tensor]) -> Recognised:
+    """A new instance with five branches over the line; ValueError where f is not affine far out."""
     from threshold_gating.fitting import fit  # scipy, only where a fit is needed
 
     found = fit(f, over="line", K=5)
     return Recognised(found.t, False, found.sup)
-
-
-def _called(recorder: _Recorder, y: Tensor) -> list[TG]:
-    """The instance of the call that made `y`, if one call of torch alone did."""
-    if len(recorder.calls) != 1:
-        return []
-    kind, call, result = recorder.calls[0]
-    return [KINDS[kind].make(*call.parameters)] if call is not None and result is y else []
-
-
-def _exact_rows() -> list[TG]:
-    rows = taxonomy.ROWS.items()
-    return [TAXONOMY[key] for key, row in rows if row.exact and TAXONOMY[key].clamp is None]
-
-
-def _read_off(f: Callable[[Tensor], Tensor]) -> list[TG]:
-    """Members of the families with a parameter that `f` might be, by a few of its values."""
-    at = torch.tensor([-1e4, -1.0, 1.0, 1e4], dtype=torch.float64)
-    low, left, right, high = f(at).tolist()
-    found = [taxonomy.leaky_relu(-left)]
-    if 0.5 < right < 1:
-        found.append(taxonomy.swish(-math.log(1 / right - 1)))
-    if low < high and abs(low) < 1e4:
-        found.append(taxonomy.hardtanh(low, high))
-    if 0 < 1e4 - high < 1e4:
-        found.append(taxonomy.softshrink(1e4 - high))
-    return found

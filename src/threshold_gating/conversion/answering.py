@@ -9,26 +9,32 @@ an error: sites are never shifted in silence.
 
 from __future__ import annotations
 
+import copy
+import functools
+import pickle
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from threshold_gating import kernels, sites
+from threshold_gating.conversion import recomputing
 from threshold_gating.conversion.plan import ConversionError, Site
 
 LEAVE = "*"  # in a plan: every call is left alone
-_OWNED: dict[type, type] = {}
+_OWNED: WeakKeyDictionary[type, type] = WeakKeyDictionary()
 
 
 def own(module: nn.Module, plan: Mapping[str, Site | None] | None) -> None:
     """Let the calls that `module.forward` makes be answered by `plan` (None: as they come)."""
     module.__dict__["tg_sites"] = plan
-    module.__dict__["tg_native"] = plan is not None and all(map(_is_torchs, plan.values()))
+    module.__dict__["tg_paths"] = set()
     base = type(module)
     module.__class__ = _owned(base)
     if "forward" in module.__dict__:  # set on the instance, as accelerate does: wrap that one
@@ -39,24 +45,30 @@ def disown(module: nn.Module) -> None:
     base = getattr(type(module), "tg_base", None)
     if base is not None:
         module.__class__ = base
-        del module.__dict__["tg_sites"], module.__dict__["tg_native"]
+        del module.__dict__["tg_sites"], module.__dict__["tg_paths"]
         forward = module.__dict__.get("forward")
         if isinstance(forward, _Wrapped):
             module.__dict__["forward"] = forward.original
 
 
-_watched = False
+class _Watched(threading.local):
+    """Whether someone who asks looks at what runs in this thread."""
+
+    def __init__(self) -> None:
+        self.on = False
+
+
+_watched = _Watched()
 
 
 @contextmanager
 def watched() -> Iterator[None]:
-    """Inside, every call is answered, also where torch's own op runs: someone looks who asks."""
-    global _watched
-    before, _watched = _watched, True
+    """Inside, every call is intercepted, also where torch's own op runs; used by `audit`."""
+    before, _watched.on = _watched.on, True
     try:
         yield
     finally:
-        _watched = before
+        _watched.on = before
 
 
 def _is_torchs(site: Site | None) -> bool:
@@ -66,35 +78,79 @@ def _is_torchs(site: Site | None) -> bool:
     )
 
 
-def _may_pass(module: Any) -> bool:
-    """Whether nothing has to look at the calls of an owner: native would answer with each itself.
+def _path(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """What decides which calls a forward makes, unless the values of tensors do; None if unknown.
 
-    Looking costs a microsecond for every call of torch, which is half of a small decoding step. An
-    owner around this one that does look must not see its calls.
+    Looking at the calls of an owner costs a microsecond for every call of torch, which is half of
+    a small decoding step. Where native would answer each call with the call itself, an owner that
+    was looked at under the same conditions, and did not ask for values, need not be again.
     """
-    return (
-        module.__dict__.get("tg_native", False)
-        and not _watched
-        and kernels.takes_native()
-        and torch._C._len_torch_function_stack() == 0
-    )
+    if (
+        torch.compiler.is_compiling()
+        or _watched.on
+        or not kernels.takes_native()
+        # an owner around this one that does look must not see its calls
+        or torch._C._len_torch_function_stack() != 0
+    ):
+        return None
+    plan = module.__dict__["tg_sites"]
+    if plan is None or not all(map(_is_torchs, plan.values())):
+        return None
+    own = [v for v in vars(module).values() if type(v) in _SIMPLE]
+    try:
+        return hash((torch.is_grad_enabled(), *map(_form, (own, args, kwargs))))
+    except TypeError:
+        return None
+
+
+_SIMPLE = (bool, int, float, str, type(None))
+_FEW = 64  # paths that an owner remembers; sizes may grow for ever
+
+
+def _form(value: Any) -> Any:
+    """An argument without the values of tensors."""
+    if isinstance(value, Tensor):
+        return value.shape, value.dtype, value.requires_grad
+    if isinstance(value, list | tuple):
+        return tuple(map(_form, value))
+    if isinstance(value, dict):
+        return tuple((k, _form(v)) for k, v in value.items())
+    return value if type(value) in _SIMPLE else type(value)
+
+
+def _answered(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Run the forward of an owner with its calls answered."""
+    path = _path(module, args, kwargs)
+    seen: set[int] = module.__dict__["tg_paths"]
+    if path is not None and path in seen:
+        return forward(*args, **kwargs)
+    mode = Answering(module.__dict__["tg_sites"])
+    with mode:
+        output = forward(*args, **kwargs)
+    mode.finish()
+    if path is not None and not mode.asks and len(seen) < _FEW:
+        seen.add(path)
+    return output
 
 
 def _owned(base: type) -> type:
     """The subclass of `base` whose forward has its calls answered; one for each class."""
     if base not in _OWNED:
 
+        @functools.wraps(base.forward)  # type: ignore[attr-defined]
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-            # through the wrapper, which answers already
-            if "forward" in self.__dict__ or _may_pass(self):
+            if "forward" in self.__dict__:  # through the wrapper, which answers already
                 return base.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
-            with Answering(self.tg_sites):
-                return base.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
+            bound = functools.partial(base.forward, self)  # type: ignore[attr-defined]
+            return _answered(self, bound, args, kwargs)
 
         def reduce(self: Any, protocol: Any) -> Any:
-            return _rebuild, (base,), self.__getstate__()
+            state = {k: v for k, v in self.__getstate__().items() if k != "tg_paths"}
+            return _rebuild, (base,), {**state, "tg_paths": set()}
 
         body = {"forward": forward, "__reduce_ex__": reduce, "tg_base": base}
+        if any(each.__module__ == "torch.fx.graph_module" for each in base.__mro__):
+            body |= _GRAPH
         names = {k: getattr(base, k) for k in ("__module__", "__qualname__", "__doc__")}
         _OWNED[base] = type(base.__name__, (base,), {**body, **names})
     return _OWNED[base]
@@ -105,35 +161,98 @@ def _rebuild(base: type) -> Any:
     return owned.__new__(owned)
 
 
+# A graph module has a class of its own, which its copies and its recompilation make anew: they are
+# made as of the network before, and owned again.
+
+
+def _graph_copy(self: Any, memo: dict[int, Any]) -> Any:
+    plan = copy.deepcopy(self.tg_sites, memo)
+    with _disowned(self):
+        new = copy.deepcopy(self, memo)
+    own(new, plan)
+    return new
+
+
+def _graph_reduce(self: Any, protocol: Any) -> Any:
+    with _disowned(self):
+        plain = pickle.dumps(self)
+    return _owned_again, (plain, self.tg_sites)
+
+
+def _owned_again(plain: bytes, plan: Any) -> Any:
+    module = pickle.loads(plain)
+    own(module, plan)
+    return module
+
+
+def _graph_recompile(self: Any) -> Any:
+    with _disowned(self):
+        return self.recompile()
+
+
+@contextmanager
+def _disowned(module: Any) -> Iterator[None]:
+    """The class and the attributes of before, until the end."""
+    owned, mine = type(module), {k: module.__dict__.pop(k) for k in ("tg_sites", "tg_paths")}
+    module.__class__ = owned.tg_base
+    try:
+        yield
+    finally:
+        module.__class__ = owned
+        module.__dict__.update(mine)
+
+
+_GRAPH = {
+    "__deepcopy__": _graph_copy,
+    "__reduce_ex__": _graph_reduce,
+    "__reduce__": lambda self: _graph_reduce(self, 2),
+    "recompile": _graph_recompile,
+}
+
+
 class _Wrapped:
     """A forward set on the instance, with its calls answered."""
 
     def __init__(self, module: nn.Module, original: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, original)  # for its signature
         self.module, self.original = module, original
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if _may_pass(self.module):
-            return self.original(*args, **kwargs)
-        with Answering(self.module.__dict__["tg_sites"]):
-            return self.original(*args, **kwargs)
+        return _answered(self.module, self.original, args, kwargs)
+
+
+# Calls by which Python comes to know the values of a tensor, so that these may decide what is run.
+_ASKING = {
+    getattr(Tensor, name)
+    for name in (
+        *("__bool__", "__int__", "__float__", "__index__", "__len__", "__contains__"),
+        *("item", "tolist", "numpy", "__array__", "nonzero", "equal", "allclose", "is_nonzero"),
+    )
+} | {torch.equal, torch.allclose, torch.nonzero, torch.is_nonzero}
 
 
 class Answering(TorchFunctionMode):
     """Answers the nonlinear calls of one run of an owner's forward by its plan."""
 
-    def __init__(self, plan: Mapping[str, Site | None] | None) -> None:
+    def __init__(
+        self, plan: Mapping[str, Site | None] | None, counts: Mapping[str, int] | None = None
+    ) -> None:
         super().__init__()
         self.plan = plan
-        self.counts: dict[str, int] = {}
+        self.counts: dict[str, int] = dict(counts or {})
+        self.asks = False
+        self.region = recomputing.region()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # Nearly every call is none of ours: that is found out first, with as little as possible.
         if func not in sites.FUNCTIONS:
+            self.asks = self.asks or func in _ASKING
             return func(*args, **kwargs) if kwargs else func(*args)
         kwargs = kwargs or {}
         kind = sites.read(func, args, kwargs)
         if kind is None:
             return func(*args, **kwargs)
+        self._follow()
         count = self.counts.get(kind, 0)
         self.counts[kind] = count + 1
         site = self._site(kind, count, args, kwargs)
@@ -141,6 +260,14 @@ class Answering(TorchFunctionMode):
         # nor about the arithmetic of the gates.
         with torch._C.DisableTorchFunction():
             return func(*args, **kwargs) if site is None else answer(site, func, args, kwargs)
+
+    def _follow(self) -> None:
+        """Answer again what a checkpointed region in this run computes again."""
+        where = recomputing.region()
+        if where is not None and where is not self.region:
+            counts, plan = dict(self.counts), self.plan
+            recomputing.again(where, lambda: Answering(plan, counts))
+            self.region = where
 
     def _site(self, kind: str, count: int, args: Any, kwargs: Any) -> Site | None:
         if self.plan is None:
@@ -156,6 +283,19 @@ class Answering(TorchFunctionMode):
                 name,
             )
         return self.plan[name]
+
+    def finish(self) -> None:
+        """The run is over: fewer calls than planned may have had each other's instances."""
+        for kind, made in self.counts.items() if self.plan else ():
+            planned = {n: s for n, s in (self.plan or {}).items() if n.partition("#")[0] == kind}
+            unlike = len({s and (s.t, s.parameters) for s in planned.values()}) > 1
+            if made < len(planned) and unlike:
+                raise ConversionError(
+                    f"{kind} was called {made} times and {len(planned)} times when the network "
+                    f"was converted ({', '.join(planned)}), so its instances may be at the wrong "
+                    "calls; convert it with inputs that take the same path.",
+                    kind,
+                )
 
 
 # Sites of calls that no plan has, and the names by which these have them. Attributes and not items:

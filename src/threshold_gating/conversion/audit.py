@@ -216,9 +216,9 @@ class _Reader(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return next((run for run in self.running.stack if is_gate(run.module)), None)
 
     def _enter(self, run: Run, args: Any) -> None:
-        if run is self._gate():
+        if run is self._gate() and is_gate(gate := gate_of(run.module, run.index)):
             self.calls[run.site] += 1
-            self.known[run.site] = described(gate_of(run.module, run.index))
+            self.known[run.site] = described(gate)
 
     def _site(self, caller: _Caller, live: bool) -> str:
         """The name of the site that is being evaluated, counted when it is new."""
@@ -275,7 +275,8 @@ def _declared(model: nn.Module) -> dict[str, Description]:
     inside: tuple[str, ...] = ()
     for name, module in model.named_modules():
         if is_gate(module) and not name.startswith(inside):
-            found[name] = described(gate_of(module, 0))
+            if is_gate(gate := gate_of(module, 0)):
+                found[name] = described(gate)
             inside = (*inside, f"{name}.")
         for site in (module.__dict__.get("tg_sites") or {}).values():
             if site is not None:

@@ -129,7 +129,8 @@ def calibrate(
 
     Args:
         model: any network, not converted. It runs in evaluation mode, and stays as it was.
-        batches: inputs, each as `convert` takes them: a tensor, a tuple of arguments or a dict.
+        batches: inputs, each as `convert` takes them: a tensor, a tuple of arguments or a dict;
+            or a data loader's (inputs, labels), where the network does not take the labels.
         K: number of branches of every site; None keeps the default of each (5 for GELU).
         max_error: instead of K, the error on held-out values that the smallest K is to reach.
         objective: "rms" or "sup", for the fits and the choice.
@@ -238,6 +239,7 @@ def _collect(
     if not watch.found:
         raise ConversionError(
             f"calibrate: no approximate site ran in {type(model).__name__}{_listed(watch.exact)}"
+            + "".join(f" {note}." for note in watch.notes)
         )
     return watch.found
 

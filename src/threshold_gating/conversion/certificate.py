@@ -209,11 +209,18 @@ def _weights(model: nn.Module, converted: nn.Module) -> dict[str, str]:
     changed = [
         name
         for name, t in (*model.named_parameters(), *model.named_buffers())
-        if name in after and not t.is_meta and not torch.equal(t, after[name])
+        if name in after and not t.is_meta and not _is_same(t, after[name])
     ]
     if not changed:
         return {}
     return {"weights": f"{len(changed)} weights are not the original's, among them {changed[0]}."}
+
+
+def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors are equal; NaN is what NaN was."""
+    return torch.equal(a, b) or (
+        a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all())
+    )
 
 
 def _output(want: Any, have: Any) -> Output | None:

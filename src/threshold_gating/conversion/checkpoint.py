@@ -152,6 +152,7 @@ def load(
             module.__class__ = kind
             vars(module).clear()
             vars(module).update(attributes)
+        rewrite.count_calls(inner)
         raise
     for name, p in config.gate_parameters(inner):
         p.requires_grad_(name in saved.trainable)
@@ -186,15 +187,13 @@ def _rebuild(model: nn.Module, saved: Checkpoint) -> None:
     rewrite.revert(model)
     _check_modules(model, saved)
     at, places = dict(model.named_modules()), rewrite.places(model)
-    swaps = {}
     for entry in saved.modules:
-        old = at[entry.names[0]]
-        place = places[old]
+        module = at[entry.names[0]]
+        place = places[module]
         if place.device.type == "meta":
             place = place._replace(device=torch.device("cpu"))
-        swaps[old] = _replacement(old, entry.holds, place)
-    for parent, name, child in rewrite.children(model):
-        parent._modules[name] = swaps.get(child, child)
+        _become(module, entry.holds, place)
+    rewrite.count_calls(model)
     for entry in saved.owners:
         own(at[entry.names[0]], entry.holds)
     for entry in saved.recurrent:
@@ -234,18 +233,23 @@ def _check_modules(model: nn.Module, saved: Checkpoint) -> None:
             raise wrong(f"{name!r} has gates of its own and none on record")
 
 
-def _replacement(old: nn.Module, calls: list[Any], place: rewrite.Place) -> nn.Module:
-    if isinstance(old, Activation) and _is_made_so(old, calls):
-        return old
-    acts = [config.activation(site, make, place.device) for site, make in calls]
-    new = rewrite.stand_in(old, acts, [site for site, _ in calls], place)
-    if isinstance(old, Activation):  # the network's own one is not there to come back
-        del new.__dict__["replaced"]
-    return new
+def _become(module: nn.Module, calls: list[Any], place: rewrite.Place) -> None:
+    """Let `module` be the gates on record; it overwrites its input if it did."""
+    before = module if isinstance(module, Activation) else None
+    if before is not None and _is_made_so(before, calls):
+        return
+    over = before.inplace if before is not None else rewrite.is_inplace(module)
+    gates = [
+        config.activation(site, make, place.device, over) if site else rewrite.left(module)
+        for site, make in calls
+    ]
+    rewrite.become(module, gates, [site for site, _ in calls], place)
+    if before is not None:  # the network's own one is not there to come back
+        del module.__dict__["replaced"]
 
 
 def _is_made_so(act: Activation, calls: list[Any]) -> bool:
-    wanted = [(site.t, make) for site, make in calls]
+    wanted = [(site and site.t, make) for site, make in calls]
     return not act.theta0.is_meta and [(act.init, config.make_of(act))] == wanted
 
 

@@ -25,7 +25,7 @@ from threshold_gating.conversion.files import (
     unreadable,
 )
 from threshold_gating.conversion.plan import Site
-from threshold_gating.conversion.rewrite import PerCall
+from threshold_gating.conversion.rewrite import Gate, PerCall
 from threshold_gating.instance import TG
 from threshold_gating.layers import Activation
 
@@ -91,16 +91,16 @@ def structure(model: nn.Module) -> dict[str, Any]:
     inside: set[nn.Module] = set()
     for module, (name, *also) in names_of(model).items():
         where = {"name": name, "also": also}
-        if isinstance(module, Activation | PerCall) and module not in inside:
-            acts: list[Any] = list(module.calls) if isinstance(module, PerCall) else [module]
-            inside.update(acts)
-            calls = [
-                {**_site_to_json(_site(act, name)), "activation": make_of(act)} for act in acts
-            ]
+        if module in inside:
+            continue
+        if isinstance(module, Activation | PerCall):
+            gates: list[Any] = list(module.calls) if isinstance(module, PerCall) else [module]
+            inside.update(gates)
+            calls = [_call(gate, name) for gate in gates]
             found["modules"].append({**where, "calls": calls})
         elif isinstance(module, recurrent._Gated):
-            gates = {gate: _plain(t.to_dict()) for gate, t in module.gates.items()}
-            found["recurrent"].append({**where, "gates": gates})
+            instances = {gate: _plain(t.to_dict()) for gate, t in module.gates.items()}
+            found["recurrent"].append({**where, "gates": instances})
         if "tg_sites" in vars(module):
             plan = vars(module)["tg_sites"]
             answers = {call: site and _site_to_json(site) for call, site in (plan or {}).items()}
@@ -130,6 +130,13 @@ def gate_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
         yield from ((prefix + name, p) for name, p in act.named_parameters())
 
 
+def _call(gate: nn.Module, name: str) -> dict[str, Any] | None:
+    """What stands at one call of a module; None if that is what stood there before."""
+    if not isinstance(gate, Activation):
+        return None
+    return {**_site_to_json(_site(gate, name)), "activation": make_of(gate)}
+
+
 def _site(act: Activation, name: str) -> Site:
     """The site of an activation; one that replaced nothing is exactly what it is."""
     site = vars(act).get("site") or Site(name, act.name or "activation")
@@ -145,13 +152,16 @@ def make_of(act: Activation) -> dict[str, Any]:
     return {**make, "train": list(act.learned)}
 
 
-def activation(site: Site, make: Mapping[str, Any], device: torch.device) -> Activation:
+def activation(
+    site: Site, make: Mapping[str, Any], device: torch.device, inplace: bool = False
+) -> Activation:
     """The activation of a site, made as it was."""
     if site.t is None or make["dtype"] not in ("float32", "float64"):
         raise ValueError(f"there is no activation of {site.t} in {make['dtype']}.")
     _check_make(make)
     options = {k: make[k] for k in ("share", "channels", "axis", "train")}
-    return Activation(site.t, **options, device=device).to(getattr(torch, make["dtype"]))
+    gate = Gate(site.t, **options, inplace=inplace, device=device)
+    return gate.to(getattr(torch, make["dtype"]))
 
 
 def _plain(v: Any) -> Any:
@@ -336,11 +346,15 @@ def _names(data: Any) -> tuple[str, ...]:
 def _module(path: Path, data: Any) -> Entry:
     names = _names(data)
     with reading(f"{path}: site {names[0]!r}"):
-        calls = [(_site_of_json(call), call["activation"]) for call in _part(data, "calls", list)]
-        if not calls:
-            raise ValueError("it has no call.")
+        calls: list[tuple[Site | None, Any]] = [
+            (None, None) if call is None else (_site_of_json(call), call["activation"])
+            for call in _part(data, "calls", list)
+        ]
+        if not any(site for site, _ in calls):
+            raise ValueError("it has no call with an instance.")
         for site, make in calls:
-            activation(site, make, torch.device("meta"))  # it can be made
+            if site is not None:
+                activation(site, make, torch.device("meta"))  # it can be made
         return Entry(names, calls)
 
 

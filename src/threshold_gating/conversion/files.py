@@ -171,8 +171,10 @@ def _matches(path: Path, about: Mapping[str, Any]) -> bool:
 
 
 def _is(file: BinaryIO, about: Mapping[str, Any]) -> bool:
-    fits = os.fstat(file.fileno()).st_size == about["bytes"]
-    return fits and hashlib.file_digest(file, "sha256").hexdigest() == about["sha256"]
+    if os.fstat(file.fileno()).st_size != about["bytes"]:
+        return False
+    digest = hashlib.file_digest(file, "sha256")  # type: ignore[arg-type]  # a file is one
+    return bool(digest.hexdigest() == about["sha256"])
 
 
 def opened(path: Path) -> BinaryIO:
@@ -209,7 +211,7 @@ def find_tensors(
         with file:
             if _is(file, about):
                 tensors = _unless_replaced(file, candidate)
-                return tensors and (candidate, tensors)
+                return None if tensors is None else (candidate, tensors)
     if not _is_there(config):
         return None
     if strict or not path.is_file():

@@ -144,8 +144,8 @@ class Local(TorchFunctionMode):
 
     def _gate(self, run: Run) -> nn.Module | None:
         """What stands in the converted network for a module that is a site."""
-        module = self.converted[run.where]
-        return gate_of(module, run.index) if is_gate(module) else None
+        module = gate_of(self.converted[run.where], run.index)
+        return module if is_gate(module) else None
 
     def _inside(self) -> bool:
         return self._busy or any(self._gate(run) is not None for run in self.running.stack)

@@ -7,7 +7,8 @@ A site is named "layer1.0.act" (a module), "layer1.0.act#1" (its second call), "
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -16,7 +17,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from threshold_gating import kernels, sites, taxonomy
-from threshold_gating.conversion.running import Running, evaluating, fresh
+from threshold_gating.conversion import recognise
+from threshold_gating.conversion.running import Running, evaluating, fresh, kept
 from threshold_gating.instance import TG
 from threshold_gating.layers import Activation
 
@@ -54,19 +56,27 @@ class Site:
 class Plan(NamedTuple):
     """What to convert: whole modules by the sites of their calls, and calls by their owner.
 
-    A module without sites, and a call that is None, are left alone on request. `calls` is None
-    where the network was not run: calls are then answered as they come.
+    A module without sites, and a call that is None, are left alone. `calls` is None where the
+    network was not run: calls are then answered as they come. `notes` say what the user has to
+    know: modules that stay as they are unasked, and why.
     """
 
-    modules: dict[nn.Module, list[Site]]
+    modules: dict[nn.Module, list[Site | None]]
     calls: dict[str, dict[str, Site | None]] | None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to convert and nothing was asked to be left alone."""
+        return self.calls is not None and not self.modules and not any(self.calls.values())
 
 
 def make_plan(model: nn.Module, wishes: Mapping[str, Choice] | None, inputs: Any) -> Plan:
     """Find every nonlinearity of `model` and decide what stands there; `model` is not changed."""
     refuse(model)
     chosen = Choices(wishes)
-    modules = module_sites(model, chosen)
+    notes: list[str] = []
+    modules = module_sites(model, chosen, notes)
     calls: dict[str, dict[str, Site | None]] | None = None
     if inputs is not None:
         calls = {}
@@ -81,11 +91,7 @@ def make_plan(model: nn.Module, wishes: Mapping[str, Choice] | None, inputs: Any
         names = [name for name, module in model.named_modules() if isinstance(module, fused)]
         calls.update({name: calls.get(name, {}) for name in names})
     chosen.check_used()
-    if calls is not None and not modules and not any(calls.values()):
-        raise ConversionError(
-            f"nothing to convert in {type(model).__name__}: it ran without a nonlinearity."
-        )
-    return Plan(modules, calls)
+    return Plan(modules, calls, tuple(notes))
 
 
 def arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -141,7 +147,7 @@ class Choices:
 
     def at(self, name: str, default: sites.Recognised, f: Function) -> sites.Recognised | None:
         """What stands at the element-wise site `name` for `f`; None leaves it alone."""
-        wish = self._wish(name)
+        wish = self.wish(name)
         if wish is None:
             return default
         if self.given[wish] is None:
@@ -149,18 +155,24 @@ class Choices:
         t = instance_at(self.given[wish], default, f, name)
         return default if t == default.t else sites.judged(t, f)
 
+    def leaves_alone(self, name: str) -> bool:
+        """Whether a site is to stay as it is."""
+        wish = self.wish(name)
+        return wish is not None and self.given[wish] is None
+
     def leaves(self, name: str) -> bool:
         """Whether a site that is not element-wise is left alone; no other wish can be met there."""
-        wish = self._wish(name)
+        wish = self.wish(name)
         if wish is not None and self.given[wish] is not None and not wish.startswith("re:"):
             raise ConversionError(
                 f"{name} is not one element-wise function, so no instance can be chosen for it; "
                 "give None to leave it alone.",
                 name,
             )
-        return wish is not None and self.given[wish] is None
+        return self.leaves_alone(name)
 
-    def _wish(self, name: str) -> str | None:
+    def wish(self, name: str) -> str | None:
+        """The name or pattern among the caller's that decides about a site."""
         patterns = [k for k in self.given if k.startswith("re:") and re.fullmatch(k[3:], name)]
         self.used.update(patterns)
         if name in self.given:
@@ -198,20 +210,113 @@ def instance_at(choice: Choice, default: sites.Recognised, f: Function, name: st
     return fit(f, over="line", K=choice).t
 
 
-def module_sites(model: nn.Module, chosen: Choices) -> dict[nn.Module, list[Site]]:
-    found = {}
+class Judged(NamedTuple):
+    """What a module is by itself: an instance, or None for one whose calls are answered instead.
+
+    `left` says why it has to stay as it is, `note` what its gate does differently.
+    """
+
+    known: sites.Recognised | None
+    left: str = ""
+    note: str = ""
+
+
+def module_sites(
+    model: nn.Module, chosen: Choices, notes: list[str] | None = None
+) -> dict[nn.Module, list[Site | None]]:
+    """The modules that are element-wise nonlinearities, each with its site; adds to the notes."""
+    found: dict[nn.Module, list[Site | None]] = {}
+    known: dict[Any, Judged] = {}
+    notes = [] if notes is None else notes
     for name, module in model.named_modules():
-        if module is model:
+        if module is model or not _is_bent(module):
             continue
-        try:
-            known = _recognised(module)
-        except ValueError as error:
-            raise ConversionError(f"{name} ({type(module).__name__}): {error}", name) from error
-        if known is not None:
-            kind = taxonomy.name_of(known.t) or _kind(module)
-            what = chosen.at(name, known, module.forward)
-            found[module] = [Site(name, kind, *what)] if what is not None else []
+        what = f"{name} ({type(module).__name__})"
+        if chosen.leaves_alone(name):
+            found[module] = []
+            continue
+        alike = _alike(module)
+        if alike not in known or alike is None:
+            known[alike] = _judged(module)
+        judged = known[alike]
+        if judged.left and (wish := chosen.wish(name)) is not None:
+            raise ConversionError(
+                f"{what} was given {chosen.given[wish]!r} and has to stay as it is: "
+                f"{judged.left}; give None.",
+                name,
+            )
+        if judged.left:
+            found[module] = []
+            notes.append(f"{what} stays as it is: {judged.left}")
+        elif judged.known is not None:
+            with _probing(module):
+                at = chosen.at(name, judged.known, module.forward)
+            kind = taxonomy.name_of(judged.known.t) or _kind(module)
+            found[module] = [Site(name, kind, *at) if at is not None else None]
+            notes += [f"{what}: {judged.note}"] if judged.note else []
     return found
+
+
+def _is_bent(module: nn.Module) -> bool:
+    """Whether a module without parts and weights is an element-wise function that bends."""
+    if isinstance(module, Activation) or any(True for _ in module.children()):
+        return False
+    if any(True for _ in module.parameters()) or any(True for _ in module.buffers()):
+        return False
+    with _probing(module):
+        return recognise.is_bent(module.forward)
+
+
+@contextmanager
+def _probing(module: nn.Module, training: bool = False) -> Iterator[None]:
+    """Call a module on numbers of our own; nothing of it, nor of the random numbers, is changed."""
+    with torch.device("cpu"), torch.random.fork_rng(devices=[]), kept(module):
+        module.training = training  # a dropout is the identity in evaluation
+        yield
+
+
+def _alike(module: nn.Module) -> Any:
+    """Equal for modules that compute the same: those of one class with the same numbers."""
+    own = {k: v for k, v in vars(module).items() if k not in _EMPTY or v != _EMPTY[k]}
+    simple = all(isinstance(v, int | float | str | None) for v in own.values())
+    return (type(module), tuple(sorted(own.items()))) if simple else None
+
+
+_EMPTY = vars(nn.Module())
+
+
+def _judged(module: nn.Module) -> Judged:
+    f = module.forward
+    with _probing(module):
+        calls = recognise.nonlinear_calls(f)
+        alone = not recognise.trains_as_it_computes(f)
+        try:
+            known = recognise.recognise(f, fit=not calls)
+        except ValueError as error:
+            return Judged(None, left="" if calls else f"no gate computes it ({_sentence(error)})")
+        apart = [] if alone else recognise.kinks_apart(f, known.t)
+    if alone or apart or _differs_in_training(module):
+        if calls:
+            return Judged(None)
+        if not alone and apart:
+            at = ", ".join(f"{x:g}" for x in apart)
+            return Judged(known, note=f"the gradient at x = {at} is that of one side, not torch's")
+        return Judged(None, left="it trains as another function than it computes")
+    return Judged(known)
+
+
+def _sentence(error: Exception) -> str:
+    return str(error).partition(". ")[0].rstrip(".")
+
+
+def _differs_in_training(module: nn.Module) -> bool:
+    """Whether a module draws random numbers, or computes anything else, in training."""
+    x = torch.linspace(-8, 8, 257, dtype=torch.float64, device="cpu")
+    ys = []
+    for training in (False, True, True):
+        with _probing(module, training), torch.no_grad():
+            ys.append(module.forward(x.clone()))
+    return not all(torch.equal(ys[0].nan_to_num(), y.nan_to_num()) for y in ys[1:])
 
 
 def _kind(module: nn.Module) -> str:
@@ -220,29 +325,17 @@ def _kind(module: nn.Module) -> str:
     return next((kind for kind in sites.KINDS if kind.replace("_", "") == name), name)
 
 
-def _name_calls(module: nn.Module, made: list[Site], calls: int, chosen: Choices) -> None:
+def _name_calls(module: nn.Module, made: list[Site | None], calls: int, chosen: Choices) -> None:
     """Give each further call of a module that is used several times a site of its own."""
-    if not made or made[0].t is None:
+    first = made[0] if made else None
+    if first is None or first.t is None:
         return
-    first, known = made[0], sites.Recognised(made[0].t, made[0].exact, made[0].sup)
+    known = sites.Recognised(first.t, first.exact, first.sup)
     for k in range(1, calls):
         name = f"{first.name}#{k}"
-        what = chosen.at(name, known, module.forward) or known
-        made.append(Site(name, first.kind, *what))
-
-
-def _recognised(module: nn.Module) -> sites.Recognised | None:
-    """The element-wise function that a module without parts and weights is, or None."""
-    if isinstance(module, Activation) or any(True for _ in module.children()):
-        return None
-    if any(True for _ in module.parameters()) or any(True for _ in module.buffers()):
-        return None
-    training, module.training = module.training, False  # a dropout is the identity
-    try:
-        with torch.device("cpu"):
-            return sites.recognise(module.forward) if sites.is_bent(module.forward) else None
-    finally:
-        module.training = training
+        with _probing(module):
+            at = chosen.at(name, known, module.forward)
+        made.append(None if at is None else Site(name, first.kind, *at))
 
 
 class Tracer(TorchFunctionMode):

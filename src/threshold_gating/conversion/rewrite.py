@@ -9,14 +9,19 @@ module stay as they were.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+import threading
+import warnings
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
-from threshold_gating.conversion import hub
+from threshold_gating.conversion import hub, recomputing
 from threshold_gating.conversion.answering import LEAVE, disown, own
+from threshold_gating.conversion.audit import audit
 from threshold_gating.conversion.certificate import verify
 from threshold_gating.conversion.plan import (
     Choice,
@@ -26,6 +31,8 @@ from threshold_gating.conversion.plan import (
     arguments,
     make_plan,
 )
+from threshold_gating.conversion.recognise import overwrites
+from threshold_gating.conversion.running import kept
 from threshold_gating.layers import Activation
 
 
@@ -80,6 +87,7 @@ def _converted(
     tol: float | None,
 ) -> nn.Module:
     plan = make_plan(model, sites, inputs)
+    _check_any(model, plan, inputs)
     try:
         apply_plan(model, plan)
         if inputs is not None and strict:
@@ -87,7 +95,25 @@ def _converted(
     except BaseException:
         revert(model)
         raise
+    if plan.notes:
+        warnings.warn("convert: " + "; ".join(plan.notes) + ".", stacklevel=3)
     return model
+
+
+def _check_any(model: nn.Module, plan: Plan, inputs: Any) -> None:
+    """Refuse a network in which there is nothing to convert, and say what was found instead."""
+    if not plan.is_empty:
+        return
+    args, kwargs = arguments(inputs)
+    seen = audit(model, *args, **kwargs)
+    raise ConversionError(
+        f"nothing to convert in {type(model).__name__}: "
+        + (
+            f"no gate computes what it calls; `tg.audit` found\n{seen}"
+            if seen.left or seen.other
+            else "it ran without a nonlinearity."
+        )
+    )
 
 
 def _certify(original: nn.Module, model: nn.Module, inputs: Any, tol: float | None) -> None:
@@ -105,46 +131,46 @@ def _certify(original: nn.Module, model: nn.Module, inputs: Any, tol: float | No
 
 def apply_plan(model: nn.Module, plan: Plan) -> None:
     """Make the changes of a plan."""
-    made: dict[nn.Module, nn.Module] = {}
     where = places(model)
-    for parent, name, child in children(model):
-        if plan.modules.get(child):
-            if child not in made:
-                made[child] = _replacement(child, plan.modules[child], where[child])
-            parent._modules[name] = made[child]
     for module, calls in plan.modules.items():
-        if not calls:  # left alone, also by an owner around it
+        if any(calls):
+            become(module, _gates(module, calls, where[module]), calls, where[module])
+        else:  # left alone, also by an owner around it
             own(module, {LEAVE: None})
     if plan.calls is None:
         own(model, None)
     for owner, found in (plan.calls or {}).items():
         own(model.get_submodule(owner), found)
-    if any(isinstance(new, PerCall) for new in made.values()):
-        model.__dict__["tg_restart"] = model.register_forward_pre_hook(_restart)
+    count_calls(model)
     hub.guard(model)
+
+
+def count_calls(model: nn.Module) -> None:
+    """Let every run of `model` count the calls of activations with an instance for each."""
+    _stop_counting(model)
+    if any(isinstance(module, PerCall) for module in model.modules()):
+        before = model.register_forward_pre_hook(_restart, prepend=True)
+        after = model.register_forward_hook(_finish)
+        model.__dict__["tg_counting"] = (before, after)
+
+
+def _stop_counting(model: nn.Module) -> None:
+    for hook in model.__dict__.pop("tg_counting", ()):
+        hook.remove()
 
 
 def revert(model: nn.Module) -> nn.Module:
     """Undo `convert_` in place; the weights are those of now."""
-    if "tg_restart" in model.__dict__:
-        model.__dict__.pop("tg_restart").remove()
+    _stop_counting(model)
     hub.unguard(model)
     for module in list(model.modules()):
         disown(module)
-    for parent, name, child in children(model):
-        original = child.__dict__.get("replaced")
+        original = module.__dict__.get("replaced")
         if original is not None:
-            original.train(child.training)
-            parent._modules[name] = original
+            original.training = module.training
+            module.__class__ = type(original)
+            object.__setattr__(module, "__dict__", original.__dict__)
     return model
-
-
-def children(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
-    """(parent, name, child) for every registration, a shared module under each of its names."""
-    for parent in list(model.modules()):
-        for name, child in list(parent._modules.items()):
-            if child is not None:
-                yield parent, name, child
 
 
 class Place(NamedTuple):
@@ -170,26 +196,98 @@ def places(model: nn.Module) -> dict[nn.Module, Place]:
     return {module: found[name] for name, module in model.named_modules()}
 
 
-class PerCall(nn.Module):
-    """An activation that is used several times in a run, with an instance for each time."""
+class _Converted(nn.Module):
+    """What a module is that has become a gate, in the same object: whoever holds it sees the gate.
 
-    def __init__(self, calls: list[Activation]) -> None:
+    `replaced` is what it was. An attribute of that cannot be set any more: it would do nothing.
+    """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        original = self.__dict__.get("replaced")
+        if original is not None and name not in self.__dict__ and _is_data(original, name):
+            raise AttributeError(
+                f"{type(original).__name__}.{name} cannot be set: the module is a gate now, which "
+                "would not change with it. Set it before `convert`, or call `revert` first."
+            )
+        super().__setattr__(name, value)
+
+
+def _is_data(module: nn.Module, name: str) -> bool:
+    """Whether an attribute is a module's own and no method."""
+    own = not hasattr(nn.Module, name) and hasattr(type(module), name)
+    return name in vars(module) or (own and not callable(getattr(type(module), name)))
+
+
+class Gate(_Converted, Activation):
+    """An activation of a network that was converted to an `Activation`."""
+
+
+class PerCall(_Converted):
+    """An activation that is used several times in a run, with what stands there each time.
+
+    That is an instance, or what the module was for a call that is left alone.
+    """
+
+    def __init__(self, name: str, calls: Sequence[nn.Module]) -> None:
         super().__init__()
-        self.calls = nn.ModuleList(calls)
-        self.next = 0
+        self.name, self.calls = name, nn.ModuleList(calls)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The next call; after the last one the first is next again."""
-        act = self.calls[self.next]
-        self.next = (self.next + 1) % len(self.calls)
-        return cast(Tensor, act(x))
+        """The next call of this run."""
+        k = _counts.calls.get(id(self), len(self.calls))
+        if k >= len(self.calls):
+            raise ConversionError(
+                f"{self.name} is called more often than the {len(self.calls)} times in a run when "
+                "the network was converted, and each call has its own instance; convert it with "
+                "inputs that take the same path, and call the network as a whole.",
+                self.name,
+            )
+        if (where := recomputing.region()) is not None:
+            recomputing.again(where, lambda: _counting(self, k))
+        _counts.calls[id(self)] = k + 1
+        return cast(Tensor, self.calls[k](x))
+
+
+class _Counts(threading.local):
+    """How often each `PerCall` was called in the run of this thread."""
+
+    def __init__(self) -> None:
+        self.calls: dict[int, int] = {}
+
+
+_counts = _Counts()
+
+
+@contextmanager
+def _counting(module: PerCall, k: int) -> Iterator[None]:
+    """What is computed again of a run goes on from its k-th call."""
+    before = dict(_counts.calls)
+    _counts.calls[id(module)] = k  # the first call of a region comes last, and counts
+    try:
+        yield
+    finally:
+        _counts.calls = before
 
 
 def _restart(model: nn.Module, args: Any) -> None:
     """A run begins: calls are counted from the first, also after a run that failed half way."""
     for module in model.modules():
         if isinstance(module, PerCall):
-            module.next = 0
+            _counts.calls[id(module)] = 0
+
+
+def _finish(model: nn.Module, args: Any, output: Any) -> None:
+    """A run ends: fewer calls than there were may have had each other's instances."""
+    for module in model.modules():
+        if isinstance(module, PerCall):
+            made = _counts.calls.pop(id(module), 0)
+            if 0 < made < len(module.calls):
+                raise ConversionError(
+                    f"{module.name} was called {made} times in a run and {len(module.calls)} times "
+                    "when the network was converted, so its instances may be at the wrong calls; "
+                    "convert it with inputs that take the same path.",
+                    module.name,
+                )
 
 
 _HOOKS = (
@@ -199,28 +297,48 @@ _HOOKS = (
 )
 
 
-def _replacement(module: nn.Module, calls: list[Site], place: Place) -> nn.Module:
-    # Only of torch's own modules is it known that they then overwrite.
-    over = bool(getattr(module, "inplace", False)) and type(module) in vars(nn).values()
-    acts = [
-        Activation(site.t, inplace=over, device=place.device)
-        for site in calls
-        if site.t is not None
+def _gates(module: nn.Module, calls: Sequence[Site | None], place: Place) -> list[nn.Module]:
+    """What stands at the calls of a module: one gate if it is the same at all."""
+    over = is_inplace(module)
+    same = len({site and site.t for site in calls}) == 1
+    return [
+        Gate(site.t, inplace=over, device=place.device) if site and site.t else left(module)
+        for site in (calls[:1] if same else calls)
     ]
-    differ = len({site.t for site in calls}) > 1
-    return stand_in(module, acts if differ else acts[:1], calls, place)
 
 
-def stand_in(
-    module: nn.Module, acts: list[Activation], calls: Iterable[Site], place: Place
-) -> nn.Module:
-    """What takes the place of `module`, with its hooks and its mode: one activation or several."""
-    for act, site in zip(acts, calls, strict=False):
-        act.__dict__["site"] = site
-    new: nn.Module = PerCall(acts) if len(acts) > 1 else acts[0]
+def is_inplace(module: nn.Module) -> bool:
+    """Whether an activation overwrites its input."""
+    with torch.random.fork_rng(devices=[]), kept(module):
+        module.training = False
+        return overwrites(module.forward)
+
+
+def left(module: nn.Module) -> nn.Module:
+    """What a module was, without its hooks, for a call that is left alone."""
+    same = object.__new__(type(module))
+    object.__setattr__(
+        same, "__dict__", {**vars(module), **{k: OrderedDict() for k in _HOOKS[:-1]}}
+    )
+    own(same, {LEAVE: None})
+    return same
+
+
+def become(
+    module: nn.Module, gates: Sequence[nn.Module], calls: Sequence[Site | None], place: Place
+) -> None:
+    """Let `module` be one gate or several, with its hooks and its mode, as the same object."""
+    for gate, site in zip(gates, calls, strict=False):
+        gate.__dict__["site"] = site
+    name = next((site.name.partition("#")[0] for site in calls if site is not None), "")
+    new = PerCall(name, gates) if len(gates) > 1 else gates[0]
     for hooks in _HOOKS:
         setattr(new, hooks, getattr(module, hooks))
-    # Beside the registered parts: what was replaced is not a part of the network any more.
-    new.__dict__["replaced"] = module
     new.train(module.training)
-    return new.double() if place.double else new
+    new = new.double() if place.double else new
+    # Beside the registered parts: what was replaced is not a part of the network any more.
+    original = object.__new__(type(module))
+    object.__setattr__(original, "__dict__", module.__dict__)
+    new.__dict__["replaced"] = original
+    module.__class__ = type(new)
+    object.__setattr__(module, "__dict__", new.__dict__)

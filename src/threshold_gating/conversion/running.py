@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from threshold_gating.conversion import ops
 
@@ -22,16 +22,88 @@ def fresh(tree: Any) -> Any:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Without gradients, and with every module in evaluation mode until the end."""
+    """Without gradients and in evaluation mode; then everything is as it was.
+
+    That is modes, buffers, what modules keep of a run (a hidden state, a counter) and the random
+    numbers to come.
+    """
     modes = [(module, module.training) for module in model.modules()]
+    devices = {t.device.index for t in model.parameters() if t.is_cuda}
+    with torch.random.fork_rng(devices=devices), kept(model):
+        try:
+            for module, _ in modes:
+                module.training = False
+            with torch.no_grad():
+                yield
+        finally:
+            for module, mode in modes:
+                module.training = mode
+
+
+# What every module has; of it only what holds its tensors and parts can change in a run.
+_OWN = set(vars(nn.Module())) - {"_parameters", "_buffers", "_modules"}
+
+
+@contextmanager
+def kept(model: nn.Module) -> Iterator[None]:
+    """Whatever runs inside, the state of every module is the same afterwards."""
+    saved = [_State(module) for module in model.modules()]
+    versions = {name: (p, _version(p)) for name, p in model.named_parameters()}
     try:
-        for module, _ in modes:
-            module.training = False
-        with torch.no_grad():
-            yield
+        yield
     finally:
-        for module, mode in modes:
-            module.training = mode
+        for state in saved:
+            state.restore()
+    for name, (p, version) in versions.items():
+        if _version(p) != version:
+            raise ValueError(
+                f"{type(model).__name__} changes its parameter {name!r} when it runs, also in "
+                "evaluation; make it a buffer, which is put back after a run."
+            )
+
+
+class _State:
+    """The attributes of a module, with the contents of containers and of tensors among them."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module, self.own = module, dict(vars(module))
+        self.held: list[tuple[Any, Any]] = []
+        self.tensors: list[tuple[Tensor, int, Tensor]] = []
+        for name, value in self.own.items():
+            if name not in _OWN:
+                self._hold(value)
+
+    def _hold(self, value: Any) -> None:
+        if isinstance(value, Tensor):
+            if not isinstance(value, nn.Parameter) and not value.is_meta:
+                self.tensors.append((value, _version(value), value.detach().clone()))
+        elif isinstance(value, dict | list | set | deque):
+            self.held.append((value, copy.copy(value)))
+            for each in value.values() if isinstance(value, dict) else value:
+                self._hold(each)
+
+    def restore(self) -> None:
+        for container, contents in ((vars(self.module), self.own), *self.held):
+            if not _same(container, contents):
+                container.clear()
+                grow = container.extend if isinstance(container, list | deque) else container.update
+                grow(contents)
+        for t, version, values in self.tensors:
+            if _version(t) != version or version < 0:
+                with torch.no_grad():
+                    t.copy_(values)
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Whether two containers hold the same objects in the same order."""
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(a[k] is b[k] for k in a)
+    return len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))
+
+
+def _version(t: Tensor) -> int:
+    """How often a tensor was written to; inference tensors do not count it."""
+    return -1 if t.is_inference() else t._version
 
 
 @dataclass

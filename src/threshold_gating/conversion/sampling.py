@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import zlib
 from dataclasses import dataclass
 from typing import Any
@@ -68,6 +69,27 @@ class Sampled:
     inputs: Reservoir
 
 
+def _without_labels(model: nn.Module, batch: Any) -> Any:
+    """A batch of a data loader without what the network does not take, such as labels."""
+    if not isinstance(batch, list | tuple):
+        return batch
+    taken = inspect.signature(model.forward).parameters.values()
+    by_position = [p for p in taken if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    needed = sum(p.default is p.empty for p in by_position)
+    if any(p.kind is p.VAR_POSITIONAL for p in taken) or len(batch) <= needed:
+        return tuple(batch)
+    if needed == len(by_position):
+        return tuple(batch[:needed])
+    if isinstance(batch, tuple) and len(batch) <= len(by_position):
+        return batch
+    names = ", ".join(p.name for p in by_position)
+    raise ConversionError(
+        f"calibrate: a batch has {len(batch)} parts and {type(model).__name__} takes ({names}), "
+        f"some of which may be left out; give it as a dict, for example "
+        f"{{{by_position[0].name!r}: batch[0]}}."
+    )
+
+
 class Watch:
     """Runs a network and keeps `size` of the inputs of each approximate site."""
 
@@ -75,7 +97,9 @@ class Watch:
         self.model, self.size, self.seed = model, size, seed
         self.found: dict[str, Sampled] = {}
         self.exact: dict[str, str] = {}  # kinds of the others
-        self.modules = module_sites(model, Choices(None))
+        self.notes: list[str] = []  # on modules that stay as they are
+        found = module_sites(model, Choices(None), self.notes)
+        self.modules = {module: made[0] for module, made in found.items() if made}
         self.running = Running(model)
 
     def run(self, inputs: Any) -> None:
@@ -85,14 +109,14 @@ class Watch:
         hooks = [m.register_forward_pre_hook(self._module, with_kwargs=True) for m in self.modules]
         try:
             with self.running, Tracer(self.running, self.modules, self._call):
-                run(self.model, fresh(inputs))
+                run(self.model, fresh(_without_labels(self.model, inputs)))
         finally:
             for hook in hooks:
                 hook.remove()
 
     def _module(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        site, name = self.modules[module][0], self.running.stack[-1].site
-        assert site.t is not None
+        site, name = self.modules[module], self.running.stack[-1].site
+        assert site is not None and site.t is not None
         known = sites.Recognised(site.t, site.exact, site.sup)
         self._sample(name, site.kind, module.forward, known, (*args, *kwargs.values())[0])
 

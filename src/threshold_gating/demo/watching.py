@@ -61,10 +61,12 @@ _PARTS = {
 def watch(model: nn.Module, x: Tensor) -> list[Seen]:
     """Run a network, not converted, and note what each of its functions gets, in order."""
     found: list[Seen] = []
-    modules, running = module_sites(model, Choices(None)), Running(model)
+    running = Running(model)
+    modules = {m: made[0] for m, made in module_sites(model, Choices(None)).items() if any(made)}
 
     def on_module(module: nn.Module, args: Any) -> None:
-        name, kind = running.stack[-1].site, modules[module][0].kind
+        site, name = modules[module], running.stack[-1].site
+        kind = "" if site is None else site.kind
         found.append(_seen(name, kind, module.forward, args[0]))
 
     def on_call(name: str, kind: str, args: Any, kwargs: Any) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from threshold_gating import sites
+from threshold_gating.conversion import recognise
 from threshold_gating.conversion.answering import disown
 from threshold_gating.conversion.rewrite import PerCall
 from threshold_gating.dense import TIERED
@@ -104,9 +105,9 @@ def _of_module(part: nn.Module) -> Act | None:
     if isinstance(part, Activation):
         return Act(part.init, part if part.learned else None)
     plain = not any(True for _ in part.parameters()) and not any(True for _ in part.buffers())
-    if not plain or not sites.is_bent(part):
+    if not plain or not recognise.is_bent(part):
         return None
-    return Act(sites.recognise(part).t, None)
+    return Act(recognise.recognise(part).t, None)
 
 
 def _of_call(
