@@ -223,7 +223,7 @@ def refound(name):
 # One for each kind: forms, one tau and own, ordered and not, both objectives, corners.
 SOME = [
     *("gelu_k3_rms", "gelu_k3_product", "gelu_k3_product_offset", "gelu_k4_one_tau"),
-    *("gelu_k5_rms", "mish_k3_product", "elu_k4_one_tau", "elu_k4", "selu_k3", "selu_k4"),
+    *("gelu_k5_rms", "mish_k3_product", "elu_k4_one_tau", "elu_k4", "selu_k3_one_tau", "selu_k4"),
     *("softplus_k3_product", "softplus_k4_one_tau", "softplus_k4", "hardswish_k3", "erf_k4"),
 ]
 REST = [name for name in FITTED if name not in SOME and name != "gelu_paper"]

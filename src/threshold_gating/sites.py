@@ -63,10 +63,6 @@ def _gelu(approximate: str) -> TG:
     return TAXONOMY["gelu" if approximate == "none" else "gelu_tanh"]
 
 
-def _elu(alpha: float) -> TG:
-    return TAXONOMY["elu"] if alpha == 1 else fitted(lambda x: F.elu(x, alpha)).t
-
-
 def _softplus(beta: float, threshold: float) -> TG:
     return taxonomy.softplus(beta)
 
@@ -97,7 +93,7 @@ KINDS: dict[str, Kind] = {
         key: _with(_row(key))
         for key in (
             *("relu", "relu6", "silu", "mish", "sigmoid", "tanh", "selu", "erf"),
-            *("hardsigmoid", "hardswish", "tanhshrink", "logsigmoid"),
+            *("hardsigmoid", "hardswish", "tanhshrink", "logsigmoid", "softsign"),
         )
     },
     "leaky_relu": _with(taxonomy.leaky_relu, negative_slope=0.01),
@@ -105,7 +101,7 @@ KINDS: dict[str, Kind] = {
     "threshold": _with(taxonomy.threshold, threshold=0.0, value=0.0),
     "hardshrink": _with(taxonomy.hardshrink, lambd=0.5),
     "softshrink": _with(taxonomy.softshrink, lambd=0.5),
-    "elu": _with(_elu, alpha=1.0),
+    "elu": _with(taxonomy.elu, alpha=1.0),
     "celu": _with(taxonomy.celu, alpha=1.0),
     "softplus": _with(_softplus, beta=1.0, threshold=20.0),
     "rrelu": _with(_rrelu, lower=1 / 8, upper=1 / 3, training=False),
@@ -115,7 +111,9 @@ KINDS: dict[str, Kind] = {
     "clamp_max": Kind(lambda input, max: Call(input, (None, max)), _clamp),
 }
 # The kinds whose instance is only approximate; all others are exact for every parameter.
-APPROXIMATE = frozenset(("gelu", "elu", "selu", "celu", "softplus", "logsigmoid", "erf"))
+APPROXIMATE = frozenset(
+    ("gelu", "elu", "selu", "celu", "softplus", "logsigmoid", "erf", "softsign")
+)
 
 
 def _softmax(

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from threshold_gating._fitted import FITTED
+from threshold_gating._fitted import BY_RELATIVE, FITTED
 from threshold_gating.instance import TG
 
 INF = math.inf
@@ -124,9 +124,29 @@ def softplus(beta: float) -> TG:
     return affine(TAXONOMY["softplus"], alpha=1 / beta, beta=beta)
 
 
+# Far above its inputs a gate is an exponential: g(x - far) = e^-far e^x (1 - e^(x - far) + ...). So
+# a branch of constant height e^far behind it is e^x, off by e^(2x - far): 6e-7 at 13. Further out
+# the rounding of x - far in float32 would be the larger error.
+_FAR = 13.0
+# Nearly a switch, for the corner at 0. A sharper one would magnify the rounding of the branches,
+# which it subtracts, in the gradient near 0.
+_SHARP = 2.0**18
+
+
+def elu(alpha: float, scale: float = 1.0) -> TG:
+    """scale (max(x, 0) + alpha min(exp(x) - 1, 0)); SELU is one.
+
+    Three branches: -1, the exponential, and x from 0 on. The second threshold lies below 0 by as
+    much as the first gate takes away, so that the upper branch takes over at 0.
+    """
+    theta = (_FAR, -_FAR / _SHARP)
+    rising = alpha * math.exp(_FAR)
+    return TG((1, _SHARP), theta, (0, 0, scale), (-scale * alpha, scale * rising, 0))
+
+
 def celu(alpha: float) -> TG:
     """max(x, 0) + min(alpha (exp(x / alpha) - 1), 0)."""
-    return affine(TAXONOMY["elu"], alpha=alpha, beta=1 / alpha)
+    return affine(elu(1.0), alpha=alpha, beta=1 / alpha)
 
 
 def family(t: Any, tol: float = 0.0) -> Any:
@@ -151,16 +171,26 @@ def measure(t: TG, f: Callable[[Tensor], Tensor]) -> Error:
     """Errors of `t` against `f`, in float64.
 
     The line is a grid of step 5e-4 on [-60, 60] and 2,000 points beyond, to +-1e4, where both are
-    affine to rounding. RMS by the trapezoid rule on [-12, 12].
+    affine to rounding, and where a gate opens, however sharp it is. RMS by the trapezoid rule on
+    [-12, 12].
     """
     x = torch.linspace(-60, 60, 240_001, dtype=torch.float64)
     far = torch.logspace(math.log10(60), 4, 1000, dtype=torch.float64)
-    sup = max((t(z) - f(z)).abs().max().item() for z in (x, far, -far))
+    sup = max((t(z) - f(z)).abs().max().item() for z in (x, far, -far, *_openings(t)))
     x = torch.linspace(-12, 12, 48_001, dtype=torch.float64)
     weight = torch.exp(-(x**2) / 2)
     weight = weight / weight.sum()
     rms, size = ((weight * z**2).sum().sqrt().item() for z in (t(x) - f(x), f(x)))
     return Error(sup, rms, rms / size if size else (math.inf if rms else 0.0))
+
+
+def _openings(t: TG) -> Iterator[Tensor]:
+    """Points around each soft threshold, as close as its gate is sharp."""
+    taus = t.tau if isinstance(t.tau, tuple) else (t.tau,) * len(t.theta)
+    steps = torch.linspace(-40, 40, 2001, dtype=torch.float64)
+    for tau, theta in zip(taus, t.theta, strict=True):
+        if tau < INF:
+            yield theta + steps / tau
 
 
 # What torch, transformers and timm call a row. Tests compare each with their function of that name.
@@ -229,6 +259,9 @@ def _gelu_tanh(x: Tensor) -> Tensor:
 
 def _quick_gelu(x: Tensor) -> Tensor:
     return x * torch.sigmoid(1.702 * x)
+
+
+_SELU = (1.6732632423543772, 1.0507009873554805)  # torch's alpha and scale
 
 
 def _softplus(x: Tensor) -> Tensor:
@@ -356,28 +389,29 @@ _TARGETS: dict[str, Callable[[Tensor], Tensor]] = {
     "softplus": _softplus,
     "hardswish": F.hardswish,
     "erf": torch.erf,
+    "softsign": F.softsign,
 }
 
 # The bare name of an activation that is only approximate means its best row.
 _BEST = {
     "gelu": "gelu_k5",
     "gelu_tanh": "gelu_tanh_k5",
-    "elu": "elu_k4",
-    "selu": "selu_k4",
     "softplus": "softplus_k4",
-    "erf": "erf_k4",
+    "erf": "erf_k5",
+    "softsign": "softsign_k8",
 }
 
 NOT_REPRESENTABLE = {
-    # Measured with fit(F.softsign, over="line", zero=True), starts 16, 64 and 256, seeds 0, 1, 2
-    # (K = 2: the first two): sup errors 0.1340, 0.1189, 0.0584 at K = 2, 3, 4; with own_tau=True
-    # 0.1340, 0.1188, 0.0329; with ordered=False 0.1340, 0.1006, 0.0584; with both 0.1340, 0.1006,
-    # 0.0304 to 0.0313, where the starts still matter. Four million points (K = 3, 4) agree.
-    "softsign": "its tails approach +-1 like 1/x and exponential gates cannot follow; the best "
-    "found by fit over the line are off by 0.134 (K = 2), 0.119 (K = 3) and 0.058 (K = 4) in the "
-    "sup norm, with own_tau=True and ordered=False by 0.134, 0.101 and 0.030.",
     "snake": "x + sin(x)^2 has no slope at infinity, so no finite K follows it over the line.",
     "sin": "it has no slope at infinity, so no finite K follows it over the line.",
+}
+
+# Made by `elu`, with errors as in `_fitted`.
+_OFF = {"elu": (5.65e-07, 3.16e-07, 3.93e-07), "selu": (9.93e-07, 5.55e-07, 5.55e-07)}
+_EXPONENTIAL: dict[str, tuple[TG, Callable[[Tensor], Tensor], tuple[float, float, float], str]] = {
+    **{key: (elu(1.0), F.elu, _OFF["elu"], "elu(alpha) makes others") for key in ("elu", "elu_k3")},
+    "celu": (celu(1.0), F.celu, _OFF["elu"], "celu(alpha) makes others"),
+    **{key: (elu(*_SELU), F.selu, _OFF["selu"], "") for key in ("selu", "selu_k3")},
 }
 
 # Table 2 in the paper's order; gelu_k3 stands where the paper has a calibrated row.
@@ -390,15 +424,16 @@ TABLE2 = (
 def _rows() -> Iterator[tuple[str, TG, Row]]:
     for key, (t, f, paper, note) in _EXACT.items():
         yield key, t, Row(f, True, paper=paper, note=note)
+    fitted = {**FITTED, **BY_RELATIVE}
     for key, name in _BEST.items():
-        fit = FITTED[name]
+        fit = fitted[name]
         yield key, fit.t, Row(_TARGETS[fit.of], False, *fit.error, note=f"same as {name}")
-    soft = FITTED[_BEST["softplus"]]  # N(0, 1) is symmetric, so the errors are the same
+    soft = fitted[_BEST["softplus"]]  # N(0, 1) is symmetric, so the errors are the same
     mirrored = affine(soft.t, alpha=-1, beta=-1)
     yield "logsigmoid", mirrored, Row(F.logsigmoid, False, *soft.error, note="-softplus(-x)")
-    fit = FITTED[_BEST["elu"]]
-    yield "celu", fit.t, Row(F.celu, False, *fit.error, note="celu(alpha) makes others")
-    for key, fit in FITTED.items():
+    for key, (t, f, error, note) in _EXPONENTIAL.items():
+        yield key, t, Row(f, False, *error, note=note)
+    for key, fit in fitted.items():
         yield key, fit.t, Row(_TARGETS[fit.of], False, *fit.error, fit.paper, fit.note)
 
 

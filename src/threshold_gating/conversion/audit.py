@@ -3,14 +3,17 @@
 An op that the library's own code called evaluates a site; a nonlinear one is native if it stands
 for the whole site and is not a step of the gates' own arithmetic. Any other nonlinearity is `left`.
 Who called is read off the Python stack: the first frame that is not torch's decides, which holds
-for autograd functions and for fused ops alike. `ops` says what counts.
+for autograd functions and for fused ops alike. `ops` says what counts. What cannot be read so is
+named as not looked at: data that leave torch, other threads, ops of other libraries.
 """
 
 from __future__ import annotations
 
 import sys
+import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from textwrap import fill
 from types import FrameType
@@ -55,22 +58,33 @@ class AuditedSite:
 class Op:
     """An op of torch, the innermost module in whose forward it ran, and how often.
 
-    `asked` if it is a site that was left alone on request.
+    `asked` if it is a site that was left alone on request; `group` says what kind of other op it
+    is, one of `ops.OTHER`.
     """
 
     module: str
     op: str
     calls: int
     asked: bool = False
+    group: str = ""
 
 
 @dataclass(frozen=True)
 class Audit:
-    """What ran: the converted sites, the nonlinearities `left` to torch, and what else there is."""
+    """What ran: the converted sites, the nonlinearities `left` to torch, and what else there is.
+
+    `unseen` names what was not looked at: "numpy in layer1", "3 calls of torch in other threads".
+    """
 
     sites: tuple[AuditedSite, ...]
     left: tuple[Op, ...]
     other: tuple[Op, ...]
+    unseen: tuple[str, ...] = ()
+
+    @property
+    def bending(self) -> tuple[Op, ...]:
+        """The other ops that are not linear, either, and for which no gate stands."""
+        return tuple(op for op in self.other if op.group in ops.BENDING)
 
     def __str__(self) -> str:
         header = ("site", "kind", "K", "class", "ran", "calls")
@@ -78,17 +92,49 @@ class Audit:
         if self.left:
             rows = [(op.module or "(the network)", op.op, str(op.calls)) for op in self.left]
             lines += [*columns([("left in", "op", "calls"), *rows]), ""]
-        others: Counter[str] = Counter()
-        for op in self.other:
-            others[op.op] += op.calls
-        if others:
-            lines += [fill(f"other: {', '.join(f'{k} {n}' for k, n in others.items())}", WIDTH), ""]
-        counts = f"{len(self.sites)} sites, {len(self.left)} left, {len(self.other)} other"
-        return "\n".join([*lines, counts])
+        if self.other:
+            lines += [fill(f"other: {', '.join(_counted(self.other))}", WIDTH), ""]
+        if self.unseen:
+            lines += [fill(f"not looked at: {', '.join(self.unseen)}", WIDTH), ""]
+        return "\n".join([*lines, self._counts])
+
+    @property
+    def _counts(self) -> str:
+        """One line, in which 0 left cannot be read as linear."""
+        said = f"{len(self.sites)} sites, {len(self.left)} left, {len(self.other)} other"
+        if bent := _counted(self.bending):
+            some = ", ".join(bent[:3]) + (", ..." if len(bent) > 3 else "")
+            said += f", of which {len(self.bending)} not linear ({some})"
+        return said + (f", {len(self.unseen)} not looked at" if self.unseen else "")
 
     def to_dict(self) -> dict[str, Any]:
         """The same as JSON values."""
-        return {k: [asdict(each) for each in getattr(self, k)] for k in ("sites", "left", "other")}
+        found = {k: [asdict(o) for o in getattr(self, k)] for k in ("sites", "left", "other")}
+        return {**found, "unseen": list(self.unseen)}
+
+
+def beside(seen: Audit) -> str:
+    """What bends the data beside the gates, and what was not looked at, in a sentence or none."""
+    bent = f"not linear beside the gates: {', '.join(_counted(seen.bending))}"
+    missed = f"not looked at: {', '.join(seen.unseen)}"
+    return "; ".join([bent] * bool(seen.bending) + [missed] * bool(seen.unseen))
+
+
+def nonlinear_summary(seen: Audit) -> str:
+    """Everything in a network that is no site and not linear, or was not looked at; "" if nothing.
+
+    For a message about a network in which there is nothing to convert.
+    """
+    left = f"no gate stands for {', '.join(_counted(seen.left))}" if seen.left else ""
+    return "; ".join(filter(None, (left, beside(seen))))
+
+
+def _counted(found: Sequence[Op]) -> list[str]:
+    """Ops with the number of their calls, each once."""
+    counts: Counter[str] = Counter()
+    for op in found:
+        counts[op.op] += op.calls
+    return [f"{name} {n}" for name, n in counts.items()]
 
 
 def audit(model: nn.Module, *args: Any, **kwargs: Any) -> Audit:
@@ -113,7 +159,7 @@ def execute(model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Audit]:
     """The output of `model`, and the audit of making it."""
     reader = _Reader(getattr(model, "_orig_mod", model))
     args, kwargs = fresh((args, kwargs))
-    with watched(), evaluating(model), reader.running, reader:
+    with watched(), evaluating(model), reader.running, reader.looking(), reader:
         output = model(*args, **kwargs)
     return output, reader.audit()
 
@@ -193,7 +239,43 @@ class _Reader(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.calls: Counter[str] = Counter()
         self.native: set[str] = set()
         self.found: list[tuple[str, bool, ops.Found]] = []
+        self.unseen: Counter[str] = Counter()
         self._last: tuple[FrameType | None, str] = (None, "")
+
+    @contextmanager
+    def looking(self) -> Iterator[None]:
+        """Notes calls that no dispatch shows: data that become numpy's or Python's, other threads.
+
+        By Python's profiler, because a mode for functions would keep torch from its fused paths.
+        """
+        before, of_threads = sys.getprofile(), threading.getprofile()
+        own = getattr(threading, "setprofile_all_threads", threading.setprofile)  # from 3.12 on
+        own(self._elsewhere)
+        sys.setprofile(self._leaving)
+        try:
+            yield
+        finally:
+            own(of_threads)
+            sys.setprofile(before)
+
+    def _leaving(self, frame: FrameType, event: str, called: Any) -> None:
+        if event == "c_call" and called.__name__ in ("numpy", "tolist"):
+            x = called.__self__
+            if isinstance(x, Tensor) and x.is_floating_point() and self.trail.is_live(x):
+                self._lost("numpy" if called.__name__ == "numpy" else "Python's numbers")
+
+    def _lost(self, what: str) -> None:
+        where = self.running.stack[-1].where if self.running.stack else ""
+        self.trail.left_torch = True
+        self.unseen[f"{what} in {where or 'the network itself'}"] += 1
+
+    def _elsewhere(self, frame: FrameType, event: str, called: Any) -> None:
+        if event == "c_call":
+            owner = getattr(called, "__self__", None)
+            of_torch = str(getattr(called, "__module__", "") or "").startswith("torch")
+            home = str(getattr(owner, "__module__", None) or getattr(owner, "__name__", ""))
+            if isinstance(owner, Tensor) or of_torch or home.startswith("torch"):
+                self.unseen["other threads"] += 1
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -201,6 +283,8 @@ class _Reader(TorchDispatchMode):  # type: ignore[no-untyped-call]
         caller = _caller(frame)
         live = self.trail.is_live((args, kwargs))
         found = self.trail.follow(func, (args, kwargs), out, caller.is_own)
+        if live and ops.name(func) == "_local_scalar_dense" and args[0].is_floating_point():
+            self._lost("Python's numbers")
         if caller.is_own:
             site = self._site(caller, live)
             # of parameters alone (a learned sharpness is clamped) it is no evaluation of the site
@@ -251,10 +335,21 @@ class _Reader(TorchDispatchMode):  # type: ignore[no-untyped-call]
             AuditedSite(name, *self.known[name], name in self.native, self.calls[name])
             for name in names
         ]
-        counts = Counter((found.left, where, found.op, asked) for where, asked, found in self.found)
-        left = [Op(where, op, n, asked) for (left, where, op, asked), n in counts.items() if left]
-        other = [Op(where, op, n) for (left, where, op, _), n in counts.items() if not left]
-        return Audit(tuple(sites), tuple(left), tuple(other))
+        counts = Counter(
+            (found.left, where, found.op, asked, found.group) for where, asked, found in self.found
+        )
+        left = [Op(w, op, n, asked) for (left, w, op, asked, _), n in counts.items() if left]
+        other = [Op(w, op, n, group=g) for (left, w, op, _, g), n in counts.items() if not left]
+        return Audit(tuple(sites), tuple(left), tuple(other), tuple(self._unseen(other)))
+
+    def _unseen(self, other: Sequence[Op]) -> Iterator[str]:
+        calls = self.unseen.pop("other threads", 0)
+        yield from self.unseen
+        if calls:
+            yield f"{calls} calls of torch in other threads"
+        for op in other:
+            if "::" in op.op:  # another library's, whatever it does
+                yield f"{op.op} in {op.module or 'the network itself'}"
 
 
 class Description(NamedTuple):

@@ -1,8 +1,9 @@
 """`verify`: what a conversion changes, measured with the gates really evaluated (native off).
 
 The original network runs once, and each of its sites is compared by itself (`local`). Then the
-converted network runs, and the error of its output is what all sites make together; meanwhile it is
-audited, so that a site that was not evaluated, or a nonlinearity that is none, cannot pass.
+converted network runs, and the error of its output is what all sites make together (`outputs`);
+meanwhile it is audited, so that a site that was not evaluated, or a nonlinearity that is none,
+cannot pass. Nothing compared is not ok.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from numbers import Real
 from textwrap import fill
 from typing import Any
 
@@ -18,14 +20,18 @@ import torch
 from torch import nn
 
 from threshold_gating import kernels
-from threshold_gating.conversion import paired
-from threshold_gating.conversion.audit import WIDTH, Audit, AuditedSite, columns, execute
-from threshold_gating.conversion.local import Error, Local, difference, floats
+from threshold_gating.conversion import outputs, paired
+from threshold_gating.conversion.audit import (
+    WIDTH,
+    Audit,
+    AuditedSite,
+    beside,
+    columns,
+    execute,
+)
+from threshold_gating.conversion.local import RELATIVE, Error, Local
+from threshold_gating.conversion.outputs import Output
 from threshold_gating.conversion.running import evaluating, fresh
-
-# Ulp of the largest output that exact sites may make together. Rounding grows with depth: 25 are
-# common. More than this is no rounding, though 16-bit types reach it.
-_OUTPUT = 1024
 
 
 @dataclass(frozen=True)
@@ -33,8 +39,10 @@ class Row:
     """A site's local error over all its calls, in the original's inputs.
 
     `rel_rms` is relative to the original's values; `ulp` (of exact sites) counts units in the last
-    place of each value, or of the largest one for softmax, attention and recurrence. `ok` is None
-    where nothing was evaluated, and `note` says why.
+    place of each value, or of the largest one for softmax, attention and recurrence. `bound` is
+    what is allowed: ulp for an exact site, else `rel_rms`. `elements` counts the finite values
+    compared. `scope` says whether the row holds for every input or was measured on these alone.
+    `ok` is None where nothing was compared, and `note` says why.
     """
 
     site: str
@@ -46,47 +54,51 @@ class Row:
     rel_rms: float = 0.0
     ulp: float | None = None
     bitwise: bool | None = None
+    bound: float | None = None
+    elements: int = 0
     calls: int = 0
     ok: bool | None = None
+    scope: str = "these inputs"
     note: str = ""
-
-
-@dataclass(frozen=True)
-class Output:
-    """The error at the output, over all its floating-point tensors: largest, the same relative to
-    the largest value, root mean square, and that relative to the values'."""
-
-    max: float
-    relative: float
-    rms: float
-    rel_rms: float
 
 
 @dataclass(frozen=True)
 class Certificate:
     """What `verify` measured; `failed` says for each place that is not as it should be why.
 
-    `output` is None where the networks give no floating-point tensor to compare.
+    `outputs` has one record for each tensor and number that the networks give; `tol` is the bound
+    that the caller gave for them; `beside` names what else bends the data, or was not looked at.
     """
 
     rows: tuple[Row, ...]
-    output: Output | None
+    outputs: tuple[Output, ...]
     metric: paired.Metric | None
     failed: Mapping[str, str]
+    tol: float | None = None
+    beside: str = ""
 
     @property
     def ok(self) -> bool:
-        """Whether every site is within its class and nothing was left out unasked."""
+        """Whether every site that ran was compared and is within its bound, the output is within
+        its own, and nothing was left out unasked. Modules that never ran are in `unseen`."""
         return not self.failed
+
+    @property
+    def output(self) -> Output | None:
+        """The output that is worst against its bound; None where there is nothing to compare."""
+        seen = [o for o in self.outputs if o.elements]
+        return max(seen, key=lambda o: (o.excess, o.relative), default=None)
+
+    @property
+    def unseen(self) -> tuple[str, ...]:
+        """Sites of which these inputs show nothing: never called, or called without a value."""
+        return tuple(r.site for r in self.rows if r.ok is None and r.note in (_NEVER, _EMPTY))
 
     def table(self) -> str:
         """The certificate as text, within 100 columns."""
-        header = ("site", "kind", "K", "max", "rms", "rel", "ulp", "calls", "class")
+        header = ("site", "kind", "K", "max", "rms", "rel", "ulp", "bound", "calls", "class")
         lines = columns([header, *map(_cells, self.rows)])
-        o, m = self.output, self.metric
-        said = ["output: no floating-point tensor to compare"]
-        if o is not None:
-            said = [f"output: max {o.max:.2e}, max|d|/max|y| {o.relative:.2e}, rms {o.rms:.2e}"]
+        m, said = self.metric, [outputs.described(self.output, self.outputs, self.tol)]
         if m is not None:
             span = f"[{m.interval[0]:+.4g}, {m.interval[1]:+.4g}]"
             said.append(
@@ -94,13 +106,25 @@ class Certificate:
                 f"{span} (95 %), equal on {m.agreement:.2%} of {m.n}"
             )
         done, verdict = sum(row.ok is not None for row in self.rows), f"{len(self.failed)} failed"
+        always = sum(row.scope == "every input" for row in self.rows)
+        said.append(
+            f"holds for every input: {always} of {done} sites (exact, element by element); on "
+            f"these inputs: {done - always}, and the output"
+        )
+        said += [f"not seen on these inputs: {', '.join(self.unseen)}"] if self.unseen else []
+        said += [self.beside] if self.beside else []
         count = f"{done} of {len(self.rows)} sites evaluated with native off"
         said += [f"{count}: {'ok' if self.ok else verdict}", *self.failed.values()]
         return "\n".join([*lines, "", *(fill(s, WIDTH, subsequent_indent="  ") for s in said)])
 
+    def __str__(self) -> str:
+        return self.table()
+
     def to_dict(self) -> dict[str, Any]:
         """The same as JSON values."""
-        return {**asdict(self), "failed": dict(self.failed), "ok": self.ok}
+        worst = None if self.output is None else asdict(self.output)
+        more = {"failed": dict(self.failed), "output": worst, "unseen": self.unseen, "ok": self.ok}
+        return {**asdict(self), **more}
 
     def to_json(self) -> str:
         """The same as JSON text; a number that JSON has not (inf, nan) is a string."""
@@ -112,6 +136,7 @@ def verify(
     converted: nn.Module,
     *args: Any,
     metric: paired.Measure | tuple[str, paired.Measure] | None = None,
+    tol: float | None = None,
     **kwargs: Any,
 ) -> Certificate:
     """Compare `converted` with the `model` it was made from, on these inputs, with native off.
@@ -124,9 +149,13 @@ def verify(
         args, kwargs: what both are called with.
         metric: from the output, one truth value or number for each sample, for a paired
             comparison; a function or (name, function).
+        tol: your own bound on max|d|/max|y| of each output, instead of the larger of 1e-2 (1024
+            ulp where every site is exact) and twice the original's own rounding. Sites may be off
+            by as much, if that is more than 1e-2. `math.inf` accepts any finite difference.
     """
+    check_tol(tol)
     _check_modules(model, converted)
-    local = Local(model, converted)
+    local = Local(model, converted, tol or 0.0)
     given = fresh((args, kwargs))
     with kernels.use("reference"):
         # Each starts from the same random numbers, should it draw any.
@@ -135,15 +164,38 @@ def verify(
         with torch.random.fork_rng(devices=[]):
             have, seen = execute(converted, args, kwargs)
     rows = _rows(local.errors, seen)
-    output = _output(want, have)
+    exact = all(row.exact for row in rows if row.ok is not None)
+    compared = outputs.compare(want, have, exact, tol, lambda: _wide(model, args, kwargs, want))
     failed = {
         **{row.site: local.errors[row.site].message for row in rows if row.ok is False},
         **_not_evaluated(rows, seen),
+        **_nothing(rows, local.errors),
         **_weights(model, converted),
-        **_whole(output, rows, want),
     }
-    compared = None if metric is None else paired.compare(metric, want, have)
-    return Certificate(rows, output, compared, failed)
+    if not failed and all(row.ok is None for row in rows):
+        failed["sites"] = (
+            f"nothing was compared: none of {len(rows)} sites was evaluated on these inputs; "
+            "give inputs with elements that reach the sites."
+        )
+    if message := outputs.judged(compared, want, have, tol, _worst(rows)):
+        failed["output"] = message
+    paired_metric = None if metric is None else paired.compare(metric, want, have)
+    return Certificate(rows, compared, paired_metric, failed, tol, beside(seen))
+
+
+def check_tol(tol: float | None) -> None:
+    """Refuse what is no bound."""
+    is_number = isinstance(tol, Real) and not isinstance(tol, bool)
+    if tol is not None and not (is_number and tol >= 0):
+        raise ValueError(
+            "tol is a number >= 0, the largest max|d|/max|y| at an output that you accept "
+            f"(math.inf accepts any), or None; got {tol!r}."
+        )
+
+
+def _wide(model: nn.Module, args: Any, kwargs: Any, want: Any) -> Any:
+    with torch.random.fork_rng(devices=[]):
+        return outputs.in_wider_type(model, args, kwargs, want)
 
 
 def _check_modules(model: nn.Module, converted: nn.Module) -> None:
@@ -154,33 +206,43 @@ def _check_modules(model: nn.Module, converted: nn.Module) -> None:
         )
 
 
+_NEVER, _EMPTY, _NOTHING = "never called", "no values", "nothing finite"
+
+
 def _rows(errors: Mapping[str, Error], seen: Audit) -> tuple[Row, ...]:
     """One row for each site of the original that was reached, then those that no run reaches."""
     audited = {site.name: site for site in seen.sites}
     rows = [_row(name, error, audited.get(name)) for name, error in errors.items()]
     idle = [site for site in seen.sites if not site.calls and site.name not in errors]
-    never = [Row(s.name, s.kind, s.K, bool(s.exact), note="never called") for s in idle]
+    never = [Row(s.name, s.kind, s.K, bool(s.exact), note=_NEVER) for s in idle]
     return (*rows, *never)
 
 
 def _row(name: str, error: Error, seen: AuditedSite | None) -> Row:
     site = error.site
     K = None if site.t is None else site.t.K
-    if seen is None or seen.native or not seen.calls or not error.elements:
-        return Row(name, site.kind, K, site.exact, calls=error.calls, note="not evaluated")
-    rms = math.sqrt(error.squares / error.elements)
+    evaluated = seen is not None and seen.calls and not seen.native
+    if not evaluated or not error.elements:
+        note = "not evaluated" if not evaluated else _NOTHING if error.values else _EMPTY
+        return Row(name, site.kind, K, site.exact, calls=error.calls, note=note)
+    ok = not error.message
+    accepted = ok and not site.exact and error.relative > RELATIVE
     return Row(
         name,
         site.kind,
         K,
         site.exact,
         max=error.max,
-        rms=rms,
-        rel_rms=math.sqrt(error.squares / error.size) if error.size else math.inf if rms else 0.0,
+        rms=error.rms,
+        rel_rms=math.sqrt(error.squares / error.size) if error.size else math.inf * error.rms,
         ulp=error.ulp if site.exact else None,
         bitwise=error.bitwise,
+        bound=error.bound,
+        elements=error.elements,
         calls=error.calls,
-        ok=not error.message,
+        ok=ok,
+        scope="every input" if ok and site.exact and site.t is not None else "these inputs",
+        note=f"accepted by tol={error.tol:g}" if accepted else "",
     )
 
 
@@ -203,68 +265,57 @@ def _not_evaluated(rows: tuple[Row, ...], seen: Audit) -> dict[str, str]:
     return failed
 
 
+def _nothing(rows: tuple[Row, ...], errors: Mapping[str, Error]) -> dict[str, str]:
+    """Sites that saw no finite value."""
+    return {
+        row.site: f"nothing was compared at {row.site}: none of its {errors[row.site].values} "
+        "values is finite; give inputs with finite elements that reach it."
+        for row in rows
+        if row.note == _NOTHING
+    }
+
+
+def _worst(rows: tuple[Row, ...]) -> dict[str, str]:
+    """The approximate sites in words, those first that are most off for what they give."""
+    close = [row for row in rows if row.ok is not None and not row.exact]
+    close.sort(key=lambda row: row.rel_rms, reverse=True)
+    return {
+        row.site: f"{row.site} ({row.kind}, K = {row.K}: {row.rel_rms:.2g} of what it gives)"
+        for row in close
+    }
+
+
 def _weights(model: nn.Module, converted: nn.Module) -> dict[str, str]:
     """Whether the networks differ in what is no site."""
     after = {**dict(converted.named_parameters()), **dict(converted.named_buffers())}
     changed = [
         name
         for name, t in (*model.named_parameters(), *model.named_buffers())
-        if name in after and not t.is_meta and not _is_same(t, after[name])
+        if name in after and not t.is_meta and not _same(t, after[name])
     ]
     if not changed:
         return {}
     return {"weights": f"{len(changed)} weights are not the original's, among them {changed[0]}."}
 
 
-def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors are equal; NaN is what NaN was."""
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equal, where NaN is equal to NaN."""
     return torch.equal(a, b) or (
-        a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all())
+        a.shape == b.shape
+        and a.is_floating_point()
+        and bool(((a == b) | (a.isnan() & b.isnan())).all())
     )
-
-
-def _output(want: Any, have: Any) -> Output | None:
-    pairs = list(zip(floats(want), floats(have), strict=False))
-    shapes = [[tuple(t.shape) for t in floats(y)] for y in (want, have)]
-    if shapes[0] != shapes[1]:
-        raise ValueError(
-            f"verify: the outputs differ in shape: {shapes[0]} and, converted, {shapes[1]}."
-        )
-    d = [difference(y, z) for y, z in pairs if y.numel()]
-    y = [y.double().nan_to_num(0, 0, 0) for y, _ in pairs if y.numel()]
-    if not d:
-        return None
-    largest, size = (max(t.abs().max().item() for t in each) for each in (d, y))
-    squares, total = (sum(t.square().sum().item() for t in each) for each in (d, y))
-    n = sum(t.numel() for t in d)
-    return Output(
-        largest, largest / (size or 1.0), math.sqrt(squares / n), math.sqrt(squares / (total or n))
-    )
-
-
-def _whole(output: Output | None, rows: tuple[Row, ...], want: Any) -> dict[str, str]:
-    if output is None:
-        return {}
-    if not math.isfinite(output.max):
-        return {"output": "the output has infinities or NaN where the original's has not."}
-    eps = max(torch.finfo(t.dtype).eps for t in floats(want))
-    exact = all(row.exact for row in rows if row.ok is not None)
-    if exact and output.relative > _OUTPUT * eps:
-        return {
-            "output": f"the output is off by {output.relative:.3g} of its largest value, though "
-            f"every site is exact; {_OUTPUT * eps:.3g} is allowed."
-        }
-    return {}
 
 
 def _cells(row: Row) -> tuple[str, ...]:
     K = "" if row.K is None else str(row.K)
     if row.ok is None:
-        return (row.site, row.kind, K, *("",) * 4, str(row.calls), row.note)
+        return (row.site, row.kind, K, *("",) * 5, str(row.calls), row.note)
     errors = (f"{e:.1e}" if e else "0" for e in (row.max, row.rms, row.rel_rms))
     ulp = "" if row.ulp is None else "bitwise" if row.bitwise else f"{row.ulp:.3g}"
-    what = "FAILED" if not row.ok else "exact" if row.exact else "approximate"
-    return (row.site, row.kind, K, *errors, ulp, str(row.calls), what)
+    bound = f"{row.bound:g} ulp" if row.exact else f"{row.bound:.2g} rel"
+    what = "FAILED" if not row.ok else row.note or ("exact" if row.exact else "approximate")
+    return (row.site, row.kind, K, *errors, ulp, bound, str(row.calls), what)
 
 
 def _plain(value: Any) -> Any:

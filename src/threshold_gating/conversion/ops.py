@@ -6,11 +6,16 @@ nonlinearity only by what becomes of their result, which is followed from op to 
 
     exp(x)     if it reaches a denominator through a sum, 1 / (1 + exp(-x)), exp(x) / exp(x).sum(),
                or a logarithm, log(1 + exp(x)); as a factor (decay of a state) it is other
-    abs(x)     if it reaches a denominator through a sum with something else, x / (1 + abs(x))
+               also exp(log_softmax(x)) and exp(x - logsumexp(x)), which are softmax
+    abs(x)     if it reaches a denominator through a sum with something else, x / (1 + abs(x)), or
+               is added to x itself, (x + abs(x)) / 2
     x > 0      if the mask multiplies or selects data, x * (x > 0) or where(x > 0, x, 0); not if it
                fills in -inf or the dtype's least number, which takes a score out of a choice
     max(x, c)  if c is a constant; of two quantities it is other
     clamp(x)   unless x is a norm, where it guards a division
+
+What else bends the data, and no gate stands for (`BENDING`: a sine, a square, a maximum over
+channels), is other, and said so. A power or magnitude that is summed up is a norm.
 
 Only what depends on the inputs of the network counts. What is computed from parameters, buffers and
 constants alone is a constant; everything else, random numbers too, depends on the inputs.
@@ -54,26 +59,39 @@ OTHER: dict[str, frozenset[str]] = {
         "normalisation": "native_batch_norm _native_batch_norm_legit batch_norm cudnn_batch_norm "
         "_native_batch_norm_legit_no_training _batch_norm_with_update _batch_norm_no_update "
         "miopen_batch_norm native_layer_norm native_group_norm _fused_rms_norm rms_norm "
-        "linalg_vector_norm norm var var_mean std std_mean mean pow square sqrt rsqrt",
+        "linalg_vector_norm norm var var_mean std std_mean mean",
+        "powers": "pow square sqrt rsqrt reciprocal float_power",
         "pooling": "max_pool1d max_pool2d max_pool2d_with_indices max_pool3d_with_indices "
         "mkldnn_max_pool2d mkldnn_max_pool3d avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d "
         "_adaptive_avg_pool2d _adaptive_avg_pool3d mkldnn_adaptive_avg_pool2d adaptive_max_pool2d "
-        "adaptive_max_pool3d fractional_max_pool2d fractional_max_pool3d amax amin max min aminmax",
-        "waves (rotary)": "sin cos tan asin acos atan atan2 sinh cosh sinc",
+        "adaptive_max_pool3d fractional_max_pool2d fractional_max_pool3d",
+        "maxima": "amax amin max min aminmax cummax cummin maximum minimum fmax fmin",
+        "waves": "sin cos tan asin acos atan atan2 sinh cosh sinc asinh acosh atanh angle",
         "choice": "topk sort argmax argmin argsort kthvalue median mode searchsorted bucketize "
         "multinomial bernoulli",
         "logarithms": "log log2 log10 log1p logit logsumexp logcumsumexp _log_softmax xlogy",
-        "steps": "round floor ceil trunc frac fmod remainder prod cumprod cummax cummin",
+        "steps": "round floor ceil trunc frac fmod remainder prod cumprod floor_divide",
+        "special": "lgamma digamma erfinv special_i0 special_i0e special_i1 special_i1e "
+        "special_bessel_j0 special_bessel_j1 special_ndtri special_log_ndtr special_erfcx hypot",
+        "exponentials": "exp exp2 expm1",
+        "magnitudes": "abs",
+        "comparisons": "gt ge lt le sign sgn heaviside",
     }.items()
 }
-_EXPONENTIAL = {"exp", "exp2", "expm1"}
-_COMPARISON = {"gt", "ge", "lt", "le", "sign", "sgn", "heaviside"}
+# Groups of other ops that are as little linear as an activation.
+BENDING = frozenset(
+    ("powers", "maxima", "waves", "logarithms", "steps", "special", "exponentials", "magnitudes")
+)
 _EXTREME = {"maximum", "minimum", "fmax", "fmin"}
+_REDUCING = {"sum", "mean", "var", "var_mean", "std", "std_mean", "linalg_vector_norm", "norm"}
 _FOLLOWED = {
-    **dict.fromkeys(_EXPONENTIAL, "exp"),
-    **dict.fromkeys(_COMPARISON, "mask"),
-    **dict.fromkeys(("abs",), "abs"),
-    **dict.fromkeys(("linalg_vector_norm", "norm"), "norm"),
+    **dict.fromkeys(OTHER["exponentials"], "exp"),
+    **dict.fromkeys(OTHER["comparisons"], "mask"),
+    **dict.fromkeys(("pow", "square", "float_power"), "power"),
+    **dict.fromkeys(("_log_softmax", "logsumexp"), "total"),  # the logarithm of a sum of exp
+    "abs": "abs",
+    "linalg_vector_norm": "norm",
+    "norm": "norm",
 }
 _SELECTING = {"mul", "where", "masked_fill", "masked_scatter", "index_put", "addcmul"}
 _LOGARITHM = {"log", "log2", "log10", "log1p"}
@@ -88,17 +106,23 @@ _CARRYING = {
     **dict.fromkeys(("add", "sub", "rsub"), _ADDED),
     **dict.fromkeys(("sum", "mean", "cumsum"), _SUMMED),
 }
+_SCALING = {"neg", "mul", "div", "_to_copy", "clone"}  # by a constant: the same data, scaled
 _NONLINEAR = frozenset().union(*NONLINEAR.values())
-_LISTED = frozenset().union(*OTHER.values(), _FOLLOWED, _EXTREME)
+_GROUPS = {name: group for group, names in OTHER.items() for name in names}
 
 
 @dataclass(eq=False)
 class Found:
-    """An op that counts: `left` if it is a nonlinearity, which a followed one may become later."""
+    """An op that counts: `left` if it is a nonlinearity, which a followed one may become later.
+
+    `group` is where it stands in `OTHER`, `source` the data that it was made of.
+    """
 
     op: str
     left: bool
     follow: str = ""
+    group: str = ""
+    source: int = 0
 
 
 def name(func: Any) -> str:
@@ -133,7 +157,11 @@ class Trail:
 
     def __init__(self, constants: Iterable[Tensor]) -> None:
         self._constant = {_key(t) for t in constants}
+        self.left_torch = False  # data became numbers: a literal may be made of them
         self._carried: dict[int, dict[Found, int]] = {}
+        self._reduced: set[int] = set()
+        self._sources: dict[int, int] = {}
+        self._count = 0
 
     def is_live(self, given: Any) -> bool:
         """Whether any tensor among the arguments of an op depends on the network's inputs."""
@@ -150,13 +178,12 @@ class Trail:
             excludes = self._excludes(op, args)
             self._settle(op, args, used, excludes)
             found = self._find(op, used, live)
+            carried = self._pass_on(op, used)
             if found is not None and found.follow:
-                carried = {found: _ALONE}
-            else:
-                carried = self._pass_on(op, used)
+                carried = {**carried, found: _ALONE}
             if excludes:
                 carried = {f: how for f, how in carried.items() if f.follow != "mask"}
-        self._store(func, used, out, bool(live), carried)
+        self._store(func, used, out, live, carried)
         return found
 
     def _find(self, op: str, used: list[Tensor], live: list[Tensor]) -> Found | None:
@@ -166,10 +193,20 @@ class Trail:
         if op in _NONLINEAR:
             return Found(op, not (guards and op in NONLINEAR["bounds"]))
         if op in _EXTREME:
-            return Found(op, len(live) == 1 and not guards)
-        if op in _LISTED or "::" in op:
-            return Found(op, False, _FOLLOWED.get(op, ""))
-        return None
+            return Found(op, len(live) == 1 and not guards, group="maxima")
+        if op not in _GROUPS and "::" not in op:
+            return None
+        found = Found(op, False, _FOLLOWED.get(op, ""), _GROUPS.get(op, ""), self._source(live[0]))
+        carried = {f: how for t in live for f, how in self._at(t).items()}
+        if found.follow == "exp":  # of a logarithm of a softmax
+            found.left = any(f.follow == "total" for f in carried)
+        elif op in _LOGARITHM and any(
+            f.follow == "exp" and how == _SUMMED for f, how in carried.items()
+        ):
+            found.follow = "total"
+        elif found.group == "powers" and any(_key(t) in self._reduced for t in live):
+            found.group = "normalisation"
+        return found
 
     def _excludes(self, op: str, args: list[Any]) -> bool:
         """Whether a mask puts -inf, or the least number of the dtype, in the place of data."""
@@ -193,6 +230,16 @@ class Trail:
             for found, how in self._at(used[0]).items():
                 if how == (_ALONE if op == "log1p" else _ADDED):
                     found.left = found.left or found.follow == "exp"
+        if op in _REDUCING:
+            for found in self._at(used[0]):
+                if found.follow in ("power", "abs"):
+                    found.group = "normalisation"
+        if op in ("add", "sub", "rsub"):
+            for t in used:
+                beside = {self._source(u) for u in used if u is not t}
+                for found, how in self._at(t).items():
+                    if found.follow == "abs" and how == _ALONE and found.source in beside:
+                        found.left = True
         if op in _SELECTING and not excludes:
             for t in used:
                 others = (u for u in used if u is not t and u.is_floating_point())
@@ -206,19 +253,36 @@ class Trail:
         step = _CARRYING[op]
         return {f: max(how, step) for t in used for f, how in self._at(t).items()}
 
+    def _source(self, t: Tensor) -> int:
+        """A number for the data that a tensor is, up to a constant factor."""
+        key = _key(t)
+        if key not in self._sources:
+            self._count += 1
+            self._sources[key] = self._count
+        return self._sources[key]
+
     def _store(
-        self, func: Any, used: list[Tensor], out: Any, live: bool, carried: dict[Found, int]
+        self, func: Any, used: list[Tensor], out: Any, live: list[Tensor], carried: dict[Found, int]
     ) -> None:
         random = torch.Tag.nondeterministic_seeded in func.tags
         op = name(func)
         made = op.endswith("_like") or op.startswith("new_")  # of the shape only
-        made = made or op.startswith("lift")  # a literal in the code: torch.tensor(0.5)
-        constant = not random and (made or not live)
+        lifted = op.startswith("lift")  # a literal in the code: torch.tensor(0.5)
+        made = made or lifted
+        constant = not random and ((made and not (lifted and self.left_torch)) or not live)
         keys = {_key(t) for t in used}
+        source = self._source(live[0]) if op in _SCALING and len(live) == 1 else 0
+        passes = op in _REDUCING or (
+            op in _CARRYING and any(_key(t) in self._reduced for t in used)
+        )
         for key in map(_key, _leaves(out)):
             (self._constant.add if constant else self._constant.discard)(key)
             if key not in keys or func._schema.is_mutable:
                 self._carried[key] = carried
+                (self._reduced.add if passes else self._reduced.discard)(key)
+                self._sources.pop(key, None)
+                if source:
+                    self._sources[key] = source
 
     def _at(self, t: Any) -> dict[Found, int]:
         return self._carried.get(_key(t), {}) if isinstance(t, Tensor) else {}

@@ -29,7 +29,7 @@ from threshold_gating.sites import Recognised
 from threshold_gating.taxonomy import TAXONOMY
 
 Function = Callable[[Tensor], Tensor]
-_APPROXIMATE = ("gelu", "gelu_tanh", "elu", "selu", "softplus", "logsigmoid", "erf")
+_APPROXIMATE = sorted({*sites.APPROXIMATE, "gelu_tanh"})
 _MOST_PIECES = 8
 _FAR_OFF = 0.05  # of the function's size: a fit that is further off stands for nothing
 _EXACT = 1e-12  # of the value, or of the function's size between -12 and 12 where that is larger

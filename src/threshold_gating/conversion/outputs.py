@@ -1,0 +1,216 @@
+"""The outputs of two networks, compared tensor by tensor, and how much they may differ.
+
+Each tensor has a bound of its own, so that a small one does not hide beside a large one: the larger
+of `RELATIVE` of its largest value (where every site is exact, 1024 ulp) and twice the original's
+own rounding, which is how far it is from itself in a wider type. Whole numbers and truth values
+(a choice, a code) are compared by the share of them that differ.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from threshold_gating.conversion.local import RELATIVE, difference, floats, widened
+from threshold_gating.conversion.running import evaluating, fresh
+
+# Ulp of the largest output that exact sites may make together. Rounding grows with depth: 25 are
+# common. More than this is no rounding, unless it is the original's, too.
+_ULPS = 1024
+
+
+@dataclass(frozen=True)
+class Output:
+    """The error of one tensor or number of the output, over its finite `elements`.
+
+    Largest, the same relative to the largest value (of whole numbers: the share that differs),
+    root mean square, and that relative to the values'. `bound` is for `relative`; `rounding` is the
+    original's own, None where the bound did not need it or it could not be measured.
+    """
+
+    name: str
+    elements: int
+    max: float
+    relative: float
+    rms: float
+    rel_rms: float
+    bound: float
+    rounding: float | None = None
+    whole: bool = False
+
+    @property
+    def excess(self) -> float:
+        """The error in units of its bound."""
+        if not self.relative:
+            return 0.0
+        return self.relative / self.bound if self.bound else math.inf
+
+
+# By numpy's word for what kind of number a type holds.
+_TYPES = {"f": torch.float64, "i": torch.int64, "u": torch.int64, "b": torch.bool}
+
+
+def leaves(tree: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Every tensor and number in an output with its place: "['logits']", "[0]", ".loss"."""
+    if isinstance(tree, Tensor):
+        dense = tree.to_dense() if tree.layout != torch.strided else tree
+        yield name, torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense
+    elif isinstance(tree, bool | int | float):
+        yield name, torch.tensor(tree, dtype=torch.float64 if isinstance(tree, float) else None)
+    elif isinstance(tree, Mapping):
+        for key, value in tree.items():
+            yield from leaves(value, f"{name}[{key!r}]")
+    elif isinstance(tree, list | tuple):
+        for k, value in enumerate(tree):
+            yield from leaves(value, f"{name}[{k}]")
+    elif is_dataclass(tree) and not isinstance(tree, type):
+        for field in fields(tree):
+            yield from leaves(getattr(tree, field.name, None), f"{name}.{field.name}")
+    elif getattr(getattr(tree, "dtype", None), "kind", "") in _TYPES:
+        yield name, torch.tensor(tree.tolist(), dtype=_TYPES[tree.dtype.kind])
+
+
+def compare(
+    want: Any, have: Any, exact: bool, tol: float | None, wide: Callable[[], Any]
+) -> tuple[Output, ...]:
+    """One record for each tensor; () where the two do not hold the same.
+
+    `wide` gives the original's output in a wider type, or None; it is asked only where a difference
+    is larger than the bound without it.
+    """
+    before, after = dict(leaves(want)), dict(leaves(have))
+    if _shapes(before) != _shapes(after):
+        return ()
+    found = [_compared(name, y, after[name], exact, tol) for name, y in before.items()]
+    if tol is None and any(o.excess > 1 for o in found):
+        twice = dict(leaves(wide()))
+        if _shapes(twice) == _shapes(before):
+            found = [_rounded(o, before[o.name], twice[o.name]) for o in found]
+    return tuple(found)
+
+
+def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(t.shape) for name, t in tensors.items()}
+
+
+def _compared(name: str, y: Tensor, z: Tensor, exact: bool, tol: float | None) -> Output:
+    whole = not y.is_floating_point()
+    d = difference(y, z)
+    values = y.double().nan_to_num(0, 0, 0)
+    n = int(y.isfinite().sum())
+    largest, rms = (d.max().item(), d.square().mean().sqrt().item()) if n else (0.0, 0.0)
+    if not n and d.any():
+        largest = rms = math.inf
+    size = values.abs().max().item() if n else 0.0
+    total = values.square().mean().sqrt().item() if n else 0.0
+    relative = (d != 0).double().mean().item() if whole and n else largest / (size or 1.0)
+    bound = RELATIVE if tol is None else float(tol)
+    if tol is None and exact and not whole:
+        bound = min(RELATIVE, _ULPS * torch.finfo(y.dtype).eps)
+    return Output(name, n, largest, relative, rms, rms / (total or 1.0), bound, whole=whole)
+
+
+def _rounded(o: Output, y: Tensor, wide: Tensor) -> Output:
+    """With the original's own rounding in the bound."""
+    both = y.isfinite() & wide.isfinite()
+    if not both.any():
+        return o
+    d, values = difference(y, wide)[both], y.double()[both].abs()
+    share = (d != 0).double().mean().item() if o.whole else 0.0
+    own = share if o.whole else d.max().item() / (values.max().item() or 1.0)
+    return replace(o, bound=max(o.bound, 2 * own), rounding=own)
+
+
+def in_wider_type(model: nn.Module, args: Any, kwargs: Any, want: Any) -> Any:
+    """The original's output, computed in float32 if it has 16-bit types, else in float64.
+
+    None where that says nothing: it works in float64 already, it does not run in the wider type, or
+    it does not give the same twice, so that a difference would not be its rounding.
+    """
+    types = {t.dtype for t in floats([*model.parameters(), *model.buffers(), args, kwargs, want])}
+    narrow = [t for t in types if t.itemsize < 4]
+    if not narrow and torch.float32 not in types:
+        return None
+    dtype = torch.float32 if narrow else torch.float64
+    try:
+        again = _run(copy.deepcopy(model), *fresh((args, kwargs)))
+        pairs = zip(dict(leaves(want)).values(), dict(leaves(again)).values(), strict=True)
+        if any(difference(y, z).any() for y, z in pairs):
+            return None
+        return _run(copy.deepcopy(model).to(dtype), *widened(fresh((args, kwargs)), dtype))
+    except Exception:  # whatever hinders it: then there is no measure, and the plain bound holds
+        return None
+
+
+def _run(model: nn.Module, args: Any, kwargs: Any) -> Any:
+    with torch.random.fork_rng(devices=[]), evaluating(model):
+        return model(*args, **kwargs)
+
+
+def judged(
+    found: Sequence[Output], want: Any, have: Any, tol: float | None, worst: Mapping[str, str]
+) -> str:
+    """What is wrong with the output, "" if nothing is."""
+    a, b = (_shapes(dict(leaves(tree))) for tree in (want, have))
+    for name in {**a, **b}:
+        if a.get(name) != b.get(name):
+            first, then = (each.get(name, "nothing") for each in (a, b))
+            return f"the outputs{_place(name)} differ in shape: {first} and, converted, {then}."
+    if any(not math.isfinite(o.max) for o in found):
+        return "the output has infinities or NaN where the original's has not, or the other way."
+    if not any(o.elements for o in found):
+        if not found and tol == math.inf:
+            return ""
+        holds = "finite number on these inputs" if found else "tensor or number to compare"
+        return (
+            f"nothing was compared at the output: it holds no {holds}; "
+            f"{'give inputs with finite elements' if found else 'tol=math.inf accepts that'}."
+        )
+    bad = max(found, key=lambda o: o.excess)
+    return "" if bad.excess <= 1 else _too_far(bad, tol, worst)
+
+
+def _place(name: str) -> str:
+    return f" {name}" if name else ""
+
+
+def _too_far(bad: Output, tol: float | None, worst: Mapping[str, str]) -> str:
+    why = f"{bad.bound:.3g} is {'what tol allows' if tol is not None else 'allowed'}"
+    if bad.rounding is not None:
+        why += f" (the original's own rounding is {bad.rounding:.2g})"
+    off = f"{bad.relative:.3g} of its largest value"
+    if bad.whole:
+        off = f"{round(bad.relative * bad.elements)} of {bad.elements} whole numbers"
+    said = f"the output{_place(bad.name)} is off by {off}; {why}."
+    if not worst:
+        return f"{said} Every site is exact."
+    first, *_ = worst
+    return (
+        f"{said} The sites that are most off: {', '.join(list(worst.values())[:3])}. "
+        f"`tg.calibrate` fits them to your data, sites={{{first!r}: K}} takes more branches, and "
+        "tol= is for a bound of your own (math.inf accepts any)."
+    )
+
+
+def described(worst: Output | None, found: Sequence[Output], tol: float | None) -> str:
+    """The line of the table."""
+    if worst is None:
+        return "output: nothing to compare"
+    place = f"output{_place(worst.name)}"
+    if len(found) > 1:
+        place += f", the worst of {len(found)}"
+    error = f"max|d|/max|y| {worst.relative:.2e}"
+    if worst.whole:
+        error = f"{round(worst.relative * worst.elements)} of {worst.elements} whole numbers differ"
+    allowed = f"{worst.bound:.2g} allowed" if tol is None else f"tol {tol:.2g}"
+    if tol == math.inf:
+        allowed = "accepted by tol=inf"
+    if worst.rounding is not None and worst.bound == 2 * worst.rounding:
+        allowed += ", twice the original's own rounding"
+    return f"{place}: max {worst.max:.2e}, {error} ({allowed}), rms {worst.rms:.2e}"
