@@ -19,7 +19,7 @@ from threshold_gating.instance import TG
 from threshold_gating.kernels import choice, direct, fused, launch, products, traced
 from threshold_gating.kernels.choice import backend, use
 from threshold_gating.kernels.form import Form, take_apart
-from threshold_gating.kernels.lowering import Op, native, overwriting
+from threshold_gating.kernels.lowering import Op, native, overwriting, overwritten
 
 __all__ = [
     "BACKENDS",
@@ -38,6 +38,7 @@ __all__ = [
     "lowered",
     "native",
     "overwriting",
+    "overwritten",
     "takes_native",
     "traced",
     "traces",
