@@ -406,6 +406,51 @@ def _applied(plain: Any, dual: Any, *inputs: Tensor) -> Any:
     return plain.apply(*inputs) if needed else plain.forward(*inputs)
 
 
+def times(v: Tensor, slope: Tensor) -> Tensor:
+    """v slope, whose gradient in the slope is finite: behind it infinity would meet shut gates."""
+    same_shape = torch.broadcast_tensors(v, slope)  # type: ignore[no-untyped-call]
+    y: Tensor = _applied(_Times, _DualTimes, *same_shape)
+    return y
+
+
+def _within_range(t: Tensor) -> Tensor:
+    """What overflowed as a large number, for infinity times a gate of 0 would be NaN."""
+    largest = torch.finfo(t.dtype).max / 2
+    bounded: Tensor = _clamp(t, -largest, largest)
+    return bounded
+
+
+class _Times(Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(v: Tensor, slope: Tensor) -> Tensor:
+        return v * slope
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
+        v, slope = ctx.saved_tensors
+        return dy * slope, _within_range(dy * v)
+
+
+class _DualTimes(_Times):
+    """The same with forward mode."""
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    def jvp(ctx: Any, dv: Tensor, dslope: Tensor) -> Tensor:
+        v, slope = ctx.saved_tensors
+        return dv * slope + v * dslope
+
+
 class _Sigmoid(Function):
     generate_vmap_rule = True
 
@@ -421,7 +466,7 @@ class _Sigmoid(Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Tensor:
         (u,) = ctx.saved_tensors
-        return dy * (sigmoid(u) * sigmoid(-u))
+        return _within_range(dy) * (sigmoid(u) * sigmoid(-u))
 
 
 class _DualSigmoid(_Sigmoid):
@@ -436,6 +481,29 @@ class _DualSigmoid(_Sigmoid):
     def jvp(ctx: Any, du: Tensor) -> Tensor:
         (u,) = ctx.saved_tensors
         return du * (sigmoid(u) * sigmoid(-u))
+
+
+class _Swing(_Sigmoid):
+    """tanh(u / 2), likewise."""
+
+    @staticmethod
+    def forward(u: Tensor) -> Tensor:
+        y: Tensor = _tanh(u / 2)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        return 2 * _Sigmoid.backward(ctx, dy)
+
+
+class _DualSwing(_Swing):
+    """The same with forward mode."""
+
+    setup_context = _DualSigmoid.setup_context
+
+    @staticmethod
+    def jvp(ctx: Any, du: Tensor) -> Tensor:
+        return 2 * _DualSigmoid.jvp(ctx, du)
 
 
 class _Gates(Function):
@@ -456,9 +524,7 @@ class _Gates(Function):
     @staticmethod
     def backward(ctx: Any, *dg: Tensor) -> tuple[Tensor, ...]:
         g = ctx.saved_tensors
-        # A branch that overflowed meets a gate of 0, and infinity times that would be NaN.
-        largest = torch.finfo(g[0].dtype).max / 2
-        weighed = [gk * _clamp(d, -largest, largest) for gk, d in zip(g, dg, strict=True)]
+        weighed = [gk * _within_range(d) for gk, d in zip(g, dg, strict=True)]
         sides = zip(*_sides(g), *_sides(weighed), strict=True)
         return tuple([lower * above - upper * below for lower, upper, below, above in sides])
 
@@ -532,7 +598,7 @@ def _mean_about_midpoint(u: Tensor) -> Callable[[Sequence[Value]], Value]:
 
     On either side of the threshold it starts from the branch of that side, whatever the values.
     """
-    swing: Tensor = _tanh(u / 2)
+    swing: Tensor = _applied(_Swing, _DualSwing, u)
 
     def mean(w: Sequence[Value]) -> Value:
         low, high = w
@@ -557,7 +623,11 @@ def _average(
 ) -> Tensor:
     """Soft gates: y = (mean(q) v + mean(s)) v + mean(c)."""
     if all(v is inputs[0] for v in inputs):
-        y = _polynomial(inputs[0], mean(curves), mean(slopes), mean(constants))
+        curve, slope, constant = mean(curves), mean(slopes), mean(constants)
+        y = _polynomial(inputs[0], curve, slope, constant)
+        if isinstance(slope, Tensor) and _is_number(curve, 0):
+            y = times(inputs[0], slope)
+            y = y if _is_number(constant, 0) else y + constant
     else:
         y = mean([_branch(*p) for p in zip(inputs, curves, slopes, constants, strict=True)])
     # Equal constant branches do not depend on x; NaN is passed on all the same.

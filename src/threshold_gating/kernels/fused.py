@@ -94,7 +94,7 @@ def _many_traced(
 def _blended(gates: list[Any], u: Tensor, s: list[Value], c: list[Value]) -> Tensor:
     """u sum_k g_k s_k + sum_k g_k c_k."""
     slope, constant = _weighted(gates, s), _weighted(gates, c)
-    y = slope if slope is None else slope * u
+    y = slope if slope is None else primitive.times(u, slope)
     y = constant if y is None else y if constant is None else y + constant
     return torch.zeros_like(u) if y is None else y
 
