@@ -21,6 +21,8 @@ from threshold_gating.primitive import Anchor, Value
 
 SHARES = ("net", "layer", "channel", "head", "neuron")
 LEARNABLE = ("tau", "theta", "s", "c")
+# What is fixed when an activation is made, and the argument that sets it.
+_FIXED = {"init": "init", "share": "share", "group": "channels", "learned": "train"}
 # exp(7) is 1100 times softer or sharper than the start; further out tau would leave float32.
 _RHO_BOUND = kernels.traced.BOUND
 
@@ -62,8 +64,8 @@ class Activation(nn.Module):
         channels: number of channels, or for "neuron" the shape of the positions from `axis` on.
         axis: where the channels are in the input; 1 for images, -1 for tokens.
         train: which of "tau", "theta", "s", "c" are learned.
-        inplace: as networks pass it to their activations: torch's own op, where it runs, overwrites
-            its input. Gates do not.
+        inplace: overwrite the input with the result, as torch's activations do when told so. Gates
+            keep a copy of the input for the backward pass.
 
     >>> Activation("silu")(torch.tensor([1.0]))
     tensor([0.7311])
@@ -150,6 +152,14 @@ class Activation(nn.Module):
             start = self._start(name, value.device, torch.float64)
             value.copy_(torch.where(value == rounded, start, value))
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _FIXED and name in self.__dict__:
+            raise AttributeError(
+                f"Activation: {name} is fixed when it is made, and setting it later would change "
+                f"nothing; make a new one, as Activation(..., {_FIXED[name]}=...)."
+            )
+        super().__setattr__(name, value)
+
     def forward(self, x: Tensor) -> Tensor:
         """Apply the activation to each element of `x`; shape and dtype are kept."""
         if torch._C._len_torch_function_stack() == 0:
@@ -159,12 +169,19 @@ class Activation(nn.Module):
             return self._evaluated(x)
 
     def _evaluated(self, x: Tensor) -> Tensor:
+        if not self.inplace:
+            return self._gated(x)
+        if kernels.takes_native() and self._op is not None:
+            return kernels.overwriting(self._op, x)
+        return kernels.overwritten(x, self._gated)
+
+    def _gated(self, x: Tensor) -> Tensor:
         # The backend is asked first: with native off, whether there is an op must not matter to a
         # compiled graph.
         if kernels.takes_native():
             op = self._op or kernels.lowered(None)
             if op is not None:
-                return kernels.overwriting(op, x) if self.inplace else op(x)
+                return op(x)
         if (kernels.launches(x) or kernels.traces(x)) and (y := self._launched(x)) is not None:
             return y
         shape = self._shape_in(x)
@@ -265,11 +282,23 @@ class Activation(nn.Module):
         tau, theta, s, c = self.values()
         taus = tau if isinstance(tau, list) else [tau]
         columns = [_columns(w, self.group) for w in (taus, theta, s, c)]
-        keep = {k: getattr(self.init, k) for k in ("form", "owner", "clamp")}
-        return [
-            TG(t if len(t) > 1 else t[0], th, sk, ck, **keep)
-            for t, th, sk, ck in zip(*columns, strict=True)
-        ]
+        return [self._instance(*numbers) for numbers in zip(*columns, strict=True)]
+
+    def _instance(self, tau: Any, theta: Any, s: Any, c: Any) -> TG:
+        """The record of learned numbers; hard thresholds that crossed count as if sorted."""
+        form, owner = self.init.form, self.init.owner
+        if self.init.hard and owner is not None:
+            # at equal ones "hi" first: the point between them belongs to the middle
+            pairs = sorted(zip(theta, owner, strict=True), key=lambda p: (p[0], p[1] != "hi"))
+            theta, owner = (tuple(w) for w in zip(*pairs, strict=True)) if pairs else ((), ())
+        elif form == "product" and list(theta) != sorted(theta):
+            raise ValueError(
+                f"Activation: the learned thresholds {theta} of product-form gates have crossed, "
+                "and a record has them in order; learn softmax gates instead "
+                "(init.as_form('softmax')), which take them in any order."
+            )
+        clamp = self.init.clamp
+        return TG(tau if len(tau) > 1 else tau[0], theta, s, c, form=form, owner=owner, clamp=clamp)
 
     def instance(self, channel: int = 0) -> TG:
         """The instance of one sharing group as it is now."""

@@ -12,8 +12,8 @@ for K = 2 the sigmoid and its complement. The appendix's renormalised product of
 `form="product"`. Hard gates (tau = inf) are comparisons, with an owner per threshold that says on
 which side x == theta lies.
 
-Only operations that are smooth where the gate is are used, so autograd's derivatives are the
-analytic ones to any order; nothing goes through |u|, whose derivative at the threshold is 0.
+Derivatives are the analytic ones to any order. Those of a gate are products of masses, never a
+difference of nearly equal ones, so they keep their digits where a gate is almost shut or open.
 16-bit inputs are evaluated in float32 and rounded once.
 
 Python numbers among the parameters are structure, tensors are data: a number 0 removes its term
@@ -25,9 +25,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 
 Value = float | Tensor
 Values = Value | Sequence[Value]
@@ -39,9 +41,10 @@ FORMS = ("softmax", "product")
 _sigmoid, _tanh = torch.ops.aten.sigmoid.default, torch.ops.aten.tanh.default
 _logsigmoid, _clamp = torch.ops.aten.log_sigmoid.default, torch.ops.aten.clamp.default
 _softmax = torch.ops.aten.softmax.int
-# exp underflows to exactly 0 beyond these, so clamping an argument there changes no gate. Without
-# it the running sum of arguments reaches inf - inf for finite x (GELU with K = 5 at 1e38), and the
-# gradient of a saturated gate 0 * inf.
+_minimum = torch.ops.aten.minimum.default
+# exp underflows to exactly 0 beyond these. Of thresholds in order the arguments fall from positive
+# to negative, so clamping each there changes no gate. Without it their running sum reaches
+# inf - inf for finite x (GELU with K = 5 at 1e38), and the gradient of a saturated gate 0 * inf.
 _UNDERFLOW = {torch.float32: 104.0, torch.float64: 746.0}
 
 
@@ -60,7 +63,9 @@ def gates(
         tau: sharpness > 0, one value or, along the first axis, one per threshold (a tensor tau
             with as many axes as a tensor theta). The number `inf` gives hard gates.
         theta: K - 1 thresholds along the first axis, low to high; each broadcasts against `x`.
-            Softmax gates take them in any order, product and hard gates non-decreasing only.
+            Softmax gates take them in any order. Product and hard gates take numbers in
+            non-decreasing order only; tensors are data and may cross. A hard gate then counts the
+            thresholds that x lies beyond, as if they were sorted.
         form: "softmax" or, for K >= 3, the appendix's "product"; they agree for K <= 2.
         owner: for hard gates, per threshold "lo" (x == theta lies below, the default) or "hi".
 
@@ -75,12 +80,12 @@ def gates(
     taus, thresholds = _thresholds(z, tau, theta, form)
     if _is_hard(taus, thresholds):
         owners = _owners(owner, len(thresholds))
-        above = [_above(z, t, o) for t, o in zip(thresholds, owners, strict=True)]
-        region = sum((a.to(z.dtype) for a in above), torch.zeros_like(z))
-        g = torch.stack([(region == k).to(z.dtype) for k in range(len(above) + 1)])
+        beyond = _beyond(z, thresholds, owners, _above)
+        region = sum((b.to(z.dtype) for b in beyond), torch.zeros_like(z))
+        g = torch.stack([(region == k).to(z.dtype) for k in range(len(beyond) + 1)])
         g = torch.where(z.isnan(), z, g)
     else:
-        g = torch.stack(_soft_gates(_arguments(z, taus, thresholds), form))  # (K, *shape)
+        g = torch.stack(_soft_gates(_arguments(z, taus, thresholds, form), form))  # (K, *shape)
     return g.to(x.dtype)
 
 
@@ -134,7 +139,7 @@ def blend(
         if v is not None:
             y = torch.where(z.isnan(), z, y)
     else:
-        u = _arguments(z, taus, thresholds)
+        u = _arguments(z, taus, thresholds, form)
         if centred is None:
             centred = K == 2 and _are_opposite(slopes, constants, curves)
         if centred:
@@ -163,6 +168,8 @@ def straight_through(
     tensor(-1.)
     """
     z, surrogate = wide(x).detach(), torch.zeros_like(y)
+    if not _are_in_order(theta):  # the k-th jump is at the k-th threshold from below
+        theta = torch.stack([torch.as_tensor(t) for t in theta]).sort(0).values.unbind(0)
     for k, at in enumerate(theta):
         jump: Value = (s[k + 1] - s[k]) * at + (c[k + 1] - c[k])
         jump = jump.detach() if isinstance(jump, Tensor) else jump
@@ -329,12 +336,22 @@ def _below(x: Tensor, theta: Value, owner: str) -> Tensor:
     return x <= theta if owner == "lo" else x < theta
 
 
-def _arguments(x: Tensor, taus: Sequence[Value], thresholds: Sequence[Value]) -> list[Tensor]:
+def _arguments(
+    x: Tensor, taus: Sequence[Value], thresholds: Sequence[Value], form: str
+) -> list[Tensor]:
     """u_k = tau_k (x - theta_k), within the range where a gate can move."""
-    bound = _UNDERFLOW[x.dtype]
     shifted = [x if _is_number(t, 0) else x - t for t in thresholds]
     scaled = [z if _is_number(t, 1) else t * z for t, z in zip(taus, shifted, strict=False)]
+    bound = _UNDERFLOW[x.dtype]
+    if form == "softmax" and not _are_in_order(thresholds):
+        bound = torch.finfo(x.dtype).max / (4 * len(thresholds))  # so that no sum of them overflows
     return [_clamp(u, -bound, bound) for u in scaled]
+
+
+def _are_in_order(thresholds: Sequence[Value]) -> bool:
+    """Whether thresholds are known to be low to high; a tensor's values are not."""
+    known = [t for t in thresholds if not isinstance(t, Tensor)]
+    return len(thresholds) < 2 or (len(known) == len(thresholds) and known == sorted(known))
 
 
 def _soft_gates(
@@ -342,19 +359,206 @@ def _soft_gates(
 ) -> list[Tensor]:
     """The K gates; for K = 2 one that is not used is not evaluated (its place holds the other)."""
     if len(u) == 1:
-        high = _sigmoid(u[0]) if used[1] else None
-        low = _sigmoid(-u[0]) if used[0] or high is None else high
+        high = sigmoid(u[0]) if used[1] else None
+        low = sigmoid(-u[0]) if used[0] or high is None else high
         return [low, low if high is None else high]
     if form == "softmax":
-        logits = [torch.zeros_like(u[0]), u[0]]
-        for z in u[1:]:
-            logits.append(logits[-1] + z)
-    else:  # log of sigma(u_{k-1}) sigma(-u_k); the softmax renormalises, without a 0/0
-        below, above = [_logsigmoid(-z) for z in u], [_logsigmoid(z) for z in u]
-        inner = [a + b for a, b in zip(above, below[1:], strict=False)]
-        logits = [below[0], *inner, above[-1]]
-    same_shape = torch.broadcast_tensors(*logits)  # type: ignore[no-untyped-call]
-    return list(_softmax(torch.stack(same_shape), 0).unbind(0))
+        return softmax_gates(u)
+    # log of sigma(u_{k-1}) sigma(-u_k); the softmax renormalises, without a 0/0
+    below, above = [_logsigmoid(-z) for z in u], [_logsigmoid(z) for z in u]
+    inner = [a + b for a, b in zip(above, below[1:], strict=False)]
+    logits = torch.broadcast_tensors(below[0], *inner, above[-1])  # type: ignore[no-untyped-call]
+    return list(_softmax(torch.stack(logits), 0).unbind(0))
+
+
+def sigmoid(u: Tensor) -> Tensor:
+    """The sigmoid, with a derivative that keeps its digits where torch's 1 - sigma has none."""
+    y: Tensor = _applied(_Sigmoid, _DualSigmoid, u)
+    return y
+
+
+def softmax_gates(u: Sequence[Tensor]) -> list[Tensor]:
+    """The K gates of K - 1 arguments whose thresholds are in any order."""
+    same_shape = torch.broadcast_tensors(*u)  # type: ignore[no-untyped-call]
+    return list(_applied(_Gates, _DualGates, *same_shape))
+
+
+def relative_logits(u: Sequence[Tensor]) -> list[Tensor]:
+    """l_k - max l for the running sums l of `u`, K of them, for thresholds in any order.
+
+    The drop below the largest so far, from the left and from the right; the larger drop is the one
+    below all. No sum holds more than what lies between a logit and the largest, so nothing that
+    cancels later is added first.
+    """
+    left, right = [torch.zeros_like(u[0])], [torch.zeros_like(u[0])]
+    for z in u:
+        left.append(_clamp(left[-1] + z, None, 0))
+    for z in reversed(u):
+        right.append(_clamp(right[-1] - z, None, 0))
+    return [_minimum(a, b) for a, b in zip(left, reversed(right), strict=True)]
+
+
+def _applied(plain: Any, dual: Any, *inputs: Tensor) -> Any:
+    """Dynamo refuses a function that has a forward mode, and cannot do with one that it need not."""
+    if not torch.compiler.is_compiling():
+        return dual.apply(*inputs)
+    needed = torch.is_grad_enabled() and any([u.requires_grad for u in inputs])
+    return plain.apply(*inputs) if needed else plain.forward(*inputs)
+
+
+def times(v: Tensor, slope: Tensor) -> Tensor:
+    """v slope, whose gradient in the slope is finite: behind it infinity would meet shut gates."""
+    same_shape = torch.broadcast_tensors(v, slope)  # type: ignore[no-untyped-call]
+    y: Tensor = _applied(_Times, _DualTimes, *same_shape)
+    return y
+
+
+def _within_range(t: Tensor) -> Tensor:
+    """What overflowed as a large number, for infinity times a gate of 0 would be NaN."""
+    largest = torch.finfo(t.dtype).max / 2
+    bounded: Tensor = _clamp(t, -largest, largest)
+    return bounded
+
+
+class _Times(Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(v: Tensor, slope: Tensor) -> Tensor:
+        return v * slope
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
+        v, slope = ctx.saved_tensors
+        return dy * slope, _within_range(dy * v)
+
+
+class _DualTimes(_Times):
+    """The same with forward mode."""
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    def jvp(ctx: Any, dv: Tensor, dslope: Tensor) -> Tensor:
+        v, slope = ctx.saved_tensors
+        return dv * slope + v * dslope
+
+
+class _Sigmoid(Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(u: Tensor) -> Tensor:
+        y: Tensor = _sigmoid(u)
+        return y
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        (u,) = ctx.saved_tensors
+        return _within_range(dy) * (sigmoid(u) * sigmoid(-u))
+
+
+class _DualSigmoid(_Sigmoid):
+    """The same with forward mode."""
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    def jvp(ctx: Any, du: Tensor) -> Tensor:
+        (u,) = ctx.saved_tensors
+        return du * (sigmoid(u) * sigmoid(-u))
+
+
+class _Swing(_Sigmoid):
+    """tanh(u / 2), likewise."""
+
+    @staticmethod
+    def forward(u: Tensor) -> Tensor:
+        y: Tensor = _tanh(u / 2)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        return 2 * _Sigmoid.backward(ctx, dy)
+
+
+class _DualSwing(_Swing):
+    """The same with forward mode."""
+
+    setup_context = _DualSigmoid.setup_context
+
+    @staticmethod
+    def jvp(ctx: Any, du: Tensor) -> Tensor:
+        return 2 * _DualSigmoid.jvp(ctx, du)
+
+
+class _Gates(Function):
+    """Softmax gates of their arguments; see `tile` for the derivative."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*u: Tensor) -> tuple[Tensor, ...]:
+        parts = [torch.exp(logit) for logit in relative_logits(u)]
+        share = 1 / sum(parts[1:], parts[0])
+        return tuple([part * share for part in parts])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.save_for_backward(*output)
+
+    @staticmethod
+    def backward(ctx: Any, *dg: Tensor) -> tuple[Tensor, ...]:
+        g = ctx.saved_tensors
+        weighed = [gk * _within_range(d) for gk, d in zip(g, dg, strict=True)]
+        sides = zip(*_sides(g), *_sides(weighed), strict=True)
+        return tuple([lower * above - upper * below for lower, upper, below, above in sides])
+
+
+class _DualGates(_Gates):
+    """The same with forward mode."""
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.save_for_backward(*output)
+        ctx.save_for_forward(*output)
+
+    @staticmethod
+    def jvp(ctx: Any, *du: Tensor) -> tuple[Tensor, ...]:
+        g = ctx.saved_tensors
+        moves = zip(du, *_sides(g), strict=True)
+        rows = [(d * lower, d * upper) for d, lower, upper in moves]
+        none = torch.zeros_like(g[0])
+        # each threshold lifts the branches above it by the mass below, and lowers those below it
+        lifts = [none, *_running([lift for lift, _ in rows])]
+        falls = [*_running([fall for _, fall in rows[::-1]])[::-1], none]
+        return tuple([gk * (a - b) for gk, a, b in zip(g, lifts, falls, strict=True)])
+
+
+def _sides(w: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """The sums of `w` below and above each threshold."""
+    return _running(w[:-1]), _running(w[:0:-1])[::-1]
+
+
+def _running(w: Sequence[Tensor]) -> list[Tensor]:
+    found = [w[0]]
+    for each in w[1:]:
+        found.append(found[-1] + each)
+    return found
 
 
 def _branch_inputs(x: Tensor, v: Tensor | Sequence[Tensor] | None, K: int) -> list[Tensor]:
@@ -390,15 +594,21 @@ def _mean(g: Sequence[Tensor]) -> Callable[[Sequence[Value]], Value]:
 
 
 def _mean_about_midpoint(u: Tensor) -> Callable[[Sequence[Value]], Value]:
-    """The same for K = 2, as (w_lo + w_hi)/2 + (w_hi - w_lo)/2 tanh(u/2)."""
-    swing: Tensor = _tanh(u / 2)
+    """The same for K = 2, by tanh(u/2): exact to the last digits where w_lo = -w_hi.
+
+    On either side of the threshold it starts from the branch of that side, whatever the values.
+    """
+    swing: Tensor = _applied(_Swing, _DualSwing, u)
 
     def mean(w: Sequence[Value]) -> Value:
-        middle, half = (w[0] + w[1]) / 2, (w[1] - w[0]) / 2
-        if _is_number(half, 0):
-            return middle
-        moved = swing if _is_number(half, 1) else half * swing
-        return moved if _is_number(middle, 0) else middle + moved
+        low, high = w
+        total = low + high
+        if not isinstance(low, Tensor) and low == high:
+            return low
+        if _is_number(total, 0):
+            return swing if _is_number(high, 1) else high * swing
+        above = high * swing + total * sigmoid(-u)
+        return torch.where(u > 0, above, total * sigmoid(u) - low * swing)
 
     return mean
 
@@ -413,7 +623,11 @@ def _average(
 ) -> Tensor:
     """Soft gates: y = (mean(q) v + mean(s)) v + mean(c)."""
     if all(v is inputs[0] for v in inputs):
-        y = _polynomial(inputs[0], mean(curves), mean(slopes), mean(constants))
+        curve, slope, constant = mean(curves), mean(slopes), mean(constants)
+        y = _polynomial(inputs[0], curve, slope, constant)
+        if isinstance(slope, Tensor) and _is_number(curve, 0):
+            y = times(inputs[0], slope)
+            y = y if _is_number(constant, 0) else y + constant
     else:
         y = mean([_branch(*p) for p in zip(inputs, curves, slopes, constants, strict=True)])
     # Equal constant branches do not depend on x; NaN is passed on all the same.
@@ -466,8 +680,33 @@ def _select(
     start = carrier or 0
     first = branches[start]
     y = first if isinstance(first, Tensor) else torch.full_like(x, first)
-    for k in range(start, len(thresholds)):
-        y = torch.where(_above(x, thresholds[k], owners[k]), branches[k + 1], y)
-    for k in range(start - 1, -1, -1):
-        y = torch.where(_below(x, thresholds[k], owners[k]), branches[k], y)
+    if start < len(thresholds):
+        beyond = _beyond(x, thresholds, owners, _above)
+        for k in range(start, len(thresholds)):
+            y = torch.where(beyond[k], branches[k + 1], y)
+    if start:
+        short = _beyond(x, thresholds, owners, _below)
+        for k in range(start - 1, -1, -1):
+            y = torch.where(short[-1 - k], branches[k], y)
     return torch.where(x.isnan(), x, y) if carrier is None else y
+
+
+def _beyond(
+    x: Tensor,
+    thresholds: Sequence[Value],
+    owners: Sequence[str],
+    side: Callable[[Tensor, Value, str], Tensor],
+) -> list[Tensor]:
+    """Whether x lies on that `side` of at least 1, 2, ... of the thresholds.
+
+    For thresholds in order these are the comparisons themselves; those that may have crossed are
+    counted, by exchanging neighbours until they are in order.
+    """
+    found = [side(x, t, o) for t, o in zip(thresholds, owners, strict=True)]
+    if _are_in_order(thresholds):
+        return found if side is _above else found[::-1]
+    for last in range(len(found) - 1, 0, -1):
+        for k in range(last):
+            a, b = found[k], found[k + 1]
+            found[k], found[k + 1] = a | b, a & b
+    return found

@@ -3,13 +3,12 @@
 `native` lowers a frozen exact instance to torch's own op, `reference` evaluates the gates in plain
 torch, `triton` by fused kernels on a GPU, `auto` (the default) takes native where there is one,
 Triton on a GPU and few in-place passes on a CPU. Figures and certificates are made with
-`reference`. The environment variable TG_BACKEND sets the initial choice.
+`reference`. The environment variable TG_BACKEND sets the initial choice; see `choice` for `use`.
 """
 
 from __future__ import annotations
 
 import os
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -17,9 +16,10 @@ from torch import Tensor
 
 from threshold_gating import primitive
 from threshold_gating.instance import TG
-from threshold_gating.kernels import direct, fused, launch, products, traced
+from threshold_gating.kernels import choice, direct, fused, launch, products, traced
+from threshold_gating.kernels.choice import backend, use
 from threshold_gating.kernels.form import Form, take_apart
-from threshold_gating.kernels.lowering import Op, native, overwriting
+from threshold_gating.kernels.lowering import Op, native, overwriting, overwritten
 
 __all__ = [
     "BACKENDS",
@@ -28,6 +28,7 @@ __all__ = [
     "backend",
     "blend",
     "blend_times",
+    "checked",
     "constant",
     "direct",
     "evaluate",
@@ -37,6 +38,7 @@ __all__ = [
     "lowered",
     "native",
     "overwriting",
+    "overwritten",
     "takes_native",
     "traced",
     "traces",
@@ -50,38 +52,8 @@ class BackendError(RuntimeError):
     """A backend was asked for that does not exist here or cannot run this instance."""
 
 
-class use:  # noqa: N801  (called like a function, as torch.set_grad_enabled is)
-    """Choose the backend: at once when called, and until the end of a `with` block if given one.
-
-    >>> with use("reference"):
-    ...     backend()
-    'reference'
-    """
-
-    def __init__(self, name: str) -> None:
-        global _backend
-        self._before = _backend
-        _backend = _checked(name)
-
-    def __enter__(self) -> use:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        global _backend
-        _backend = self._before
-
-
-def backend() -> str:
-    """The name of the backend in force."""
-    return _backend
-
-
-def _checked(name: str) -> str:
+def checked(name: str) -> str:
+    """`name`, if there is such a backend here."""
     if name not in BACKENDS:
         raise BackendError(
             f"no backend {name!r} (tg.kernels.use or the environment's TG_BACKEND); "
@@ -105,12 +77,12 @@ def _check_triton() -> None:
         )
 
 
-_backend = _checked(os.environ.get("TG_BACKEND", "auto"))
+choice.Process.default = checked(os.environ.get("TG_BACKEND", "auto"))
 
 
 def lowered(op: Op | None) -> Op | None:
     """`op`, torch's op for an instance (from `native`), if it is to run; None for the gates."""
-    if _backend == "native" and op is None:
+    if backend() == "native" and op is None:
         raise BackendError(
             "this instance has no native op (it is learned, approximate or not one of torch's); "
             "use the backend 'auto' or 'reference' for it."
@@ -121,7 +93,8 @@ def lowered(op: Op | None) -> Op | None:
 def takes_native() -> bool:
     """Whether torch's own ops may run where they compute the same."""
     # An exported graph is for people and other tools to read: it holds the gates.
-    return _backend == "native" or (_backend == "auto" and not exporting())
+    name = backend()
+    return name == "native" or (name == "auto" and not exporting())
 
 
 def exporting() -> bool:
@@ -155,7 +128,7 @@ def _fused(
     x: Tensor, other: Tensor | None, role: int, parameters: Any, options: Any
 ) -> Tensor | None:
     """The same in few passes, or None where only the formulas of the reference do it."""
-    if _backend == "reference" or not _is_plain(x):
+    if backend() == "reference" or not _is_plain(x):
         return None
     triton = _runs_triton(x)
     if not (x.is_cpu or triton) or (call := take_apart(x, *parameters, **options)) is None:
@@ -183,8 +156,8 @@ def _runs_triton(x: Tensor) -> bool:
     if x.dtype not in launch.DTYPES:
         return False
     if x.is_cuda:
-        return _backend != "reference" and launch.is_installed()
-    return _backend == "triton" and x.is_cpu and launch.interpreting()
+        return backend() != "reference" and launch.is_installed()
+    return backend() == "triton" and x.is_cpu and launch.interpreting()
 
 
 def constant(t: TG, x: Tensor) -> Tensor | None:
@@ -215,7 +188,7 @@ def evaluate(
     chosen = lowered(op) if v is None else None
     if chosen is not None:
         return chosen(x)
-    if _backend == "reference":
+    if backend() == "reference":
         return t(x, v)
     if v is None and (y := constant(t, x)) is not None:
         return y
@@ -230,5 +203,5 @@ def _constant_times(t: TG, x: Tensor, up: Tensor) -> Tensor | None:
 
 def gated_product(x: Tensor, *parameters: Any, **options: Any) -> Tensor:
     """Tier W (Eq. 4): the gated inputs times the weights of the branches; see `products`."""
-    keep = _backend == "reference"
+    keep = backend() == "reference"
     return products.gated_product(x, *parameters, keep=keep, triton=_runs_triton(x), **options)

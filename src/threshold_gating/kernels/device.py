@@ -41,6 +41,7 @@ from threshold_gating.kernels.device_gates import (
     turned_from_below,
     turns,
     two_gates,
+    two_means,
     value,
 )
 
@@ -184,11 +185,11 @@ def _gradient(
             turned = tl.zeros_like(x)
             slope = mean(g, s, S_CODE, K)
         elif MODE < 2:
-            upper, bump = two_gates(x, tau, theta, MODE)
-            g = (1.0 - upper, upper)
-            found = (dy * bump * (v * (s[1] - s[0]) + (c[1] - c[0])),)
+            g = two_gates(x, tau, theta)
+            bump = dy * (g[0] * g[1])
+            found = (bump * v * (s[1] - s[0]) + bump * (c[1] - c[0]),)
             turned = found[0] * tau[0]
-            slope = s[0] + (s[1] - s[0]) * upper
+            slope = two_means(x, tau, theta, s, g[0], g[1], S_CODE, MODE)
         else:
             g = soft_gates(x, tau, theta, middle, w, K, MODE, WIDE)
             found = turns(g, v, dy, s, c, S_CODE, C_CODE, K)
@@ -196,7 +197,10 @@ def _gradient(
             turned = tl.zeros_like(x)
             for k in tl.static_range(K - 1):
                 turned += found[k] * tau[k if MODE == 3 else 0]
-        y = v * slope + mean(g, c, C_CODE, K)
+        if MODE == 1:
+            y = v * slope + two_means(x, tau, theta, c, g[0], g[1], C_CODE, MODE)
+        else:
+            y = v * slope + mean(g, c, C_CODE, K)
     return y, slope, turned, g, found
 
 
@@ -261,7 +265,7 @@ def _backward_tiles(
             else:
                 new = new + (sums[TAUS + k],)
         for k in tl.static_range(SLOPES):
-            new = new + (_plus(sums[TAUS + THETAS + k], dy * v * g[k], LAYOUT),)
+            new = new + (_plus(sums[TAUS + THETAS + k], dy * g[k] * v, LAYOUT),)
         for k in tl.static_range(CONSTANTS):
             new = new + (_plus(sums[TAUS + THETAS + SLOPES + k], dy * g[k], LAYOUT),)
         if len(new) > 0:

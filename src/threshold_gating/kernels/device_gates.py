@@ -19,8 +19,9 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 BOUND = tl.constexpr(7.0)  # of rho, see `learned`
-_WIDEST = tl.constexpr(115.0)  # of the weights' exponents, see `tile`
-_UNDERFLOW = tl.constexpr(150.0)
+_WIDEST = tl.constexpr(60.0)  # of the weights' exponents, see `tile`
+_MOST = tl.constexpr(1e37)  # of an argument: no sum of seven overflows
+_LARGEST = tl.constexpr(3.39e38)  # of a branch: no mean of such ones overflows
 _INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 
@@ -204,12 +205,13 @@ def by_powers(x, v, tau, middle, w, ws, wc, C_CODE: tl.constexpr, K: tl.constexp
     share = _inverse(D)
     S, S1 = _polynomial(ws, low, e, K)
     slope, fall = S * share, e * share  # far out e is 0, and v times the rest may be infinite
-    y, turn = v * slope, v * (S1 * fall)
+    y, turn = v * slope, v * ((S1 - slope * D1) * fall)
     if C_CODE != (4**K - 1) // 3:  # not all of them the number 0
         C, C1 = _polynomial(wc, low, e, K)
-        y += C * share
-        turn += C1 * fall
-    turn = (turn - y * (D1 * fall)) * tau[0]
+        constant = C * share
+        y += constant
+        turn += (C1 - constant * D1) * fall
+    turn = turn * tau[0]
     return y, slope, tl.where(low, turn, -turn)
 
 
@@ -282,11 +284,12 @@ def turned_from_below(
         slopes, constants = (ws[K - 1 - k] * less,) + slopes, (wc[K - 1 - k] * less,) + constants
     share = _inverse(_nested(w, rises, K))
     slope = _nested(ws, rises, K) * share
-    y, turn = v * slope, v * _nested(slopes, rises, K - 1)
+    grown = _nested(growth, rises, K - 1)
+    y, turn = v * slope, v * ((_nested(slopes, rises, K - 1) - slope * grown) * share)
     if C_CODE != (4**K - 1) // 3:
-        y += _nested(wc, rises, K) * share
-        turn += _nested(constants, rises, K - 1)
-    turn = (turn - y * _nested(growth, rises, K - 1)) * share
+        constant = _nested(wc, rises, K) * share
+        y += constant
+        turn += (_nested(constants, rises, K - 1) - constant * grown) * share
     turn = tl.where(x > stops[0], 0.0, turn)
     if S_CODE % 4 != 1:
         turn = tl.where(x < theta[0] - 30.0 / (tau[0] * LOG2E), 0.0, turn)
@@ -313,20 +316,29 @@ def _powers(x, tau, middle, w, K: tl.constexpr):
 
 @triton.jit
 def _exponentials(x, tau, theta, K: tl.constexpr, MODE: tl.constexpr):
-    """exp(l_k - max l) of the running sums of the arguments."""
-    logits = ()
-    top = tl.zeros_like(x)
+    """exp(l_k - max l) of the running sums of the arguments; see `primitive.relative_logits`."""
+    u, left = (), (tl.zeros_like(x),)
     for k in tl.static_range(K - 1):
-        u = (x - theta[k]) * (tau[k if MODE == 3 else 0] * LOG2E)
-        u = tl.minimum(tl.maximum(u, -_UNDERFLOW), _UNDERFLOW)
-        if k > 0:
-            u = u + logits[k - 1]
-        logits = logits + (u,)
-        top = tl.maximum(top, u)
-    parts = (_exp2(-top),)
+        z = (x - theta[k]) * (tau[k if MODE == 3 else 0] * LOG2E)
+        z = _bounded(z, _MOST)
+        u, left = u + (z,), left + (_least(left[k] + z, 0.0),)
+    right = tl.zeros_like(x)
+    parts = (_exp2(left[K - 1]),)
     for k in tl.static_range(K - 1):
-        parts = parts + (_exp2(logits[k] - top),)
+        right = _least(right - u[K - 2 - k], 0.0)
+        parts = (_exp2(_least(left[K - 2 - k], right)),) + parts
     return parts
+
+
+@triton.jit
+def _least(a, b):
+    return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _bounded(z, bound):
+    lower = tl.maximum(z, -bound, propagate_nan=tl.PropagateNan.ALL)
+    return _least(lower, bound)
 
 
 @triton.jit
@@ -347,15 +359,24 @@ def soft_gates(x, tau, theta, middle, w, K: tl.constexpr, MODE: tl.constexpr, WI
 
 
 @triton.jit
-def two_gates(x, tau, theta, MODE: tl.constexpr):
-    """(upper gate, its derivative by its argument)."""
+def two_gates(x, tau, theta):
+    """(lower gate, upper gate), neither as 1 minus the other."""
+    t = (x - theta[0]) * (tau[0] * LOG2E)
+    e = _exp2(-tl.abs(t))
+    large = _inverse(1.0 + e)
+    small = e * large
+    return tl.where(t > 0, small, large), tl.where(t > 0, large, small)
+
+
+@triton.jit
+def two_means(x, tau, theta, w, lower, upper, CODE: tl.constexpr, MODE: tl.constexpr):
+    """The mean of two coefficients; about the midpoint by tanh, from the branch of x's own side."""
     if MODE == 1:
         h = _tanh((x - theta[0]) * (tau[0] * 0.5))
-        g, bump = 0.5 + 0.5 * h, 0.25 - 0.25 * h * h
+        found = tl.where(h > 0, w[1] * h, -w[0] * h) + (w[0] + w[1]) * tl.minimum(lower, upper)
     else:
-        g = _inverse(1.0 + _exp2((x - theta[0]) * (tau[0] * -LOG2E)))
-        bump = g * (1.0 - g)
-    return g, bump
+        found = mean((lower, upper), w, CODE, 2)
+    return found
 
 
 @triton.jit
@@ -368,14 +389,21 @@ def _beyond(x, theta, OWNERS: tl.constexpr, k: tl.constexpr):
 
 
 @triton.jit
-def hard_gates(x, theta, OWNERS: tl.constexpr, K: tl.constexpr):
-    g = ()
-    before = x == x
+def _region(x, theta, OWNERS: tl.constexpr, K: tl.constexpr):
+    """How many thresholds x lies beyond: they may have crossed."""
+    region = tl.zeros(x.shape, tl.int32)
     for k in tl.static_range(K - 1):
-        beyond = _beyond(x, theta, OWNERS, k)
-        g = g + (tl.where(before & (beyond == 0), 1.0, 0.0),)
-        before = beyond
-    return g + (tl.where(before, 1.0, 0.0),)
+        region += _beyond(x, theta, OWNERS, k).to(tl.int32)
+    return region
+
+
+@triton.jit
+def hard_gates(x, theta, OWNERS: tl.constexpr, K: tl.constexpr):
+    region = _region(x, theta, OWNERS, K)
+    g = ()
+    for k in tl.static_range(K):
+        g = g + (tl.where(region == k, 1.0, 0.0),)
+    return g
 
 
 @triton.jit
@@ -406,17 +434,14 @@ def value(
     """y at x; v is what the branches read."""
     if MODE == 4:
         y = _branch(v, s, c, S_CODE, 0)
-        for k in tl.static_range(K - 1):
-            y = tl.where(_beyond(x, theta, OWNERS, k), _branch(v, s, c, S_CODE, k + 1), y)
+        region = _region(x, theta, OWNERS, K)
+        for k in tl.static_range(1, K):
+            y = tl.where(region >= k, _branch(v, s, c, S_CODE, k), y)
         y = tl.where(x != x, x, y)
-    elif MODE == 0:
-        g, _ = two_gates(x, tau, theta, MODE)
-        y = v * (s[0] + (s[1] - s[0]) * g) + (c[0] + (c[1] - c[0]) * g)
-    elif MODE == 1:
-        g = 0.5 * _tanh((x - theta[0]) * (tau[0] * 0.5))
-        y = v * (0.5 * (s[0] + s[1]) + (s[1] - s[0]) * g) + (
-            0.5 * (c[0] + c[1]) + (c[1] - c[0]) * g
-        )
+    elif MODE < 2:
+        lower, upper = two_gates(x, tau, theta)
+        slope = two_means(x, tau, theta, s, lower, upper, S_CODE, MODE)
+        y = v * slope + two_means(x, tau, theta, c, lower, upper, C_CODE, MODE)
     elif WIDE >= 2:
         y = _from_below(x, v, tau, theta, middle, w, ws, wc, C_CODE, K, MODE, WIDE)
     elif MODE == 3 or WIDE == 1:
@@ -432,10 +457,8 @@ def turns(g, v, dy, s, c, S_CODE: tl.constexpr, C_CODE: tl.constexpr, K: tl.cons
     """dy T_m for each threshold, K >= 3; see `tile`."""
     weighed = ()  # dy g_k L_k
     for k in tl.static_range(K):
-        if C_CODE == (4**K - 1) // 3:  # every constant is the number 0
-            weighed = weighed + (dy * g[k] * (v * s[k]),)
-        else:
-            weighed = weighed + (dy * g[k] * (v * s[k] + c[k]),)
+        # infinity times a gate of 0 would be NaN
+        weighed = weighed + (g[k] * _bounded(dy * (v * s[k] + c[k]), _LARGEST),)
     masses, values = (g[0],), (weighed[0],)  # up to each threshold
     for k in tl.static_range(1, K - 1):
         masses = masses + (masses[k - 1] + g[k],)

@@ -181,7 +181,7 @@ def _is_mild(t: TG) -> bool:
     last branch must not vanish, or what is left of the others would be seen. With a tau for each
     threshold they are (2^-24.8 for K = 6); with one tau it depends on the weights w_k of `tile`.
     """
-    if t.hard or t.K < 3 or (t.s[-1] == 0 and any(t.s)):
+    if t.hard or t.K < 3 or (t.s[-1] == 0 and any(t.s)) or list(t.theta) != sorted(t.theta):
         return False
     taus = t.tau if isinstance(t.tau, tuple) else (t.tau,)
     # so that no product overflows, and tau x - tau theta is tau (x - theta) to 16 * 2^-23 = 2e-6

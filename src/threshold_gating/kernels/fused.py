@@ -5,8 +5,6 @@ For eager mode on a CPU: it goes through memory in tiles that stay in a core's c
 
 from __future__ import annotations
 
-import functools
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -18,10 +16,8 @@ from threshold_gating.kernels import launch, ops, tile
 from threshold_gating.kernels.form import Call, Form, in_memory, restored
 from threshold_gating.primitive import Value
 
-_LOG2E = math.log2(math.e)
-# the ops themselves, see `primitive`
-_sigmoid, _clamp = torch.ops.aten.sigmoid.default, torch.ops.aten.clamp.default
-_maximum = torch.ops.aten.maximum.default
+# the op itself, see `primitive`
+_clamp = torch.ops.aten.clamp.default
 
 # Elements of a tile: K = 2 has some eight tiles in flight, more branches some twenty. Smaller ones
 # would fit a nearer cache, but then calling torch costs more than the arithmetic.
@@ -43,9 +39,8 @@ def blend(x: Tensor, other: Tensor | None, call: Call, role: int, triton: bool) 
 def blend_traced(x: Tensor, v: Tensor | None, call: Call) -> Tensor | None:
     """Soft gates in steps that a compiler fuses into one loop; None for hard and centred ones.
 
-    Two are L_1 + g (L_2 - L_1). Autograd's derivatives of the sigmoid are right to any order; where
-    nobody asks for them, the gate is a division by 1 + e^-u, whose derivative would be inf/inf far
-    below the threshold.
+    Where nobody asks for derivatives, two gates come from one exponential of -|u|, whose own
+    derivative at the threshold would be wrong.
     """
     form = call.form
     if form.hard or form.centred:
@@ -58,14 +53,16 @@ def blend_traced(x: Tensor, v: Tensor | None, call: Call) -> Tensor | None:
     tau, theta, s, c = form.filled(tensors)
     if form.K > 2:
         return _many_traced(z, u, tau, theta, s, c).to(x.dtype)
-    low, gap = _affine(u, s[0], c[0]), _affine(u, s[1] - s[0], c[1] - c[0])
-    moved = z - theta[0]
+    moved = tau[0] * (z - theta[0])
+    empty = all(not isinstance(w, Tensor) and w == 0 for w in (s[0], c[0]))
     if _needs_gradient(x, v, *call.tensors):
-        y = low + _sigmoid(tau[0] * moved) * gap
+        gates = [s[0] if empty else primitive.sigmoid(-moved), primitive.sigmoid(moved)]
     else:
-        y = low + gap / (1 + torch.exp2(moved * (tau[0] * -_LOG2E)))
-    assert isinstance(y, Tensor)
-    return y.to(x.dtype)
+        e = torch.exp(-torch.abs(moved))
+        share = 1 / (1 + e)
+        e = e * share
+        gates = [torch.where(moved > 0, e, share), torch.where(moved > 0, share, e)]
+    return _blended(gates, u, s, c).to(x.dtype)
 
 
 def _spread(t: Tensor, x: Tensor) -> Tensor:
@@ -87,19 +84,19 @@ def _spread(t: Tensor, x: Tensor) -> Tensor:
 def _many_traced(
     z: Tensor, u: Tensor, tau: list[Value], theta: list[Value], s: list[Value], c: list[Value]
 ) -> Tensor:
-    """Softmax gates without the stack that `primitive` makes: K exponentials, one loop."""
+    """More than two soft gates: K exponentials, one loop."""
     taus = tau if len(tau) == len(theta) else tau * len(theta)
-    bound = tile.UNDERFLOW[z.dtype] / _LOG2E
-    logits = [torch.zeros_like(z)]
-    for t, th in zip(taus, theta, strict=True):
-        logits.append(logits[-1] + _clamp(t * (z - th), -bound, bound))
-    top = functools.reduce(_maximum, logits).detach()  # gates do not change with it
-    e = [torch.exp(logit - top) for logit in logits]
-    total = sum(e[1:], e[0])
-    slope, constant = _weighted(e, s), _weighted(e, c)
-    y = slope if slope is None else slope * u
+    most = torch.finfo(z.dtype).max / (4 * len(theta))  # no sum of arguments overflows
+    arguments = [_clamp(t * (z - th), -most, most) for t, th in zip(taus, theta, strict=True)]
+    return _blended(primitive.softmax_gates(arguments), u, s, c)
+
+
+def _blended(gates: list[Any], u: Tensor, s: list[Value], c: list[Value]) -> Tensor:
+    """u sum_k g_k s_k + sum_k g_k c_k."""
+    slope, constant = _weighted(gates, s), _weighted(gates, c)
+    y = slope if slope is None else primitive.times(u, slope)
     y = constant if y is None else y if constant is None else y + constant
-    return torch.zeros_like(z) if y is None else y / total
+    return torch.zeros_like(u) if y is None else y
 
 
 def _weighted(e: list[Tensor], w: list[Value]) -> Tensor | None:
@@ -114,14 +111,6 @@ def _weighted(e: list[Tensor], w: list[Value]) -> Tensor | None:
 
 def _needs_gradient(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-
-
-def _affine(v: Tensor, s: Value, c: Value) -> Value:
-    """s v + c; numbers 0 and 1 are structure."""
-    if isinstance(s, Tensor) or s != 0:
-        scaled = v if not isinstance(s, Tensor) and s == 1 else v * s
-        return scaled if not isinstance(c, Tensor) and c == 0 else scaled + c
-    return c
 
 
 class _Blend(torch.autograd.Function):

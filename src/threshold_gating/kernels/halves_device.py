@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from threshold_gating.kernels.device_gates import BOUND
+from threshold_gating.kernels.device_gates import BOUND, two_gates
 
 
 @triton.jit
@@ -57,10 +57,10 @@ def halves_forward(
     t, at, _ = _gate(tau0, rho, theta0, dtheta, c, c < width, SHARPENED, MOVED, PER_COLUMN)
     r = r.to(tl.int64)
     z = tl.load(x + r[:, None] * width + c[None, :], mask=inside, other=0.0).to(tl.float32)
-    gated = z * tl.sigmoid((z - at) * t)
+    lower, upper = two_gates(z, (t,), (at,))
     place = low + r[:, None] * stride + c[None, :]
-    tl.store(place + apart, gated.to(low.dtype.element_ty), mask=inside)
-    tl.store(place, (z - gated).to(low.dtype.element_ty), mask=inside)
+    tl.store(place + apart, (z * upper).to(low.dtype.element_ty), mask=inside)
+    tl.store(place, (z * lower).to(low.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -85,10 +85,11 @@ def halves_backward(
         place = dlow + r[:, None] * stride + c[None, :]
         z = tl.load(x + r[:, None] * width + c[None, :], mask=inside, other=0.0).to(tl.float32)
         lo = tl.load(place, mask=inside, other=0.0).to(tl.float32)
-        swing = tl.load(place + apart, mask=inside, other=0.0).to(tl.float32) - lo
-        g = tl.sigmoid((z - at) * t)
-        m = g * (1 - g) * z * swing
-        d = lo + g * swing + t * m
+        hi = tl.load(place + apart, mask=inside, other=0.0).to(tl.float32)
+        swing = hi - lo
+        lower, upper = two_gates(z, (t,), (at,))
+        m = lower * upper * z * swing
+        d = lower * lo + upper * hi + t * m
         tl.store(dx + r[:, None] * width + c[None, :], d.to(dx.dtype.element_ty), mask=inside)
         moved += m
         along += m * (z - at)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -13,7 +14,10 @@ from threshold_gating import taxonomy
 from threshold_gating.instance import TG
 
 Op = Callable[[Tensor], Tensor]
-_WITH_PARAMETERS = ("hardtanh", "leaky_relu", "threshold", "hardshrink", "softshrink")
+_WITH_PARAMETERS = (
+    *("hardtanh", "leaky_relu", "threshold", "hardshrink", "softshrink"),
+    *("clamp", "clamp_min", "clamp_max"),
+)
 
 _FIXED = {
     taxonomy.TAXONOMY[key]: key.removesuffix("_clamp")
@@ -32,7 +36,7 @@ def _found(name: str) -> Any:
 # again. The functions that torch.nn.functional calls, because they are the fastest; around a call
 # of one, a mode that answers such calls has to be off.
 _OPS = {name: _found(name) for name in {*_FIXED.values(), *_WITH_PARAMETERS}}
-_OVERWRITING = {op: _found(name + "_") or op for name, op in _OPS.items()}
+_OVERWRITING = {op: _found(name + "_") for name, op in _OPS.items()}
 
 
 def native(t: TG) -> Op | None:
@@ -45,6 +49,8 @@ def native(t: TG) -> Op | None:
         return _op(_FIXED[t])
     if t.clamp is not None and set(t.s) == {1.0} and set(t.c) == {0.0} and t.q is None:
         return _op("hardtanh", *t.clamp)
+    if (bounds := _bounds(t)) is not None:
+        return _op(*bounds)
     if t.K == 2 and t == taxonomy.leaky_relu(t.s[0]):
         return _op("leaky_relu", t.s[0])
     if t.K == 2 and t == taxonomy.threshold(t.theta[0], t.c[0]):
@@ -60,14 +66,32 @@ def native(t: TG) -> Op | None:
     return None
 
 
+def _bounds(t: TG) -> tuple[Any, ...] | None:
+    """The clamp of torch that `t` is, with its bounds: at a bound its gradient is the inside's."""
+    for name, s, owner in (
+        ("clamp", (0.0, 1.0, 0.0), ("hi", "lo")),
+        ("clamp_min", (0.0, 1.0), ("hi",)),
+        ("clamp_max", (1.0, 0.0), ("lo",)),
+    ):
+        c = tuple(t.theta[min(k, t.K - 2)] * (1 - w) for k, w in enumerate(s)) if t.K > 1 else ()
+        if t.s == s and t == TG(math.inf, t.theta, s, c, owner=owner):
+            return name, *t.theta
+    return None
+
+
 def overwriting(op: Op, x: Tensor) -> Tensor:
-    """`op`, which `native` gave, written over its input where torch has such a form of it."""
-    if isinstance(op, partial):
-        plain, parameters = op.args
-        op = partial(_call, _OVERWRITING[plain], parameters)
-    else:
-        op = _OVERWRITING[op]
-    return op(x)
+    """`op`, which `native` gave, written over its input."""
+    plain, parameters = op.args if isinstance(op, partial) else (op, ())
+    inplace = _OVERWRITING[plain]
+    if inplace is None:  # torch has no such form of it
+        return overwritten(x, op)
+    y: Tensor = inplace(x, *parameters)
+    return y
+
+
+def overwritten(x: Tensor, f: Op) -> Tensor:
+    """`f(x)`, written over x. With gradients f is given a copy, for it may keep what it reads."""
+    return x.copy_(f(x.clone() if torch.is_grad_enabled() else x))
 
 
 def _op(name: str, *parameters: float) -> Op:

@@ -19,6 +19,8 @@ from threshold_gating import primitive
 from threshold_gating.kernels import columns, halves
 from threshold_gating.primitive import Values
 
+_sigmoid_ = torch.ops.aten.sigmoid_.default
+
 
 class Conv(NamedTuple):
     """How a convolution runs over its gated inputs, which are padded, never `x` itself."""
@@ -319,41 +321,38 @@ class _Two(NamedTuple):
             return None
         return cls(x.reshape(-1, x.shape[-1]), *tensors)
 
-    def gate(self) -> Tensor:
-        u = self.z - self.theta
-        g: Tensor = torch.ops.aten.sigmoid_.default(u.mul_(self.tau))
-        return g
+    def gates(self) -> tuple[Tensor, Tensor]:
+        """The lower and the upper one, neither as 1 minus the other."""
+        u = (self.z - self.theta).mul_(self.tau)
+        return _sigmoid_(u.neg()), _sigmoid_(u)
 
     def value(self, weight: Tensor, bias: Tensor | None) -> Tensor:
-        high = self.gate().mul_(self.z)
+        low, high = (g.mul_(self.z) for g in self.gates())
         second, first = weight[:, 1].t(), weight[:, 0].t()
         y = high @ second if bias is None else torch.addmm(bias, high, second)
-        return y.addmm_(torch.sub(self.z, high, out=high), first)
+        return y.addmm_(low, first)
 
     def gradients(self, dy: Tensor, weight: Tensor, wanted: Sequence[bool]) -> list[Tensor | None]:
         """In x, weight, bias, tau and theta; the weights come last, in the room of the others."""
-        g, rows = self.gate(), dy.reshape(-1, dy.shape[-1])
+        (low, high), rows = self.gates(), dy.reshape(-1, dy.shape[-1])
         inside: list[Tensor | None] = [None, None, None]
-        room = None
         if wanted[0] or any(wanted[3:]):
-            room = rows @ weight[:, 0]
-            inside = list(self._through_gate(g, room, rows @ weight[:, 1]))
+            inside = list(self._through_gates(low, high, rows @ weight[:, 0], rows @ weight[:, 1]))
         dw = None
         if wanted[1]:
             dw = torch.empty_like(weight)
-            high = torch.mul(g, self.z, out=g if room is None else room)
-            torch.mm(rows.t(), high, out=dw[:, 1])
-            torch.mm(rows.t(), torch.sub(self.z, high, out=high), out=dw[:, 0])
+            torch.mm(rows.t(), high.mul_(self.z), out=dw[:, 1])
+            torch.mm(rows.t(), low.mul_(self.z), out=dw[:, 0])
         return [inside[0], dw, rows.sum(0) if wanted[2] else None, *inside[1:]]
 
-    def _through_gate(self, g: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _through_gates(
+        self, low: Tensor, high: Tensor, dlow: Tensor, dhigh: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """The gradients in x, tau and theta from those of the halves, which are overwritten."""
-        swing = high.sub_(low)
-        dx = torch.addcmul(low, g, swing)
-        # d g / d u = g (1 - g), times what the gate moves between
-        moved = swing.mul_(self.z).mul_(g)
-        moved = moved.addcmul_(moved, g, value=-1)
+        dx = torch.mul(low, dlow).addcmul_(high, dhigh)
+        # d g / d u = g_1 g_2, times what the gate moves between
+        moved = dhigh.sub_(dlow).mul_(low).mul_(high).mul_(self.z)
         dx.addcmul_(moved, self.tau)
         total = moved.sum_to_size(self.theta.shape)
-        along = torch.mul(moved, self.z, out=low).sum_to_size(self.tau.shape)
+        along = torch.mul(moved, self.z, out=dlow).sum_to_size(self.tau.shape)
         return dx, along - self.theta * total, -self.tau * total

@@ -13,9 +13,12 @@ of nearly equal branches (L_k = s_k x + c_k):
     dy/dx = sum_k g_k s_k + sum_m tau_m T_m,   dy/dtau_m = (x - theta_m) T_m,
     dy/dtheta_m = -tau_m T_m,                  dy/ds_k = g_k x,   dy/dc_k = g_k.
 
-For K = 2 it is T = g (1 - g) (L_2 - L_1). In eager torch every step is a pass over memory: numbers
-0 and 1 have none, what is not needed again is overwritten, and results go to memory that has been
-used before (a `Scratch`), because new pages cost more than the arithmetic.
+For K = 2 it is T = g_1 g_2 (L_2 - L_1), with a sigmoid of its own for either gate: 1 - g has no
+digits where g is nearly 1. A gate multiplies x before a slope does, so that 0 meets no overflow.
+
+In eager torch every step is a pass over memory: numbers 0 and 1 have none, what is not needed again
+is overwritten, and results go to memory that has been used before (a `Scratch`), because new pages
+cost more than the arithmetic.
 """
 
 from __future__ import annotations
@@ -37,12 +40,9 @@ _LOG2E = math.log2(math.e)
 _aten = torch.ops.aten
 _sigmoid_, _tanh_ = _aten.sigmoid_.default, _aten.tanh_.default
 _clamp_, _maximum = _aten.clamp_.default, _aten.maximum.out
-_sigmoid_backward, _tanh_backward = (
-    _aten.sigmoid_backward.grad_input,
-    _aten.tanh_backward.grad_input,
-)
-# Largest exponent of two for which the weights w_k and their sum stay in float32.
-_WIDEST = 115.0
+_minimum = _aten.minimum.out
+# Largest exponent of two of the weights w_k: they, times a slope, and their sum stay in float32.
+_WIDEST = 60.0
 # exp2 of less is 0; so arguments may be clamped there, as in `primitive`.
 UNDERFLOW = {torch.float32: 150.0, torch.float64: 1080.0}
 
@@ -118,15 +118,13 @@ def forward(
     if form.K > 2:
         parts, share = _parts(x, p.tau, p.theta, room)
         slope, constant = (_mean(parts, w, room, share) for w in (p.s, p.c))
-    elif form.centred:
+    elif form.centred and all(map(_is_balanced, (p.s, p.c))):
         swing = _tanh_(_argument(x, p.tau[0], p.theta[0], 0.5, room))
         lines = [((w[0] + w[1]) / 2, (w[1] - w[0]) / 2) for w in (p.c, p.s)]
         constant = _line(swing, *lines[0], room)
         slope = _line(swing, *lines[1], None)
     else:
-        gate = _sigmoid_(_argument(x, p.tau[0], p.theta[0], 1.0, room))
-        constant = _line(gate, p.c[0], p.c[1] - p.c[0], room)
-        slope = _line(gate, p.s[0], p.s[1] - p.s[0], None)
+        slope, constant = _two_means(x, p, room)
     if isinstance(slope, Tensor):
         y: Value = torch.mul(slope, v, out=slope if out is None else out)
     else:
@@ -134,6 +132,47 @@ def forward(
     y = _added(y, constant)
     # Equal constant branches do not depend on x; NaN is passed on all the same.
     return y if isinstance(y, Tensor) else torch.where(x.isnan(), x, y)
+
+
+def _two_means(x: Tensor, p: Values, room: Scratch) -> tuple[Value, Value]:
+    """The mean slope and the mean constant of two branches.
+
+    Of each pair w_small + (w_large - w_small) g_large does not cancel; so where the larger ones
+    are on one side, that side's gate is enough.
+    """
+    pairs = [w for w in (p.s, p.c) if not _are_equal(w)]
+    for side in (1, 0):
+        if all(_is_larger(w, side) for w in pairs):
+            u = _argument(x, p.tau[0], p.theta[0], 1.0 if side else -1.0, room)
+            gate = _sigmoid_(u)
+            rows = [(w[1 - side], w[side] - w[1 - side]) for w in (p.c, p.s)]
+            constant = _line(gate, *rows[0], room)
+            return _line(gate, *rows[1], None), constant
+    gates = _two_gates(_argument(x, p.tau[0], p.theta[0], 1.0, room), room)
+    return _mean(gates, p.s, room), _mean(gates, p.c, room)
+
+
+def _two_gates(u: Tensor, room: Scratch) -> list[Tensor]:
+    """Both gates; the upper one over u."""
+    return [_sigmoid_(torch.neg(u, out=room.new())), _sigmoid_(u)]
+
+
+def _are_equal(w: Sequence[Value]) -> bool:
+    return not isinstance(w[0], Tensor) and not isinstance(w[1], Tensor) and w[0] == w[1]
+
+
+def _is_larger(w: Sequence[Value], side: int) -> bool:
+    """Whether w on this side is nowhere much smaller than on the other."""
+    return _holds(4 * abs(w[side]) >= abs(w[1 - side]))
+
+
+def _is_balanced(w: Sequence[Value]) -> bool:
+    """Whether the two are alike in size, so that a mean about their midpoint does not cancel."""
+    return _is_larger(w, 0) and _is_larger(w, 1)
+
+
+def _holds(condition: bool | Tensor) -> bool:
+    return bool(condition.all()) if isinstance(condition, Tensor) else condition
 
 
 def _forward_hard(x: Tensor, v: Tensor, form: Form, p: Values, room: Scratch) -> Tensor:
@@ -162,30 +201,30 @@ def _backward_two(
 ) -> Gradients:
     tau, theta = p.tau[0], p.theta[0]
     moved = room.difference(x, theta) if _is_there(theta) else x
-    if form.centred:
-        swing = _tanh_(room.product(moved, tau * 0.5))
-        turn = _tanh_backward(dy, swing, grad_input=room.new()).mul_(0.25)
-        gate = swing.mul_(0.5).add_(0.5)
+    gates = _two_gates(room.product(moved, tau), room)
+    turn = torch.mul(*gates, out=room.new()).mul_(dy)
+    rise, gap = p.s[1] - p.s[0], p.c[1] - p.c[0]
+    apart = room.product(turn, gap) if _is_there(gap) else None
+    if _is_there(rise) or apart is None:
+        turn.mul_(v).mul_(rise)  # dy T
+        turn = turn if apart is None else turn.add_(apart)
     else:
-        gate = _sigmoid_(room.product(moved, tau))
-        turn = _sigmoid_backward(dy, gate, grad_input=room.new())
-    rise = p.s[1] - p.s[0]
-    turn.mul_(_branch(rise, v, p.c[1] - p.c[0], room))  # dy T
-    slope = _line(gate, p.s[0], rise, room)
+        turn = apart
+    for gate in gates:
+        gate.mul_(dy)
+    through = _mean(gates, p.s, room)  # of gates that are weighed with dy already
+    if not isinstance(through, Tensor):
+        through = room.product(dy, through)
     sums: dict[str, list[Tensor]] = {name: [] for name in Values._fields}
     if wanted.theta:
         sums["theta"] = [-tau * _sum(turn)]
     if wanted.tau:
         sums["tau"] = [_sum(room.product(turn, moved))]
-    if wanted.s or wanted.c:
-        high = gate.mul_(dy)
-        if wanted.c:
-            upper = _sum(high)
-            sums["c"] = [_sum(dy) - upper, upper]
-        if wanted.s:
-            upper = _sum(high.mul_(v))
-            sums["s"] = [_sum(room.product(dy, v)) - upper, upper]
-    dx, dv = _to_inputs(dy, slope, turn, tau, x is v, room, wanted)
+    if wanted.c:
+        sums["c"] = [_sum(gate) for gate in gates]
+    if wanted.s:
+        sums["s"] = [_sum(gate.mul_(v)) for gate in gates]
+    dx, dv = _to_inputs(through, turn, tau, x is v, wanted)
     return Gradients(dx, dv, **sums)
 
 
@@ -208,7 +247,7 @@ def _backward_many(
         sums["tau"] = [sum(sums["tau"][1:], sums["tau"][0])]
     _branch_sums(dy, v, g, sums, wanted)
     outer = p.tau[0] if len(p.tau) == 1 else 1.0
-    dx, dv = _to_inputs(dy, slope, turn, outer, x is v, room, wanted)
+    dx, dv = _to_inputs(_times(slope, dy, room), turn, outer, x is v, wanted)
     return Gradients(dx, dv, **sums)
 
 
@@ -219,18 +258,28 @@ def _turns(
     affine = any(_is_there(c) for c in p.c)
     weighed = []  # g_k L_k, or g_k s_k where L_k = s_k v
     for gk, s, c in zip(g, p.s, p.c, strict=True):
-        weighed.append(room.product(gk, _branch(s, v, c, room) if affine else s))
+        branch = _within_range(_branch(s, v, c, room)) if affine else s
+        weighed.append(room.product(gk, branch))
     above, values = [g[-1]], [weighed[-1]]
     for k in range(len(g) - 2, 0, -1):
         above.append(room.sum(above[-1], g[k]))
         values.append(room.sum(values[-1], weighed[k]))
-    outer = dy if affine else room.product(dy, v)
+    outer = dy if affine else _within_range(room.product(dy, v))
     below, value = g[0], weighed[0]
     for m in range(len(g) - 1):
         if m:
             below, value = room.sum(below, g[m]), value.add_(weighed[m])
         turn = room.product(values.pop(), below)
         yield turn.addcmul_(above.pop(), value, value=-1).mul_(outer)
+
+
+def _within_range(t: Value) -> Value:
+    """What overflowed as the largest number, for infinity times a gate of 0 would be NaN."""
+    if not isinstance(t, Tensor):
+        return t
+    largest = torch.finfo(t.dtype).max * (1 - 2**-10)  # a mean of such ones does not overflow
+    clamped: Tensor = _clamp_(t, -largest, largest)
+    return clamped
 
 
 def _backward_hard(
@@ -243,7 +292,7 @@ def _backward_hard(
     if wanted.theta:
         sums["theta"] = [torch.zeros_like(x[:1, :, :1])] * len(p.theta)
     _branch_sums(dy, v, g, sums, wanted)
-    dx, dv = _to_inputs(dy, slope, None, 0.0, x is v, room, wanted)
+    dx, dv = _to_inputs(_times(slope, dy, room), None, 0.0, x is v, wanted)
     return Gradients(dx, dv, **sums)
 
 
@@ -259,21 +308,19 @@ def _branch_sums(
             sums["s"].append(_sum(gk.mul_(v)))
 
 
+def _times(slope: Value, dy: Tensor, room: Scratch) -> Tensor:
+    """slope dy, over the slope if that is ours."""
+    return slope.mul_(dy) if isinstance(slope, Tensor) else room.product(dy, slope)
+
+
 def _to_inputs(
-    dy: Tensor,
-    slope: Value,
-    turn: Tensor | None,
-    tau: Value,
-    one_input: bool,
-    room: Scratch,
-    wanted: Wanted,
+    through: Tensor, turn: Tensor | None, tau: Value, one_input: bool, wanted: Wanted
 ) -> tuple[Tensor | None, Tensor | None]:
-    """(dx, dv) = dy (tau T, slope), or their sum where the branches read x; overwrites both."""
+    """(dx, dv) = (tau dy T, dy slope), or their sum where the branches read x; overwrites both."""
     if not wanted.x and not wanted.v:
         return None, None
-    through = slope.mul_(dy) if isinstance(slope, Tensor) else room.product(dy, slope)
     if not one_input:
-        return (torch.zeros_like(dy) if turn is None else turn.mul_(tau)), through
+        return (torch.zeros_like(through) if turn is None else turn.mul_(tau)), through
     if turn is None:
         return through, None
     if isinstance(tau, Tensor):
@@ -351,8 +398,17 @@ def _hard_gates(x: Tensor, form: Form, p: Values, room: Scratch) -> list[Tensor]
         (torch.gt if owner == "lo" else torch.ge)(x, theta, out=room.new())
         for theta, owner in zip(p.theta, owners, strict=True)
     ]
+    if not _are_in_order(p.theta):  # beyond at least 1, 2, ... of them, see `primitive`
+        for last in range(len(beyond) - 1, 0, -1):
+            for k in range(last):
+                a, b = beyond[k : k + 2]
+                beyond[k : k + 2] = _maximum(a, b, out=room.new()), _minimum(a, b, out=b)
     below = torch.rsub(beyond[0], 1)
     return [below, *(room.difference(a, b) for a, b in pairwise(beyond)), beyond[-1]]
+
+
+def _are_in_order(theta: Sequence[Value]) -> bool:
+    return all(_holds(a <= b) for a, b in pairwise(theta))
 
 
 def _gates(x: Tensor, tau: Sequence[Value], theta: Sequence[Value], room: Scratch) -> list[Tensor]:
@@ -407,11 +463,16 @@ def _exponentials(
     x: Tensor, tau: Sequence[Value], theta: Sequence[Value], room: Scratch
 ) -> list[Tensor]:
     """exp(l_k - max l) for the running sums l_k of the arguments."""
-    bound = UNDERFLOW[x.dtype]
     taus = list(tau) * len(theta) if len(tau) == 1 else tau
-    logits: list[Tensor] = []
-    for t, th in zip(taus, theta, strict=True):
-        u = _clamp_(_argument(x, t, th, _LOG2E, room), -bound, bound)
+    arguments = [_argument(x, t, th, _LOG2E, room) for t, th in zip(taus, theta, strict=True)]
+    if not _are_in_order(theta):
+        most = torch.finfo(x.dtype).max / (4 * len(theta))  # no sum of them overflows
+        logits = primitive.relative_logits([_clamp_(u, -most, most) for u in arguments])
+        return [logit.exp2_() for logit in logits]
+    bound = UNDERFLOW[x.dtype]
+    logits = []
+    for u in arguments:
+        _clamp_(u, -bound, bound)
         logits.append(u.add_(logits[-1]) if logits else u)
     top = _clamp_(room.copy(logits[0]), 0)
     for logit in logits[1:]:

@@ -1,0 +1,153 @@
+"""Which backend is in force: for this context, this thread, this forward pass.
+
+Eager code reads a context variable, so threads and coroutines do not see each other's `with use`.
+Compiled code reads a thread-local, because Dynamo cannot trace a context variable: there a
+coroutine sees the last choice of its thread. A thread starts from the default of the process.
+
+A forward pass that is repeated in the backward pass (`torch.utils.checkpoint`) has to be what it
+was the first time. Autograd numbers the nodes that a thread makes, so a note of the number at which
+the backend changed tells which one was in force when the node that is running was made.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_right
+from contextvars import ContextVar
+from types import TracebackType
+from typing import Any, ClassVar
+
+import torch
+
+_choice: ContextVar[str | None] = ContextVar("threshold_gating_backend", default=None)
+_NOTES = "threshold_gating_backends"
+_MOST_NOTES = 4096
+
+
+class Process:
+    """What new threads start from."""
+
+    default: ClassVar[str] = "auto"
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:  # not in the class: a compiled graph would keep that value
+        self.start = Process.default
+        self.compiled = Process.default
+
+
+_thread = _Thread()
+
+
+def backend() -> str:
+    """The name of the backend in force."""
+    if torch.compiler.is_compiling():
+        return _thread.compiled
+    if torch._C._current_graph_task_id() != -1:
+        return _of_forward()
+    name = _chosen()
+    _note(name)
+    return name
+
+
+def _chosen() -> str:
+    name = _choice.get()
+    return _thread.start if name is None else name
+
+
+class use:  # noqa: N801  (called like a function, as torch.set_grad_enabled is)
+    """Choose the backend: until the end of a `with` block, or from now on if called as a statement.
+
+    The choice is that of this thread or coroutine. As a statement it is also the default from which
+    new threads start.
+
+    >>> with use("reference"):
+    ...     backend()
+    'reference'
+    """
+
+    def __init__(self, name: str) -> None:
+        from threshold_gating.kernels import checked
+
+        self._name, self._entered = checked(name), False
+        self._before = _choice.get()
+        self._set(name)
+
+    def __enter__(self) -> use:
+        self._entered = True
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._set(self._before)
+
+    def _set(self, name: str | None) -> None:
+        _note(_chosen())
+        _choice.set(name)
+        _thread.compiled = _chosen()
+        _note(_thread.compiled)
+
+    def _make_default(self) -> None:
+        """A `with` block enters what it is given; nobody enters a statement's."""
+        if not self._entered:
+            self._entered = True
+            Process.default = _thread.start = self._name
+
+    def __del__(self) -> None:
+        if hasattr(self, "_entered"):  # else the name was refused
+            self._make_default()
+
+    def __repr__(self) -> str:
+        self._make_default()  # a prompt shows a statement's value, and keeps it
+        return f"use({self._name!r})"
+
+
+class _Notes:
+    """From which node on which backend was in force; of one thread."""
+
+    def __init__(self) -> None:
+        self.nodes, self.names = [0], ["auto"]
+
+    def add(self, name: str) -> None:
+        if self.names[-1] == name:
+            return
+        node = torch.autograd._get_sequence_nr()
+        if self.nodes[-1] == node:  # nothing was made under the last one
+            self.names[-1] = name
+            return
+        self.nodes.append(node)
+        self.names.append(name)
+        if len(self.nodes) > _MOST_NOTES:
+            del self.nodes[: _MOST_NOTES // 2], self.names[: _MOST_NOTES // 2]
+
+    def at(self, node: int) -> str:
+        return self.names[max(0, bisect_right(self.nodes, node) - 1)]
+
+
+def _notes() -> _Notes | None:
+    # Autograd's own threads, which run a backward pass on a GPU, see those of who called it.
+    has: bool = torch._C._is_key_in_tls(_NOTES)
+    return torch._C._get_obj_in_tls(_NOTES) if has else None
+
+
+def _note(name: str) -> None:
+    notes = _notes()
+    if notes is None:
+        notes = _Notes()
+        notes.names[0] = name
+        torch._C._stash_obj_in_tls(_NOTES, notes)
+    notes.add(name)
+
+
+def _of_forward() -> str:
+    """The backend in force when the node that autograd runs now was made."""
+    notes, node = _notes(), _current_node()
+    return _chosen() if notes is None or node is None else notes.at(node._sequence_nr())
+
+
+def _current_node() -> Any:
+    return torch._C._current_autograd_node()

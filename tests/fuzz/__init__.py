@@ -1,0 +1,1 @@
+"""Random gates and random networks against what they must equal; `make fuzz` runs many."""
