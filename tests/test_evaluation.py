@@ -1,5 +1,6 @@
 """Perplexity before and after conversion: windows, columns, resuming, several processes."""
 
+import copy
 import json
 import math
 import os
@@ -146,6 +147,60 @@ def test_other_weights_are_another_evaluation(model, tmp_path):
         evaluate(model, some, finished=file)
 
 
+def differently(model):
+    """The network as other settings make it: (what differs, network), with the same weights."""
+    yield "a normalisation", lambda m: setattr(m.config, "rms_norm_eps", 1e-2)
+    yield "a value of a weight", lambda m: m.lm_head.weight.data[7].mul_(1.001)
+    yield "a buffer that is not saved", lambda m: m.model.rotary_emb.inv_freq.mul_(2)
+    yield "the attention", lambda m: m.set_attn_implementation("eager")
+    yield "the precision", lambda m: m.to(torch.bfloat16)
+
+
+def test_whatever_decides_the_figures_is_another_evaluation(model, tmp_path):
+    some, file = [Window(TOKENS[:9])], tmp_path / "finished.jsonl"
+    evaluate(model, some, columns=["act"], finished=file)
+    for what, change in differently(model):
+        other = copy.deepcopy(model)
+        with torch.no_grad():
+            change(other)
+        with pytest.raises(ValueError, match="of another evaluation"):
+            pytest.fail(f"{what}: {evaluate(other, some, columns=['act'], finished=file)}")
+    for more in ({"columns": ["both"]}, {"sites": {"re:.*act_fn": "relu"}}):
+        with pytest.raises(ValueError, match="of another evaluation"):
+            evaluate(model, some, **{"columns": ["act"], "finished": file, **more})
+    assert evaluate(model, some, columns=["act"], finished=file).windows == 1
+
+
+@pytest.mark.parametrize("name", ["run [1]*?.jsonl", "-", "a b", "ünd", "new/deep.jsonl"])
+def test_a_file_of_any_name_goes_on(model, tmp_path, monkeypatch, name):
+    some, file = windows(TOKENS[:40], 20), tmp_path / name
+    evaluate(model, some, columns=["act"], finished=file)
+    file.with_name(file.name + ".bak").write_text("of somebody else")
+    monkeypatch.setattr(evaluation, "_scored", None)
+    assert evaluate(model, some, columns=["act"], finished=file).windows == 2
+
+
+WRONG = {"window": [2, -1, "0", None], "predicted": [20, None], "nats": [{}, 3, {"sm": "x"}]}
+
+
+@pytest.mark.parametrize(("what", "value"), [(k, v) for k, values in WRONG.items() for v in values])
+def test_rows_that_no_window_has_are_refused(model, tmp_path, what, value):
+    some, file = windows(TOKENS[:40], 20), tmp_path / "finished.jsonl"
+    evaluate(model, some, columns=["act"], finished=file)
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    rows[1][what] = value
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(ValueError, match="line 2: no window of this evaluation, so damaged"):
+        evaluate(model, some, columns=["act"], finished=file)
+
+
+def test_columns_and_windows_that_are_not_are_refused(model):
+    with pytest.raises(ValueError, match="columns of sm, lse, act, both are wanted; got 1 win"):
+        evaluate(model, [Window(TOKENS[:9])], columns=["all"])
+    with pytest.raises(ValueError, match="at least one window"):
+        evaluate(model, [])
+
+
 def command(folder, *more):
     return [
         "evaluate",
@@ -189,6 +244,16 @@ def test_data_and_choices_are_checked(folder, capsys):
     assert "stride from 1 to context" in capsys.readouterr().err
     assert main(command(folder, "--site", "re:nothing=2")) == 2
     assert "matches no site" in capsys.readouterr().err
+    for words, said in (
+        (("--limit", "-5"), "--limit is at least 2 tokens; got -5"),
+        (("--json", "nowhere/out.json"), "--json nowhere/out.json cannot be written"),
+        (("--finished", str(folder)), "cannot be written; give a file in a directory"),
+        (("--site", "act=geluu"), "did you mean 'gelu'"),
+    ):
+        assert main(command(folder, *words)) == 2
+        assert said in capsys.readouterr().err
+    assert main([*base, str(folder / "model.safetensors")]) == 2
+    assert "is no text" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(command(folder, "--columns", "sm,all"))
 

@@ -228,7 +228,11 @@ def choices(given: list[str]) -> dict[str, Any] | None:
 def _choice(text: str) -> str | int | None:
     if text.lower() == "none":
         return None
-    return int(text) if text.isascii() and text.isdigit() else taxonomy.key_of(text)
+    if not (text.isascii() and text.isdigit()):
+        return taxonomy.key_of(text)
+    if not 2 <= int(text) <= 8:
+        raise ValueError(f"a number of branches is from 2 to 8; got {text}.")
+    return int(text)
 
 
 def _size(model: nn.Module) -> str:

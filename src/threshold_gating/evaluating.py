@@ -26,7 +26,7 @@ from threshold_gating.converting import choices, command
 from threshold_gating.evaluation import COLUMNS, Evaluation
 from threshold_gating.evaluation import evaluate as measured
 from threshold_gating.evaluation import windows as cut
-from threshold_gating.networks import UsageError, needed
+from threshold_gating.networks import UsageError, brief, needed
 
 WIKITEXT = "wikitext2-raw"
 
@@ -88,6 +88,8 @@ def evaluate(args: argparse.Namespace) -> int:
 
 def _evaluate(args: argparse.Namespace, rank: int) -> int:
     start = time.monotonic()
+    _check(args)
+    chosen = choices(args.site)
     with redirect_stdout(sys.stderr):
         model, tokenizer = load(args.network, getattr(torch, args.dtype))
     tokens = tokenised(tokenizer, read_text(args.data))[: args.limit]
@@ -102,7 +104,7 @@ def _evaluate(args: argparse.Namespace, rank: int) -> int:
             model.to(device),
             found,
             columns=args.columns,
-            sites=choices(args.site),
+            sites=chosen,
             finished=args.finished,
             progress=_progress(rank),
         )
@@ -116,6 +118,15 @@ def _evaluate(args: argparse.Namespace, rank: int) -> int:
             facts |= {"device": str(device), "seconds": round(time.monotonic() - start, 1)}
             args.json.write_text(json.dumps({**facts, **result.to_dict()}, indent=2) + "\n")
     return 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    """What would fail only after the work is done, or give the figures of another text."""
+    if args.limit is not None and args.limit < 2:
+        raise UsageError(f"--limit is at least 2 tokens; got {args.limit}.")
+    for option, path in (("--json", args.json), ("--finished", args.finished)):
+        if path is not None and (path.is_dir() or not path.parent.is_dir()):
+            raise UsageError(f"{option} {path} cannot be written; give a file in a directory.")
 
 
 def _summary(result: Evaluation) -> str:
@@ -150,8 +161,8 @@ def load(network: str, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, A
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, **options)
         model = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **options)
-    except (OSError, ValueError, ImportError) as error:
-        raise UsageError(f"hf: {str(error).strip().splitlines()[0]}") from error
+    except Exception as error:  # of transformers, of its hub or of what these connect with
+        raise UsageError(f"hf: {brief(error)}") from error
     return model.eval(), tokenizer
 
 
@@ -163,10 +174,16 @@ def read_text(data: str) -> str:
     """
     path = Path(data)
     if path.is_file() and path.suffix == ".parquet":
-        rows = needed("pyarrow.parquet").read_table(path)["text"].to_pylist()
-        return "".join(rows)
+        parquet = needed("pyarrow.parquet")
+        try:
+            return "".join(parquet.read_table(path)["text"].to_pylist())
+        except (KeyError, OSError, TypeError, ValueError) as error:
+            raise UsageError(f"--data {path} has no column of texts ({brief(error)}).") from error
     if path.is_file():
-        return path.read_text("utf-8")
+        try:
+            return path.read_text("utf-8")
+        except (OSError, ValueError) as error:
+            raise UsageError(f"--data {path} is no text ({brief(error)}).") from error
     if data != WIKITEXT:
         raise UsageError(f"--data {data!r} is no file; give FILE.txt, FILE.parquet or {WIKITEXT}.")
     datasets = needed("datasets")

@@ -15,7 +15,9 @@ import copy
 import hashlib
 import json
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +28,7 @@ from torch import Tensor, nn
 
 from threshold_gating import kernels
 from threshold_gating.conversion import audit, convert_
+from threshold_gating.conversion.config import structure
 from threshold_gating.conversion.plan import Choice
 
 COLUMNS = {
@@ -133,10 +136,19 @@ def evaluate(
     result.
     """
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    names = [name for name in COLUMNS if name == "sm" or name in set(columns)]
+    wanted = {columns} if isinstance(columns, str) else set(columns)
+    if not windows or wanted - set(COLUMNS):
+        raise ValueError(
+            f"evaluate: at least one window and columns of {', '.join(COLUMNS)} are wanted; got "
+            f"{len(windows)} windows and {', '.join(sorted(wanted))}."
+        )
+    names = [name for name in COLUMNS if name == "sm" or name in wanted]
     networks, counts = _networks(model, windows[0].ids, names, sites or {})
-    key = _fingerprint(model, windows, names, sites or {})
-    rows = {} if finished is None else _read(finished, key)
+    key, rows = "", {}
+    if finished is not None:
+        finished.parent.mkdir(parents=True, exist_ok=True)
+        key = _fingerprint(networks, windows)
+        rows = _read(finished, key, names, windows)
     mine = range(rank, len(windows), ranks)
     for index in mine:
         if index not in rows:
@@ -167,7 +179,9 @@ def _evaluation(rows: list[dict[str, Any]], names: list[str], counts: dict[str, 
 def _perplexities(rows: Iterable[dict[str, Any]], names: list[str]) -> dict[str, float]:
     rows = list(rows)
     predicted = sum(row["predicted"] for row in rows)
-    return {n: math.exp(math.fsum(row["nats"][n] for row in rows) / predicted) for n in names}
+    nats = {n: math.fsum(row["nats"][n] for row in rows) / predicted for n in names}
+    # past this the perplexity is no float64; a network that far off has none to speak of
+    return {n: math.exp(mean) if not mean > 709 else math.inf for n, mean in nats.items()}
 
 
 def _networks(
@@ -224,35 +238,80 @@ def _nats(logits: Tensor, targets: Tensor) -> Iterator[float]:
         yield F.cross_entropy(some.double(), wanted, reduction="sum").item()
 
 
-def _fingerprint(
-    model: nn.Module, windows: Sequence[Window], names: list[str], sites: Mapping[str, Choice]
-) -> str:
-    """Says of a file of finished windows whether it is of this evaluation."""
-    found = hashlib.sha256(f"{names} {sorted((k, repr(v)) for k, v in sites.items())}".encode())
+def _fingerprint(networks: Mapping[str, nn.Module], windows: Sequence[Window]) -> str:
+    """Says of a file of finished windows whether it is of this evaluation.
+
+    It is of all that decides the figures: every value of every tensor, those that no state_dict
+    has among them, the configuration of the network and of its modules, the gates of each column,
+    the tokens and how they are cut, where it runs, in which precision and with which versions.
+    """
+    model = networks["sm"]
+    found = hashlib.sha256()
+    own = getattr(model, "config", None)
+    settings = own.to_dict() if hasattr(own, "to_dict") else own
+    device = next(model.parameters()).device.type
+    precision = torch.get_float32_matmul_precision()
+    attention = getattr(own, "_attn_implementation", None)
+    packages = {name: _version(name) for name in ("threshold_gating", "transformers")}
+    about = [settings, attention, repr(model), device, precision, str(torch.__version__), packages]
+    gates = {name: structure(network) for name, network in networks.items()}
+    found.update(json.dumps([about, gates], sort_keys=True, default=repr).encode())
     for window in windows:
         found.update(f"{window.ids.tolist()} {window.first}".encode())
-    for name, tensor in model.state_dict().items():
-        values = tensor.flatten()[:: max(1, tensor.numel() // 64)].tolist()
-        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {values}".encode())
-    return found.hexdigest()[:16]
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        flat = tensor.detach().reshape(-1).cpu().contiguous()
+        found.update(memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else b"")
+    return found.hexdigest()[:32]
 
 
-def _read(finished: Path, key: str) -> dict[int, dict[str, Any]]:
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _read(
+    finished: Path, key: str, names: list[str], windows: Sequence[Window]
+) -> dict[int, dict[str, Any]]:
     """The windows that are done, in this file and in those of other processes beside it."""
     rows = {}
-    for path in sorted(finished.parent.glob(f"{finished.name}*")):
-        for line in path.read_text().splitlines():
+    parts = re.compile(re.escape(finished.name) + r"(\.\d+)?")  # see `_append`
+    for path in sorted(p for p in finished.parent.iterdir() if parts.fullmatch(p.name)):
+        for number, line in enumerate(path.read_bytes().splitlines(), 1):
             try:
                 row = json.loads(line)
-            except json.JSONDecodeError:
+            except ValueError:
                 continue  # cut off when its process was killed
-            if row.pop("key", None) != key:
+            if not isinstance(row, dict) or row.get("key") != key:
                 raise ValueError(
-                    f"{path} has windows of another evaluation (network, text, columns or sites "
-                    "differ); name another file or remove it."
+                    f"{path} has windows of another evaluation (network, its configuration, text, "
+                    "columns, sites, precision or versions differ); name another file or remove it."
                 )
-            rows[row.pop("window")] = row
+            if not _is_of(row, names, windows):
+                raise ValueError(
+                    f"{path}, line {number}: no window of this evaluation, so damaged; remove the "
+                    "line, and its window is run again."
+                )
+            rows[row["window"]] = {k: row[k] for k in ("predicted", "nats", "same")}
     return rows
+
+
+def _is_of(row: Mapping[str, Any], names: list[str], windows: Sequence[Window]) -> bool:
+    """Whether a finished row is what `_scored` gives for one of the windows."""
+    index, (nats, same) = row.get("window"), (row.get(k) for k in ("nats", "same"))
+    if type(index) is not int or not 0 <= index < len(windows):
+        return False
+    predicted = len(windows[index].ids) - windows[index].first
+    return (
+        row.get("predicted") == predicted
+        and isinstance(nats, dict)
+        and isinstance(same, dict)
+        and set(nats) == set(same) == set(names)
+        and all(type(value) is float for value in nats.values())
+        and all(type(count) is int and 0 <= count <= predicted for count in same.values())
+    )
 
 
 def _append(finished: Path, rank: int, row: dict[str, Any]) -> None:

@@ -96,15 +96,15 @@ def _timm(name: str, pretrained: bool) -> tuple[nn.Module, Any]:
     except Exception as error:  # of timm, of its hub or of what these connect with
         if timm.is_model(name.partition(".")[0]):
             help_ = "; --checkpoint FILE takes weights that are here" if pretrained else ""
-            raise UsageError(f"timm: {name} cannot be made ({_brief(error)}){help_}.") from error
+            raise UsageError(f"timm: {name} cannot be made ({brief(error)}){help_}.") from error
         near = timm.list_models(f"*{name[:6]}*")[:3]
         raise UsageError(
-            f"timm: {_brief(error)}; there are {', '.join(near) or 'others'}."
+            f"timm: {brief(error)}; there are {', '.join(near) or 'others'}."
         ) from error
     return model, torch.randn(2, *model.pretrained_cfg["input_size"])
 
 
-def _brief(error: BaseException) -> str:
+def brief(error: BaseException) -> str:
     """The first line of what an error says, with its type where that alone says what it is."""
     first = next(iter(str(error).strip().splitlines()), "").rstrip(". ")
     plain = isinstance(error, ValueError | RuntimeError | OSError) and first
@@ -119,7 +119,7 @@ def _hugging_face(name: str) -> tuple[nn.Module, Any, str]:
         make = getattr(transformers, kind)
         model, info = make.from_pretrained(name, output_loading_info=True)
     except Exception as error:  # of transformers, of its hub or of what these connect with
-        raise UsageError(f"hf: {_brief(error)}") from error
+        raise UsageError(f"hf: {brief(error)}") from error
     made = {
         "input_ids": lambda: torch.randint(0, config.get_text_config().vocab_size, (2, 16)),
         "pixel_values": lambda: torch.randn(2, config.num_channels, *_pair(config.image_size)),
@@ -188,7 +188,7 @@ def _random(text: str) -> torch.Tensor:
     try:
         return torch.randn(*(int(n) for n in text.split(",")))
     except (RuntimeError, OverflowError, TypeError, ValueError, MemoryError) as error:
-        raise UsageError(f"--inputs {text!r} cannot be made ({_brief(error)}).") from error
+        raise UsageError(f"--inputs {text!r} cannot be made ({brief(error)}).") from error
 
 
 def _from_file(path: Path, name: str) -> Any:
@@ -235,7 +235,7 @@ def _arrays(path: Path) -> dict[str, torch.Tensor]:
         with np.load(path) as file:
             tensors = {name: torch.from_numpy(file[name]) for name in file.files}
     except (ValueError, OSError, TypeError, EOFError, zipfile.BadZipFile) as error:
-        raise UsageError(f"--data {path}: {_brief(error)}") from error
+        raise UsageError(f"--data {path}: {brief(error)}") from error
     return {k: t.float() if t.dtype == torch.float64 else t for k, t in tensors.items()}
 
 
