@@ -94,6 +94,25 @@ def test_interruption_ends_with_130_and_no_traceback(tg, monkeypatch):
     assert tg("table") == (130, "", "")
 
 
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (PermissionError(13, "Permission denied", "x.pt"), "tg table: Permission denied: x.pt"),
+        (IndexError("no\n  such"), "tg table: IndexError: no such (TG_TRACEBACK=1 shows where)"),
+        (AssertionError(), "tg table: AssertionError (TG_TRACEBACK=1 shows where)"),
+    ],
+)
+def test_a_failure_that_nobody_foresaw_is_one_line(tg, monkeypatch, error, line):
+    def fails(args):
+        raise error
+
+    monkeypatch.setitem(cli.COMMANDS, "table", fails)
+    assert tg("table") == (2, "", f"{line}\n")
+    monkeypatch.setenv("TG_TRACEBACK", "1")
+    with pytest.raises(type(error)):
+        main(["table"])
+
+
 def test_the_module_runs_as_a_program():
     words = [sys.executable, "-m", "threshold_gating", "table", "relu"]
     done = subprocess.run(words, capture_output=True, text=True)

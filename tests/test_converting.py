@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from threshold_gating.cli import main
@@ -41,8 +41,28 @@ def smooth():
 def make_inputs():
     return torch.randn(5, 4)
 
+def other():
+    torch.manual_seed(8)
+    return Net()
+
 def wrong():
     return 3
+
+def no_inputs():
+    return torch.zeros(0, 4)
+
+def fails():
+    raise KeyError("weights\\nof mine")
+
+def leaves():
+    raise SystemExit(3)
+
+def says():
+    print("making it")
+    return make_model()
+
+ready = make_model()
+ready_inputs = torch.ones(5, 4)
 """
 
 
@@ -98,6 +118,71 @@ def test_a_damaged_conversion_fails_verification(folder, tg):
     code, out, _ = tg("verify", "net.py:make_model", "out", "--inputs", "5,4")
     assert code == 1
     assert ":tanh#0" in out
+
+
+def test_other_weights_than_the_networks_own_fail_verification(folder, tg):
+    tg("convert", "net.py:make_model", "--inputs", "5,4", "-o", "out")
+    code, out, err = tg("verify", "net.py:other", "out", "--inputs", "5,4")
+    assert code == 1
+    assert "weights are not the original's" in out
+    assert err.splitlines()[-1] == (
+        "tg verify: out has other weights than net.py:other; name the network that was converted, "
+        "with the weights it had (--checkpoint, --pretrained)."
+    )
+    torch.save(tg_weights(folder / "out"), "weights.pt")
+    words = ("verify", "net.py:other", "out", "--inputs", "5,4", "--checkpoint", "weights.pt")
+    assert tg(*words)[0] == 0
+    tg("convert", "net.py:make_model", "--inputs", "5,4", "-o", "gates", "--gates-only")
+    assert tg("verify", "net.py:other", "gates", "--inputs", "5,4")[0] == 0  # none are saved there
+
+
+def tg_weights(directory):
+    return load_file(directory / "model.safetensors")
+
+
+def test_random_weights_and_inputs_are_said_to_be(folder, tg):
+    pytest.importorskip("timm")
+    words = ("convert", "timm:test_resnet", "--inputs", "2,3,64,64", "-o", "out")
+    code, _, err = tg(*words)
+    assert code == 0
+    assert "Weights are random: give --pretrained or --checkpoint FILE for trained ones." in err
+    assert "Inputs are random; --inputs is for your own." in err
+    assert err.splitlines()[-1].endswith("out, with random weights")
+    with torch.no_grad():
+        weights = {
+            k: v + 1.0 * v.is_floating_point() for k, v in tg_weights(folder / "out").items()
+        }
+    torch.save(weights, "weights.pt")
+    report = json.loads(tg(*words, "--json")[1])
+    assert (report["random_weights"], report["random_inputs"]) == (True, True)
+    report = json.loads(tg(*words, "--json", "--checkpoint", "weights.pt")[1])
+    assert (report["random_weights"], report["random_inputs"]) == (False, True)
+    code, _, err = tg("verify", "timm:test_resnet", "out", "--inputs", "2,3,64,64")
+    assert code == 1
+    assert "other weights than timm:test_resnet, which are random; name the network that" in err
+    torch.save(torch.randn(5, 4), "x.pt")
+    for inputs in ("x.pt", "net.py:make_inputs", "net.py:ready_inputs"):
+        assert "random" not in tg("audit", "net.py:make_model", "--inputs", inputs)[2]
+
+
+def test_a_hugging_face_folder_without_some_weights_has_random_ones(tmp_path, tg):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "vocab_size": 32}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(num_attention_heads=2, **sizes))
+    model.save_pretrained(tmp_path / "llama")
+    path = tmp_path / "llama" / "model.safetensors"
+    weights = load_file(path)
+    del weights["model.norm.weight"]
+    save_file(weights, path, {"format": "pt"})
+    _, _, err = tg("audit", f"hf:{tmp_path / 'llama'}")
+    assert "has no model.norm.weight (1 missing)." in err
+
+
+def test_a_network_that_stands_in_a_file_is_taken_and_prints_beside_the_report(folder, tg):
+    assert tg("audit", "net.py:ready", "--inputs", "5,4")[0] == 0
+    code, out, err = tg("audit", "net.py:says", "--inputs", "5,4", "--json")
+    assert (code, err) == (0, "making it\n")
+    assert json.loads(out)["random_inputs"]
 
 
 def test_sites_are_chosen_by_name(folder, tg):
@@ -241,6 +326,18 @@ MESSAGES = [
     (("convert", "net.py:make_model"), "tg convert: net.py:make_model comes without inputs; give --inputs."),
     (("convert", "net.py:make_model", "--inputs", "nowhere.pt"), "tg convert: --inputs 'nowhere.pt' is no file; give a shape (1,3,224,224), a file of tensors or FILE.py:FUNCTION."),
     (("convert", "net.py:make_model", "--inputs", "5,4", "--site", "act"), "tg convert: --site 'act' is not NAME=CHOICE."),
+    (("convert", "net.py:make_model", "--inputs", "5,4", "--site", "act=geluu"), "tg convert: --site 'act=geluu': no activation 'geluu' in the taxonomy; did you mean 'gelu', 'elu', 'selu'?"),
+    (("convert", "net.py:make_model", "--inputs", "5,4", "--site", "act=99"), "tg convert: --site 'act=99': a number of branches is from 2 to 8; got 99."),
+    (("convert", "net.py:make_model", "--inputs", "5,4", "--site", "re:(=relu"), "tg convert: --site 're:(=relu' is no pattern (missing ), unterminated subpattern at position 3)."),
+    (("convert", "net.py:make_model", "--inputs", "5,4", "--site", "act=2", "--site", "act=3"), "tg convert: --site 'act' is given twice; one choice is wanted for a site."),
+    (("convert", "net.py:make_model", "--inputs", "0,4"), "tg convert: --inputs '0,4' is no shape of whole numbers from 1 on, as 1,3,224,224."),
+    (("audit", "net.py:make_model", "--inputs", "5,,4"), "tg audit: --inputs '5,,4' is no shape of whole numbers from 1 on, as 1,3,224,224."),
+    (("verify", "net.py:make_model", "out", "--inputs", "net.py:no_inputs"), "tg verify: --inputs net.py:no_inputs holds no value; nothing could be seen of the network."),
+    (("convert", "net.py:make_model", "--inputs", "5,4", "-o", "net.py"), "tg convert: -o net.py is a file; give a directory, which may be a new one."),
+    (("convert", "net.py:make_model", "--inputs", "5,4", "--pretrained"), "tg convert: --pretrained is for timm:NAME; net.py:make_model brings weights of its own."),
+    (("convert", "net.py:fails", "--inputs", "5,4"), "tg convert: net.py:fails fails in line 43: KeyError: 'weights\\nof mine'"),
+    (("convert", "net.py:leaves", "--inputs", "5,4"), "tg convert: net.py:leaves fails in line 46: SystemExit: 3"),
+    (("audit", "net.py:make_model", "--inputs", "5,3"), "tg audit: RuntimeError: mat1 and mat2 shapes cannot be multiplied (5x3 and 4x8) (TG_TRACEBACK=1 shows where)"),
     (("convert", "net.py:make_model", "--inputs", "5,4", "--site", "nope=relu"), "tg convert: sites: 'nope' matches no site of this network; `tg.audit(model, inputs)` lists them."),
 ]  # fmt: skip
 

@@ -247,7 +247,7 @@ def _fingerprint(networks: Mapping[str, nn.Module], windows: Sequence[Window]) -
     """
     model = networks["sm"]
     found = hashlib.sha256()
-    own = getattr(model, "config", None)
+    own: Any = getattr(model, "config", None)
     settings = own.to_dict() if hasattr(own, "to_dict") else own
     device = next(model.parameters()).device.type
     precision = torch.get_float32_matmul_precision()
@@ -261,7 +261,8 @@ def _fingerprint(networks: Mapping[str, nn.Module], windows: Sequence[Window]) -
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         flat = tensor.detach().reshape(-1).cpu().contiguous()
-        found.update(memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else b"")
+        values: Any = flat.view(torch.uint8).numpy() if flat.numel() else b""
+        found.update(values)
     return found.hexdigest()[:32]
 
 

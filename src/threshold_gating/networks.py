@@ -162,7 +162,10 @@ def _loaded(path: Path) -> Any:
         return conversion.load_weights(path)
     try:
         return torch.load(path, weights_only=True)
-    except (OSError, LookupError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+    except pickle.UnpicklingError as error:
+        said = "it is no file of tensors alone, as torch.save writes it"
+        raise UsageError(f"{path} does not load as tensors: {said}.") from error
+    except (OSError, LookupError, RuntimeError, EOFError) as error:
         said = str(error).splitlines()[0] if str(error) else "it is empty"
         raise UsageError(f"{path} does not load as tensors: {said}") from error
 

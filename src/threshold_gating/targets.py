@@ -114,7 +114,8 @@ def _loaded(path: Path) -> ModuleType:
 def failure(what: str, path: Path, error: BaseException) -> str:
     """That `what` fails, in which line of its file and how."""
     frames = traceback.extract_tb(error.__traceback__)
-    lines = [frame.lineno for frame in frames if frame.filename == str(path)]
+    own = (str(path), str(path.absolute()))
+    lines = [frame.lineno for frame in frames if frame.filename in own]
     where = f" in line {lines[-1]}" if lines else ""
     return f"{what} fails{where}: {type(error).__name__}: {error}"
 

@@ -16,8 +16,9 @@ import shutil
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -170,14 +171,12 @@ def _matches(path: Path, about: Mapping[str, Any]) -> bool:
         return False
 
 
-def _is(file: BinaryIO, about: Mapping[str, Any]) -> bool:
-    if os.fstat(file.fileno()).st_size != about["bytes"]:
-        return False
-    digest = hashlib.file_digest(file, "sha256")  # type: ignore[arg-type]  # a file is one
-    return bool(digest.hexdigest() == about["sha256"])
+def _is(file: BufferedReader, about: Mapping[str, Any]) -> bool:
+    fits: bool = os.fstat(file.fileno()).st_size == about["bytes"]
+    return fits and bool(hashlib.file_digest(file, "sha256").hexdigest() == about["sha256"])
 
 
-def opened(path: Path) -> BinaryIO:
+def opened(path: Path) -> BufferedReader:
     """A file to read, or the error of a checkpoint."""
     try:
         return path.open("rb")
@@ -185,7 +184,7 @@ def opened(path: Path) -> BinaryIO:
         raise unreadable(path, error) from error
 
 
-def _is_there(file: BinaryIO) -> bool:
+def _is_there(file: BufferedReader) -> bool:
     """Whether an open file still has its name; a new one there cannot have its identity, too."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), os.stat(file.name))
@@ -194,7 +193,7 @@ def _is_there(file: BinaryIO) -> bool:
 
 
 def find_tensors(
-    about: Mapping[str, Any], strict: bool, config: BinaryIO
+    about: Mapping[str, Any], strict: bool, config: BufferedReader
 ) -> tuple[Path, dict[str, Tensor]] | None:
     """The file that an open config means, under its name or set aside, and its tensors.
 
@@ -219,7 +218,7 @@ def find_tensors(
     return path, read_tensors(path)
 
 
-def _unless_replaced(file: BinaryIO, path: Path) -> dict[str, Tensor] | None:
+def _unless_replaced(file: BufferedReader, path: Path) -> dict[str, Tensor] | None:
     """The tensors of an open file, which safetensors opens once more by its name."""
     try:
         tensors = read_tensors(path)
