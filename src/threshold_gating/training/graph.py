@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import operator
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -30,11 +31,27 @@ _VIEWS = (
 # What runs around a module's `forward` is kept under these names.
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # Functions of `operator` that overwrite their first argument.
-_OVER = ("setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul")
+_OVER = ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor")
+
+
+class _Proxy(fx.Proxy):
+    """Keeps x += y, of which torch.fx makes x = x + y: others may read what is overwritten."""
+
+
+def _overwriting(name: str) -> Any:
+    target = getattr(operator, name)
+    return lambda self, other: self.tracer.create_proxy("call_function", target, (self, other), {})
+
+
+for _name in _OVER:
+    setattr(_Proxy, f"__{_name}__", _overwriting(_name))
 
 
 class Tracer(fx.Tracer):
     """Follows a network down to torch's own modules and ours."""
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return _Proxy(node, self)
 
     def is_leaf_module(self, m: nn.Module, qualified_name: str) -> bool:
         ours = type(m).__module__.startswith("threshold_gating.")
@@ -177,7 +194,7 @@ def views(network: Network, node: fx.Node) -> list[fx.Node]:
 
 def _is_view(network: Network, node: fx.Node) -> bool:
     name = getattr(node.target, "__name__", str(node.target))
-    return is_move(network, node) or name in _VIEWS
+    return is_move(network, node) or name in _VIEWS or overwrites(network, node)
 
 
 def overwrites(network: Network, node: fx.Node) -> bool:

@@ -295,16 +295,18 @@ def _keep_inputs(network: Network) -> dict[Any, str]:
     """
     place = {n: k for k, n in enumerate(network.module.graph.nodes)}
     over = [n for n in network.acts if overwrites(network, n)]
+    for node in over:
+        read = node.all_input_nodes[0]
+        for user in [u for u in read.users if place[u] > place[node]]:
+            user.replace_input_with(read, node)
     fixed: dict[Any, str] = {}
     for node in over:
-        seen = [n for n in views(network, node.all_input_nodes[0]) if place[n] < place[node]]
-        late = [u for n in seen[1:] for u in n.users if place[u] > place[node]]
+        others = [n for n in views(network, node.all_input_nodes[0]) if place[n] < place[node]]
+        late = [u for n in others for u in n.users if place[u] > place[node]]
         if late:
             fixed[node.target] = f"overwrites its input, of which {_names(late)} reads a view"
     for node in over:
         if node.target not in fixed:
-            for user in [u for u in node.all_input_nodes[0].users if place[u] > place[node]]:
-                user.replace_input_with(node.all_input_nodes[0], node)
             _not_in_place(network, node)
     return fixed
 
