@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 
 from threshold_gating import sites
 from threshold_gating.conversion.answering import disown
-from threshold_gating.conversion.rewrite import PerCall
+from threshold_gating.conversion.rewrite import PerCall, children
 from threshold_gating.dense import TIERED
 from threshold_gating.instance import TG
 from threshold_gating.layers import Activation
@@ -167,6 +167,14 @@ def consumers(network: Network, act: fx.Node) -> tuple[list[Consumer], list[fx.N
 
     follow(act, ())
     return layers, others
+
+
+def put(model: nn.Module, old: nn.Module, new: nn.Module) -> nn.Module:
+    """`model` with `new` wherever `old` was, under each of its names; `new` if it is the root."""
+    for parent, name, child in children(model):
+        if child is old:
+            parent._modules[name] = new
+    return new if model is old else model
 
 
 def is_hooked(part: nn.Module) -> bool:

@@ -25,6 +25,7 @@ from threshold_gating.training.graph import (
     is_hooked,
     is_move,
     overwrites,
+    put,
     reads_parameters,
     trace,
     views,
@@ -125,7 +126,7 @@ def _lift_all(model: nn.Module, tier: str, share: str | None) -> nn.Module:
     done = []
     for name, module in list(new.named_modules()):
         if is_tiered(module):
-            new.set_submodule(name, lifted(module, tier, share))
+            new = put(new, module, lifted(module, tier, share))
             done.append(name)
     return _reported(new, Promotion(tuple(done), {}))
 
@@ -151,7 +152,7 @@ def demote(model: nn.Module, tier: str = "A", *, inputs: Any = None) -> Demotion
     for name, module in list(new.named_modules()):
         if is_tiered(module) and ORDER.index(vars(module)["tier"]) > ORDER.index(tier):
             lower, lost[name] = projected(module, tier)
-            new.set_submodule(name, lower)
+            new = put(new, module, lower)
     if not lost:
         raise ValueError(f"demote: {type(model).__name__} has no layer above tier {tier}.")
     return Demotion(new, lost, None if inputs is None else difference(model, new, inputs))
