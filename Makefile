@@ -15,7 +15,7 @@ PIP_INSTALL = $(BIN)/python -m pip install -qq -c constraints.txt \
 # One thread a worker: with more, two workers on two cores slow each other down.
 # Nothing is fetched from a model hub: offline, a test that tries fails at once.
 TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
-PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -n $(JOBS) --durations=15
+PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup --durations=15
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-all zoo evidence lint format docs clean

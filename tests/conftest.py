@@ -16,6 +16,16 @@ with torch.device("cpu"):
     torch.empty(0)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Tests that share what a module makes once run in one worker: two would make it twice."""
+    for item in items:
+        info = getattr(item, "_fixtureinfo", None)  # an example in a docstring may have none
+        made = info.name2fixturedefs.values() if info else ()
+        if any(each.scope == "module" for definitions in made for each in definitions):
+            item.add_marker(pytest.mark.xdist_group(item.module.__name__))
+
+
 @pytest.fixture(autouse=True)
 def seed():
     """The same random numbers in every test, whichever ran before and in whichever worker."""

@@ -103,3 +103,47 @@ def test_reverting_leaves_nothing_behind(x):
     before = dict(vars(network[0]))
     tg.conversion.convert_(network, inputs=x)
     assert vars(tg.conversion.revert(network)[0]).keys() == before.keys()
+
+
+OVERWRITING = {
+    "F.relu_": F.relu_,
+    "F.silu": lambda x: F.silu(x, inplace=True),
+    "sigmoid_": lambda x: x.sigmoid_(),
+    "tanh_": torch.tanh_,
+    "out": lambda x: torch.sigmoid(x, out=torch.empty_like(x)),
+}
+
+
+@pytest.mark.parametrize("name", OVERWRITING)
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_a_call_in_place_overwrites_its_input_and_has_the_gradients_of_torchs(name, backend, x):
+    class Overwrites(nn.Module):
+        def forward(self, x):
+            h = 2 * x
+            y = OVERWRITING[name](h)
+            return y * 3 + h
+
+    network = Overwrites()
+    x.requires_grad_(name != "out")  # torch has no gradient for what is written into `out`
+    gated = tg.convert(network, inputs=x.detach())
+    want = network(x)
+    with tg.kernels.use(backend):
+        have = gated(x)
+    torch.testing.assert_close(have, want)
+    if x.requires_grad:
+        torch.testing.assert_close(*(torch.autograd.grad(y.sum(), x) for y in (have, want)))
+
+
+def test_an_instance_of_ones_own_in_place_has_the_gradients_of_its_gates(x):
+    """Its gates keep their input for the backward, which must not be what is overwritten."""
+
+    class Overwrites(nn.Module):
+        def forward(self, x):
+            return F.silu(2 * x, inplace=True)
+
+    t = tg.TG(2.0, 0.3, (0.1, 1.0), (0.2, -0.1))
+    gated = tg.convert(Overwrites(), {":silu#0": t}, inputs=x, strict=False)
+    x.requires_grad_()
+    have, want = gated(x), t(2 * x)
+    torch.testing.assert_close(have, want)
+    torch.testing.assert_close(*(torch.autograd.grad(y.square().sum(), x) for y in (have, want)))

@@ -514,3 +514,52 @@ def test_what_cannot_be_asked_for_is_answered_with_what_can(kind, call, message)
     with pytest.raises(kind) as caught:
         call(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)))
     assert str(caught.value) == message
+
+
+def test_a_shared_gate_is_hardened_under_each_of_its_names():
+    act = tg.Activation("silu")
+    hard = harden(nn.Sequential(act, nn.Linear(2, 2), act), inputs=torch.randn(3, 2)).model
+    assert hard[0] is hard[2]
+    assert hard[0].init.hard
+    assert harden(act).model.init.hard  # a network that is one gate
+
+
+def test_a_shared_layer_changes_its_tier_under_each_of_its_names():
+    layer, x = tg.Linear(4, 4), torch.randn(3, 4)
+    up = promote(nn.Sequential(layer, nn.Tanh(), layer), "S")
+    assert up[0] is up[2]
+    assert up[0].tier == "S"
+    assert promote(layer, "S").tier == "S"
+    down = demote(up, "W")
+    assert down.model[0] is down.model[2]
+    assert down.model[0].tier == "W"
+    assert difference(up, down.model, x) < ROUNDING
+
+
+def test_soft_gates_that_hardening_does_not_reach_are_named():
+    class Calls(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.act, self.lstm = nn.SiLU(), nn.LSTM(4, 4)
+
+        def forward(self, x):
+            return self.lstm(self.act(x).sigmoid() + F.relu(x))[0]
+
+    gated = tg.convert(Calls(), inputs=torch.randn(3, 4))
+    hard = harden(gated)
+    assert hard.model.act.init.hard
+    assert hard.kept == {":sigmoid#0": "it is a call in a forward, not a module"}
+    cells = harden(nn.Sequential(tg.Activation("silu"), tg.LSTM(4, 4)))
+    assert cells.kept == {"1": "it is recurrent, and its gates are within its step"}
+    with pytest.raises(ValueError, match=r"no soft gates to harden\. \(network\): it is recurrent"):
+        harden(tg.LSTM(4, 4))
+
+
+def test_hooks_and_float64_are_kept_by_hardening():
+    act, seen = _moved(tg.Activation("silu", train=("tau", "theta")).double()), []
+    act.register_forward_hook(lambda m, args, kwargs, y: seen.append(m), with_kwargs=True)
+    hard = harden(nn.Sequential(act)).model
+    x = torch.randn(9, dtype=torch.float64)
+    theta = act.values()[1][0].item()
+    torch.testing.assert_close(hard(x), torch.where(x > theta, x, 0.0), rtol=0, atol=0)
+    assert seen == [hard[0]]

@@ -669,3 +669,48 @@ def test_timm_networks_convert():
             want, have = model(x), gated(x)
         # exact rows, so only rounding: 3e-6 of the largest output
         assert (have - want).abs().max() <= 3e-6 * want.abs().max()
+
+
+def test_hooks_of_every_kind_are_called_as_they_were_registered():
+    def run(network):
+        seen = []
+        act = network[1]
+        act.register_forward_pre_hook(lambda m, args: seen.append("pre"))
+        act.register_forward_pre_hook(
+            lambda m, args, kw: seen.append(("pre", kw)), with_kwargs=True
+        )
+        act.register_forward_hook(lambda m, args, y: seen.append("post"))
+        act.register_forward_hook(
+            lambda m, args, kw, y: seen.append(("post", kw)), with_kwargs=True
+        )
+        act.register_forward_hook(lambda m, args, y: seen.append("always"), always_call=True)
+        act.register_full_backward_pre_hook(lambda m, dy: seen.append("backward pre"))
+        act.register_full_backward_hook(lambda m, dx, dy: seen.append("backward"))
+        return seen
+
+    network, x = nn.Sequential(nn.Linear(4, 4), nn.SiLU(), nn.Linear(4, 2)), torch.randn(3, 4)
+    seen = run(network)
+    network(x).sum().backward()
+    want = list(seen)
+    assert len(want) == 7
+    convert_(network)
+    assert isinstance(network[1], Activation)
+    seen.clear()
+    network(x).sum().backward()
+    assert seen == want
+    # one that is always called is called when the activation fails, too
+    seen.clear()
+    with pytest.raises((AttributeError, TypeError)):
+        network[1]("no tensor")
+    assert seen == ["pre", ("pre", {}), "always"]
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_what_is_reverted_is_in_the_mode_of_now(training):
+    model = nn.Sequential(nn.Linear(4, 4), nn.RReLU()).train(not training)
+    model[1].eval()  # in training it draws its slopes at random, and has no instance
+    convert_(model)
+    model.train(training)
+    revert(model)
+    assert type(model[1]) is nn.RReLU
+    assert model[1].training is training

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import operator
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ from torch import Tensor, fx, nn
 from threshold_gating import sites
 from threshold_gating.conversion import recognise
 from threshold_gating.conversion.answering import disown
-from threshold_gating.conversion.rewrite import PerCall
+from threshold_gating.conversion.rewrite import PerCall, children
 from threshold_gating.dense import TIERED
 from threshold_gating.instance import TG
 from threshold_gating.layers import Activation
@@ -31,11 +32,27 @@ _VIEWS = (
 # What runs around a module's `forward` is kept under these names.
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # Functions of `operator` that overwrite their first argument.
-_OVER = ("setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul")
+_OVER = ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor")
+
+
+class _Proxy(fx.Proxy):
+    """Keeps x += y, of which torch.fx makes x = x + y: others may read what is overwritten."""
+
+
+def _overwriting(name: str) -> Any:
+    target = getattr(operator, name)
+    return lambda self, other: self.tracer.create_proxy("call_function", target, (self, other), {})
+
+
+for _name in _OVER:
+    setattr(_Proxy, f"__{_name}__", _overwriting(_name))
 
 
 class Tracer(fx.Tracer):
     """Follows a network down to torch's own modules and ours."""
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return _Proxy(node, self)
 
     def is_leaf_module(self, m: nn.Module, qualified_name: str) -> bool:
         ours = type(m).__module__.startswith("threshold_gating.")
@@ -153,6 +170,14 @@ def consumers(network: Network, act: fx.Node) -> tuple[list[Consumer], list[fx.N
     return layers, others
 
 
+def put(model: nn.Module, old: nn.Module, new: nn.Module) -> nn.Module:
+    """`model` with `new` wherever `old` was, under each of its names; `new` if it is the root."""
+    for parent, name, child in children(model):
+        if child is old:
+            parent._modules[name] = new
+    return new if model is old else model
+
+
 def is_hooked(part: nn.Module) -> bool:
     """Whether something of the user's runs around a module's `forward`."""
     hooks = [hook for name in _HOOKS for hook in vars(part)[name].values()]
@@ -178,7 +203,7 @@ def views(network: Network, node: fx.Node) -> list[fx.Node]:
 
 def _is_view(network: Network, node: fx.Node) -> bool:
     name = getattr(node.target, "__name__", str(node.target))
-    return is_move(network, node) or name in _VIEWS
+    return is_move(network, node) or name in _VIEWS or overwrites(network, node)
 
 
 def overwrites(network: Network, node: fx.Node) -> bool:

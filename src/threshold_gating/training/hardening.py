@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from threshold_gating.layers import Activation
+from threshold_gating.recurrent import GRU, LSTM
+from threshold_gating.training.graph import put
 from threshold_gating.training.promotion import difference
 from threshold_gating.training.tiers import is_tiered
 
@@ -61,19 +63,36 @@ def harden(model: nn.Module, *, inputs: Any = None) -> Hardening:
     kept: dict[str, str] = {}
     done: list[str] = []
     for name, module in list(new.named_modules()):
+        kept |= _out_of_reach(name, module)
         if not isinstance(module, Activation) or module.init.hard:
             continue
         why = _obstacle(module)
         if why is None:
-            _put(new, name, _hard(module))
+            new = put(new, module, _hard(module))
             done.append(name)
         else:
             kept[name] = why
     if not done:
-        raise ValueError(f"harden: {type(model).__name__} has no soft gates to harden.")
+        reasons = "".join(f" {name or '(network)'}: {why}." for name, why in kept.items())
+        raise ValueError(f"harden: {type(model).__name__} has no soft gates to harden.{reasons}")
+    for module in new.modules():
+        if is_tiered(module):
+            layer: Any = module
+            if layer.gate.init.hard:
+                layer.init = replace(layer.init, tau=math.inf, owner=None)
     if inputs is None:
         return Hardening(new, {}, None, kept)
     return Hardening(new, _costs(model, new, done, inputs), difference(model, new, inputs), kept)
+
+
+def _out_of_reach(name: str, module: nn.Module) -> dict[str, str]:
+    """Soft gates that no `Activation` has: those of calls and of recurrent layers."""
+    plan = vars(module).get("tg_sites") or {}
+    soft = [c for c, site in plan.items() if site is not None and site.t and not site.t.hard]
+    found = {f"{name}:{call}": "it is a call in a forward, not a module" for call in soft}
+    if isinstance(module, LSTM | GRU):
+        found[name] = "it is recurrent, and its gates are within its step"
+    return found
 
 
 def _obstacle(act: Activation) -> str | None:
@@ -99,20 +118,14 @@ def _hard(act: Activation) -> Activation:
         channels=None if act.share in ("net", "layer") else act.group,
         axis=act.axis,
         train=learned,
+        inplace=act.inplace,
         device=act.theta0.device,
-    )
+    ).to(act.theta0.dtype)
+    vars(new).update({k: v for k, v in vars(act).items() if "_hook" in k})
     if act.learned:
         _, theta, s, c = act.values()
         new.set_values(math.inf, theta, s, c)
     return new.train(act.training)
-
-
-def _put(model: nn.Module, name: str, new: Activation) -> None:
-    parent_name, _, child = name.rpartition(".")
-    parent: Any = model.get_submodule(parent_name)
-    setattr(parent, child, new)
-    if is_tiered(parent):
-        parent.init = replace(parent.init, tau=math.inf, owner=None)
 
 
 @torch.no_grad()

@@ -25,6 +25,7 @@ from threshold_gating.training.graph import (
     is_hooked,
     is_move,
     overwrites,
+    put,
     reads_parameters,
     trace,
     views,
@@ -139,7 +140,7 @@ def _lift_all(model: nn.Module, tier: str, share: str | None) -> nn.Module:
     done = []
     for name, module in list(new.named_modules()):
         if is_tiered(module):
-            new.set_submodule(name, lifted(module, tier, share))
+            new = put(new, module, lifted(module, tier, share))
             done.append(name)
     return _reported(new, Promotion(tuple(done), {}))
 
@@ -165,7 +166,7 @@ def demote(model: nn.Module, tier: str = "A", *, inputs: Any = None) -> Demotion
     for name, module in list(new.named_modules()):
         if is_tiered(module) and ORDER.index(vars(module)["tier"]) > ORDER.index(tier):
             lower, lost[name] = projected(module, tier)
-            new.set_submodule(name, lower)
+            new = put(new, module, lower)
     if not lost:
         raise ValueError(f"demote: {type(model).__name__} has no layer above tier {tier}.")
     return Demotion(new, lost, None if inputs is None else difference(model, new, inputs))
@@ -309,16 +310,18 @@ def _keep_inputs(network: Network) -> dict[Any, str]:
     """
     place = {n: k for k, n in enumerate(network.module.graph.nodes)}
     over = [n for n in network.acts if overwrites(network, n)]
+    for node in over:
+        read = node.all_input_nodes[0]
+        for user in [u for u in read.users if place[u] > place[node]]:
+            user.replace_input_with(read, node)
     fixed: dict[Any, str] = {}
     for node in over:
-        seen = [n for n in views(network, node.all_input_nodes[0]) if place[n] < place[node]]
-        late = [u for n in seen[1:] for u in n.users if place[u] > place[node]]
+        others = [n for n in views(network, node.all_input_nodes[0]) if place[n] < place[node]]
+        late = [u for n in others for u in n.users if place[u] > place[node]]
         if late:
             fixed[node.target] = f"overwrites its input, of which {_names(late)} reads a view"
     for node in over:
         if node.target not in fixed:
-            for user in [u for u in node.all_input_nodes[0].users if place[u] > place[node]]:
-                user.replace_input_with(node.all_input_nodes[0], node)
             _not_in_place(network, node)
     return fixed
 

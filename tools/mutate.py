@@ -1,0 +1,179 @@
+"""Mutation testing of the core: `python -m tools.mutate --files training/folding.py --n 20`.
+
+A mutant is the library with one small change (`<` for `<=`, `and` for `or`, a statement less); the
+tests of its file should fail. One that survives is a hole in the tests, or changes nothing. Mutants
+are made in a copy of src/ that the tests import; the working tree is not touched. mutmut and
+cosmic-ray were not taken: the first wraps every function, which Dynamo and Triton then trace, the
+second needs a database of sessions; both change the sources in place.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+# The tests of each file of the core, the quickest first.
+TESTS = {
+    "primitive.py": ("primitive", "kernels", "taxonomy", "layers"),
+    "instance.py": ("instance", "taxonomy", "fitting"),
+    "sites.py": ("sites", "plan", "rewrite", "audit"),
+    "conversion/plan.py": ("plan", "rewrite", "answering"),
+    "conversion/rewrite.py": ("rewrite", "answering", "plan", "calibration"),
+    "conversion/answering.py": ("answering", "rewrite", "audit"),
+    "conversion/local.py": ("certificate", "rewrite"),
+    "conversion/certificate.py": ("certificate", "rewrite", "converting"),
+    "conversion/running.py": ("plan", "rewrite", "certificate", "audit"),
+    "kernels/tile.py": ("kernels", "pairs", "layers"),
+    "kernels/fused.py": ("kernels", "pairs", "layers", "dense"),
+    "kernels/lowering.py": ("kernels", "layers", "taxonomy", "rewrite"),
+    "kernels/form.py": ("kernels", "pairs", "layers", "halves"),
+    "training/folding.py": ("folding",),
+}
+_SWAPS: dict[type[ast.AST], type[ast.AST]] = {
+    **{ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq},
+    **{ast.NotEq: ast.Eq, ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn},
+    **{ast.NotIn: ast.In, ast.And: ast.Or, ast.Or: ast.And, ast.Add: ast.Sub, ast.Sub: ast.Add},
+    **{ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult, ast.BitOr: ast.BitAnd},
+}
+
+
+class Mutant(NamedTuple):
+    """A change of one file: where, what was there, what is there now, and the whole text."""
+
+    line: int
+    before: str
+    after: str
+    text: bytes
+
+    def __str__(self) -> str:
+        before, after = (" ".join(t.split())[:60] for t in (self.before, self.after))
+        return f"line {self.line}: {before}  ->  {after}"
+
+
+def mutants(source: bytes) -> Iterator[Mutant]:
+    """Every mutant of a file. Messages, annotations and decorators are left alone."""
+    starts = [0]
+    for line in source.splitlines(keepends=True):
+        starts.append(starts[-1] + len(line))
+    tree = ast.parse(source)
+    found = [n for n in ast.walk(tree) if isinstance(n, ast.Import | ast.ImportFrom)]
+    imported = {a.asname or a.name for n in found for a in n.names}
+    for node in _nodes(tree):
+        for new in _changed(node):
+            if new.strip("()") in imported:  # torch.stack(w) -> torch: nobody writes that
+                continue
+            first = starts[node.lineno - 1] + node.col_offset
+            last = starts[node.end_lineno - 1] + node.end_col_offset
+            text = source[:first] + new.encode() + source[last:]
+            try:
+                compile(text, "mutant", "exec")
+            except SyntaxError:  # a part of a pattern or of a type
+                continue
+            yield Mutant(node.lineno, source[first:last].decode(), new, text)
+
+
+def _nodes(tree: ast.AST) -> Iterator[ast.expr | ast.stmt]:
+    for name, value in ast.iter_fields(tree):
+        if name in ("annotation", "returns", "decorator_list", "type_params"):
+            continue
+        for node in value if isinstance(value, list) else [value]:
+            if isinstance(node, ast.AST) and not isinstance(node, ast.Raise | ast.JoinedStr):
+                if isinstance(node, ast.expr | ast.stmt):
+                    yield node
+                yield from _nodes(node)
+
+
+def _changed(node: ast.expr | ast.stmt) -> Iterator[str]:
+    """What may stand in the place of `node`."""
+    match node:
+        case ast.Compare(left, [op], [right]) if type(op) in _SWAPS:
+            yield f"({ast.unparse(ast.Compare(left, [_SWAPS[type(op)]()], [right]))})"
+        case ast.BoolOp(op, values):
+            yield f"({ast.unparse(ast.BoolOp(_SWAPS[type(op)](), values))})"
+        case ast.BinOp(left, op, right) if type(op) in _SWAPS:
+            yield f"({ast.unparse(ast.BinOp(left, _SWAPS[type(op)](), right))})"
+        case ast.UnaryOp(ast.Not() | ast.USub(), operand):
+            yield f"({ast.unparse(operand)})"
+        case ast.IfExp(test, body, orelse):
+            yield f"({ast.unparse(ast.IfExp(test, orelse, body))})"
+        case ast.Constant(bool() as value):
+            yield str(not value)
+        case ast.Constant(int() | float() as value):
+            yield str(value + 1)
+        case ast.Call(ast.Attribute(value), args, []) if len(args) < 2:
+            yield f"({ast.unparse(value)})"  # x.clone() -> x
+        case ast.Expr(ast.Call()) | ast.AugAssign() | ast.Continue():
+            yield "pass"
+        case ast.If(test, body, []) if not isinstance(test, ast.Name):
+            lines = ast.unparse(ast.If(ast.Constant(False), body, []))
+            yield lines.replace("\n", "\n" + " " * node.col_offset)
+
+
+def survives(file: str, text: bytes, folder: Path, tests: tuple[str, ...], limit: float) -> bool:
+    """Whether the tests pass with `text` as that file. A run that hangs is a failed one."""
+    path = folder / "threshold_gating" / file
+    before = path.read_bytes()
+    path.write_bytes(text)
+    command = [
+        *(sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"),
+        *("-m", "not slow and not gpu and not compile"),
+        *(f"tests/test_{name}.py" for name in tests),
+    ]
+    env = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    process = subprocess.Popen(
+        command, cwd=ROOT, env={**env, "PYTHONDONTWRITEBYTECODE": "1"}, start_new_session=True,
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    try:
+        return process.wait(limit) == 0
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        return False
+    finally:
+        path.write_bytes(before)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tools.mutate", description=__doc__)
+    parser.add_argument("--files", nargs="+", default=list(TESTS), choices=list(TESTS), metavar="F")
+    parser.add_argument("--n", type=int, default=20, help="mutants of each file, drawn at random")
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    killed = survived = 0
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        shutil.copytree(ROOT / "src", folder, dirs_exist_ok=True)
+        for file in given.files:
+            source = (folder / "threshold_gating" / file).read_bytes()
+            start = time.monotonic()
+            if not survives(file, source, folder, TESTS[file], 1800):
+                raise SystemExit(f"{file}: its tests fail without a mutant, too")
+            limit = 60 + 5 * (time.monotonic() - start)
+            every = list(mutants(source))
+            drawn = random.Random(given.seed).sample(every, min(given.n, len(every)))
+            alive = []
+            for mutant in drawn:
+                if survives(file, mutant.text, folder, TESTS[file], limit):
+                    alive.append(mutant)
+                    print(f"survived  {file} {mutant}", flush=True)
+            killed, survived = killed + len(drawn) - len(alive), survived + len(alive)
+            print(f"{file}: {len(drawn) - len(alive)} of {len(drawn)} killed ({len(every)} in all)")
+    print(f"killed {killed}, survived {survived}; seed {given.seed}")
+    return int(survived > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
