@@ -116,7 +116,7 @@ def prove(args: argparse.Namespace) -> int:
         done = [
             p.to_dict() | {"sites": each.where} for p, (each, _) in zip(proofs, work, strict=False)
         ]
-        _write(args.json, {"proofs": done, "left": left})
+        _write(args.json, done, left)
     if proofs[-1].interrupted:
         return 130
     return 0 if all(each.holds for each in proofs) else 1
@@ -189,9 +189,11 @@ def _summary(proofs: list[Proof], asked: int) -> str:
     return f"{table(proofs)}\n\n{last}"
 
 
-def _write(path: Path, data: Any) -> None:
+def _write(path: Path, proofs: Sequence[Any], left: Any) -> None:
+    """As JSON, one line for each proof."""
+    lines = ",\n".join(json.dumps(each, allow_nan=False) for each in proofs)
     try:
-        path.write_text(json.dumps(data, indent=1, allow_nan=False) + "\n", "utf-8")
+        path.write_text(f'{{"left": {json.dumps(left)}, "proofs": [\n{lines}\n]}}\n', "utf-8")
     except OSError as error:
         raise UsageError(f"cannot write {path}: {error.strerror}") from error
 

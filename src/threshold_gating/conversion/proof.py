@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from threshold_gating import kernels, taxonomy
 from threshold_gating.conversion.enumeration import FORMATS, Walk, name_of
 from threshold_gating.conversion.local import LIMITS, difference
-from threshold_gating.conversion.record import Proof, Worst
+from threshold_gating.conversion.record import Proof, Worst, vector
 from threshold_gating.instance import TG
 from threshold_gating.taxonomy import ROWS, TAXONOMY
 
@@ -40,7 +40,7 @@ Function = Callable[[Tensor], Tensor]
 _STEP = {"cpu": 2**17, "cuda": 2**26}  # inputs at a time: what a cache holds, what fills a GPU
 _STEPS = 64  # to a piece of work on a CPU, half a second of it
 _RECORDED = 1.005  # errors of instances are on record with three digits
-_FILE = Path(__file__).with_name("proofs.json")
+_FOLDER = Path(__file__).parent  # `tg prove all --json proofs_DEVICE.json` makes what is on record
 
 
 def prove(
@@ -209,7 +209,7 @@ def _unit(truth: Tensor, dtype: torch.dtype) -> Tensor:
     """The distance to the next number of `dtype` at each value: its power of two, times eps."""
     info = torch.finfo(dtype)
     power = (truth.view(torch.int64) & 0x7FF0000000000000).view(torch.float64)
-    return power.clamp_(info.tiny, info.max / 2).mul_(info.eps)
+    return power.clamp_(info.tiny, 2.0 ** (math.frexp(info.max)[1] - 1)).mul_(info.eps)
 
 
 def _rounded_to_infinity(truth: Tensor, dtype: torch.dtype) -> Tensor:
@@ -245,7 +245,7 @@ class _Found:
             device=task.device.type,
             backend=backend,
             torch=str(torch.__version__),
-            vector=_vector(task.device),
+            vector=vector(task.device),
             inputs=self.inputs,
             complete=walk.complete and not interrupted,
             interrupted=interrupted,
@@ -313,12 +313,6 @@ def _special(task: _Task) -> tuple[tuple[str, str, str], ...]:
     return tuple((str(x), str(y), str(z)) for x, y, z in values if str(y + 0.0) != str(z + 0.0))
 
 
-def _vector(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return str(torch.backends.cpu.get_cpu_capability())
-
-
 # Several processes
 
 _Piece = tuple[int, int, int, Tensor, Tensor]
@@ -329,7 +323,7 @@ _shared: _Task | None = None  # forked processes inherit it; functions cannot be
 def _pieces(task: _Task, jobs: int) -> Iterator[Iterator[_Piece]]:
     """The work done piece by piece, here or by so many processes."""
     global _shared
-    pieces = list(task.walk.pieces(task.step * (_STEPS if task.device.type == "cpu" else 1)))
+    pieces = list(task.walk.pieces(task.step * (1 if task.device.type == "cuda" else _STEPS)))
     if jobs == 1:
         yield ((*piece, *task.largest(*piece)) for piece in pieces)
         return
@@ -339,8 +333,10 @@ def _pieces(task: _Task, jobs: int) -> Iterator[Iterator[_Piece]]:
         with warnings.catch_warnings():
             # Python 3.12 warns of a fork beside threads; these processes use one thread of torch's.
             warnings.simplefilter("ignore", DeprecationWarning)
-            results = pool.map(_work, pieces)
-        yield ((*piece, *result) for piece, result in zip(pieces, results, strict=True))
+            results = pool.map(_work, pieces)  # forks
+        yield (
+            (*piece, *map(torch.tensor, done)) for piece, done in zip(pieces, results, strict=True)
+        )
     finally:
         pool.shutdown(cancel_futures=True)
         _shared = None
@@ -351,10 +347,11 @@ def _alone() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what an interrupt means
 
 
-def _work(piece: tuple[int, int, int]) -> tuple[Tensor, Tensor]:
+def _work(piece: tuple[int, int, int]) -> list[Any]:
     assert _shared is not None
     with torch.no_grad():
-        return _shared.largest(*piece)
+        # numbers: a tensor is sent as an open file, of which a process may have few
+        return [each.tolist() for each in _shared.largest(*piece)]
 
 
 # What is on record
@@ -403,5 +400,6 @@ def holds_for_every_input(
 @cache
 def on_record() -> dict[tuple[str, str, str], Proof]:
     """The complete proofs that come with the library, by row, type and device."""
-    proofs = map(Proof.from_dict, json.loads(_FILE.read_text("utf-8"))["proofs"])
-    return {(each.name, each.dtype, each.device): each for each in proofs if each.complete}
+    texts = (path.read_text("utf-8") for path in sorted(_FOLDER.glob("proofs_*.json")))
+    found = [Proof.from_dict(each) for text in texts for each in json.loads(text)["proofs"]]
+    return {(each.name, each.dtype, each.device): each for each in found if each.complete}

@@ -13,6 +13,13 @@ import torch
 from threshold_gating.conversion.audit import WIDTH, columns
 
 
+def vector(device: torch.device) -> str:
+    """What torch's kernels are made for: the instruction set of a CPU, or the GPU."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device) if torch.cuda.is_available() else "none"
+    return str(torch.backends.cpu.get_cpu_capability())
+
+
 class Worst(NamedTuple):
     """The largest error, and the input where it happens."""
 
@@ -80,6 +87,12 @@ class Proof:
     def holds(self) -> bool:
         """Whether what the instance claims was found at every input that was tried."""
         return self.inputs > 0 and not (self.beyond or self.nan)
+
+    @property
+    def made_here(self) -> bool:
+        """Whether it was made with this torch on such a device, so that every digit is the same."""
+        here = str(torch.__version__), vector(torch.device(self.device))
+        return (self.torch, self.vector) == here
 
     def __str__(self) -> str:
         covered = f"all {self.inputs:,} finite inputs"
