@@ -268,6 +268,17 @@ def test_several_processes_find_the_same(monkeypatch):
     assert prove_row("silu", torch.float32, sample=300_000, jobs=2) == alone
 
 
+def test_several_processes_can_be_interrupted(monkeypatch):
+    monkeypatch.setattr(proof, "_STEPS", 1)
+
+    def stop(done, count):
+        raise KeyboardInterrupt
+
+    found = prove_row("relu", torch.float32, sample=600_000, jobs=2, progress=stop)
+    assert (found.complete, found.interrupted) == (False, True)
+    assert 0 < found.inputs < 600_000
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

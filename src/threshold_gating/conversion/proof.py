@@ -334,9 +334,8 @@ def _pieces(task: _Task, jobs: int) -> Iterator[Iterator[_Piece]]:
             # Python 3.12 warns of a fork beside threads; these processes use one thread of torch's.
             warnings.simplefilter("ignore", DeprecationWarning)
             results = pool.map(_work, pieces)  # forks
-        yield (
-            (*piece, *map(torch.tensor, done)) for piece, done in zip(pieces, results, strict=True)
-        )
+        done = zip(pieces, results, strict=True)
+        yield ((*p, torch.tensor(y, dtype=torch.float64), torch.tensor(n)) for p, (y, n) in done)
     finally:
         pool.shutdown(cancel_futures=True)
         _shared = None
@@ -347,11 +346,12 @@ def _alone() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what an interrupt means
 
 
-def _work(piece: tuple[int, int, int]) -> list[Any]:
+def _work(piece: tuple[int, int, int]) -> tuple[Any, Any]:
     assert _shared is not None
     with torch.no_grad():
-        # numbers: a tensor is sent as an open file, of which a process may have few
-        return [each.tolist() for each in _shared.largest(*piece)]
+        largest, counts = _shared.largest(*piece)
+    # as numbers: a tensor is sent as an open file, and few may be open
+    return largest.tolist(), counts.tolist()
 
 
 # What is on record
