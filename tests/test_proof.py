@@ -200,6 +200,31 @@ def test_no_gate_underflows_where_the_gates_are_open(key):
     assert (least <= t.K * tiny * 1.01).all()  # and not much is left out
 
 
+@pytest.mark.parametrize("key", ["smish", "dsilu", "star_relu", "gelu_k5", "hardswish"])
+def test_rounding_is_what_other_orders_of_the_same_steps_differ_by(key):
+    """Branch by branch in float32, as nobody would: within the bound, which is not far off."""
+    t = TAXONOMY[key]
+    x = torch.linspace(-80, 80, 400_001)
+    g = gates(x, t.tau, t.theta, form=t.form, owner=t.owner)
+    y = sum(
+        gk * (q * x * x + s * x + c)
+        for gk, q, s, c in zip(g, t.q or (0.0,) * t.K, t.s, t.c, strict=True)
+    )
+    share = (y - t(x.double())).abs() / proof.rounding(t, x)
+    assert 0.02 < share[share.isfinite()].max() < 1
+
+
+def test_a_gate_of_many_steps_may_be_looser_than_its_class_and_is_then_said_to_be():
+    found = prove_row("dsigmoid", torch.float32, sample=100_000)
+    assert found.holds
+    assert found.loose > 0
+    assert (
+        f"On {found.loose:,} the gates are further from float64 than torch by over 8 ulp."
+        in str(found).replace("\n    ", " ")
+    )
+    assert prove_row("silu", torch.float32, sample=100_000).loose == 0
+
+
 def test_a_hard_gate_is_open_everywhere():
     assert proof.open_gates(TAXONOMY["relu"]) == (-math.inf, math.inf)
 

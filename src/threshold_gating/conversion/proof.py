@@ -33,6 +33,7 @@ from threshold_gating.conversion.enumeration import FORMATS, Walk, name_of
 from threshold_gating.conversion.local import LIMITS, difference
 from threshold_gating.conversion.record import Proof, Worst, vector
 from threshold_gating.instance import TG
+from threshold_gating.primitive import gates
 from threshold_gating.taxonomy import ROWS, TAXONOMY
 
 Function = Callable[[Tensor], Tensor]
@@ -116,7 +117,7 @@ def prove_row(key: str, dtype: torch.dtype = torch.float32, **options: Any) -> P
 # What is measured
 
 _OWN, _TORCHS, _DISTANCE, _ERROR = range(4)  # the errors that are kept of each block
-_COUNTS = ("differs", "zeros", "nan", "infinite", "torch_nan", "torch_infinite", "beyond")
+_COUNTS = ("differs", "zeros", "nan", "infinite", "torch_nan", "torch_infinite", "loose", "beyond")
 
 
 @dataclass(frozen=True)
@@ -157,25 +158,25 @@ class _Task:
             return [ulp, ulp, None, None], torch.zeros(len(_COUNTS), dtype=torch.int64)
         torchs, apart = _distance(want, truth), _distance(have, want.double())
         apart.masked_fill_(apart.isinf(), 0.0)  # these are counted
-        counts = self._counts(have, want, own - torchs, unit)
+        counts = self._counts(x, have, want, own - torchs, unit)
         return [own.div_(unit), torchs.div_(unit), apart / unit, apart], counts
 
-    def _counts(self, have: Tensor, want: Tensor, worse: Tensor, unit: Tensor) -> Tensor:
+    def _counts(self, x: Tensor, have: Tensor, want: Tensor, worse: Tensor, unit: Tensor) -> Tensor:
         bits = self.walk.format.bits
         equal = have == want
         differs = ~(equal | (have.isnan() & want.isnan()))
         zeros = equal & (have.view(bits) != want.view(bits))
-        limit = LIMITS["element"][have.element_size() < 4]
-        if self.sup:
-            unit = unit.clamp_min(torch.finfo(have.dtype).eps)
-        beyond = differs & ~(worse <= self.sup * _RECORDED + limit * unit)  # also where it is NaN
         odd = [
             test(one) & ~test(other)
             for one, other in ((have, want), (want, have))
             for test in (torch.isnan, torch.isinf)
         ]
-        counted = (differs, zeros, *odd, beyond)
-        return torch.stack([each.count_nonzero() for each in counted]).cpu()
+        fine = unit.clamp_min(torch.finfo(x.dtype).eps) if self.sup else unit
+        worse = worse - self.sup * _RECORDED - LIMITS["element"][x.element_size() < 4] * fine
+        loose = differs & ~(worse <= 0)  # also where it is NaN
+        counts = torch.stack([each.count_nonzero() for each in (differs, zeros, *odd, loose)]).cpu()
+        beyond = int((~(worse[loose] <= rounding(self.t, x[loose]))).sum()) if counts[-1] else 0
+        return torch.cat([counts, torch.tensor([beyond])])
 
     def at(self, kind: int, sign: int, block: int) -> float:
         """The input at which the largest error of this kind in a block happens."""
@@ -305,6 +306,24 @@ def open_gates(t: TG) -> tuple[float, float]:
         slope, shift = slopes[b] - slopes[a], shifts[b] - shifts[a]
         low, high = max(low, (shift - reach) / slope), min(high, (shift + reach) / slope)
     return low, high
+
+
+def rounding(t: TG, x: Tensor) -> Tensor:
+    """How far the gates may be off by rounding their own steps in float32, at each x.
+
+    An argument tau (x - theta) is off by a few eps of its parts, and a gate, which is exponential
+    in the arguments, by that many eps of itself, or of the least normal number if it is smaller.
+    Branches that cancel keep the errors of both.
+    """
+    x, info = x.double(), torch.finfo(torch.float32)
+    taus = t.tau if isinstance(t.tau, tuple) else (t.tau,) * len(t.theta)
+    arguments, size = torch.zeros_like(x), torch.zeros_like(x)
+    for tau, theta in zip(taus, t.theta, strict=True):
+        arguments += 0.0 if t.hard else tau * (x.abs() + abs(theta))
+    each = gates(x, t.tau, t.theta, form=t.form, owner=t.owner)
+    for g, q, s, c in zip(each, t.q or (0.0,) * t.K, t.s, t.c, strict=True):
+        size += (g + info.tiny) * (abs(q) * x * x + abs(s) * x.abs() + abs(c))
+    return info.eps * (LIMITS["element"][0] + arguments) * size
 
 
 def _special(task: _Task) -> tuple[tuple[str, str, str], ...]:
