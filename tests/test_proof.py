@@ -204,7 +204,7 @@ def test_no_gate_underflows_where_the_gates_are_open(key):
 def test_rounding_is_what_other_orders_of_the_same_steps_differ_by(key):
     """Branch by branch in float32, as nobody would: within the bound, which is not far off."""
     t = TAXONOMY[key]
-    x = torch.linspace(-80, 80, 400_001)
+    x = torch.linspace(-80, 80, 100_001)
     g = gates(x, t.tau, t.theta, form=t.form, owner=t.owner)
     y = sum(
         gk * (q * x * x + s * x + c)
@@ -412,6 +412,15 @@ def test_a_module_evaluates_its_record_at_every_finite_input():
             x = finite(dtype, torch.int16)
             for key in EXACT:
                 assert torch.equal(Activation(key)(x), TAXONOMY[key](x)), key
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("key", EXACT)
+def test_every_exact_row_holds_on_a_gpu(key, backend):
+    for dtype in HALVES:
+        assert prove_row(key, dtype, device="cuda", backend=backend).holds
+    assert prove_row(key, device="cuda", backend=backend, sample=10_000_000).holds
 
 
 def test_the_worst_of_nothing_is_zero():
