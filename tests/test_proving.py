@@ -1,6 +1,7 @@
 """tg prove, as it is typed."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -19,12 +20,6 @@ class Swish(nn.Module):
     def forward(self, x):
         return x * torch.sigmoid(x)
 
-class OnlyHalf(nn.Module):
-    def forward(self, x):
-        if x.dtype == torch.bfloat16:
-            raise TypeError("no bfloat16, please")
-        return x.clamp_min(0)
-
 class Net(nn.Module):
     def __init__(self, act=nn.ReLU):
         super().__init__()
@@ -38,9 +33,6 @@ class Net(nn.Module):
 
 def make():
     return Net()
-
-def only_half():
-    return nn.Sequential(nn.Linear(4, 4), OnlyHalf())
 
 def soft():
     return nn.Sequential(nn.Linear(4, 4), nn.Softmax(-1))
@@ -169,10 +161,6 @@ def test_a_saved_folder_is_proven_with_its_network_and_as_far_as_it_goes_alone(t
         (["relu", "--device", "tpu"], "--device 'tpu' is not available: "),
         (["relu", "--dtype", "float32", "--jobs", "0"], "1 or more; got jobs=0"),
         (
-            ["net.py:only_half", "--inputs", "2,4", "--dtype", "bfloat16"],
-            "OnlyHalf in bfloat16: no bfloat16, please",
-        ),
-        (
             ["relu", "--dtype", "float16", "--json", "no/such/p.json"],
             "cannot write no/such/p.json: ",
         ),
@@ -184,6 +172,16 @@ def test_what_cannot_be_had_is_one_line(tg, folder, words, said):
     assert err.startswith("tg prove: ")
     assert said in err
     assert len(err.splitlines()) == 1
+
+
+def test_a_function_that_does_not_take_a_type_is_named(tg, monkeypatch):
+    def refuse(x):
+        raise TypeError("no 16 bits, please")
+
+    row = proving._row("relu")
+    monkeypatch.setattr(proving, "_row", lambda key: replace(row, f=refuse))
+    code, _, err = tg("prove", "relu", "--dtype", "bfloat16")
+    assert (code, err) == (2, "tg prove: relu in bfloat16: no 16 bits, please\n")
 
 
 def test_an_unknown_type_is_refused(tg, capsys):

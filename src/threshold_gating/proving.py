@@ -237,9 +237,12 @@ class _Place(NamedTuple):
 def _of_network(args: argparse.Namespace) -> Iterator[_Place]:
     args.network = args.what[0]
     if args.gates is not None:
-        return _saved(args.gates, network(args, ())[0])  # it need not run
-    model, inputs = network(args)
-    return _planned(make_plan(model, None, inputs))
+        return _saved(args.gates, network(args, ()).model)  # it need not run
+    named = network(args)
+    plan = make_plan(named.model, None, named.inputs)
+    for note in plan.notes:
+        print(f"tg prove: {note}", file=sys.stderr)
+    return _planned(plan)
 
 
 def _planned(plan: Plan) -> Iterator[_Place]:
