@@ -116,7 +116,7 @@ def prove(args: argparse.Namespace) -> int:
         done = [
             p.to_dict() | {"sites": each.where} for p, (each, _) in zip(proofs, work, strict=False)
         ]
-        _write(args.json, {"proofs": done, "left": left})
+        _write(args.json, done, left)
     if proofs[-1].interrupted:
         return 130
     return 0 if all(each.holds for each in proofs) else 1
@@ -189,9 +189,11 @@ def _summary(proofs: list[Proof], asked: int) -> str:
     return f"{table(proofs)}\n\n{last}"
 
 
-def _write(path: Path, data: Any) -> None:
+def _write(path: Path, proofs: Sequence[Any], left: Any) -> None:
+    """As JSON, one line for each proof."""
+    lines = ",\n".join(json.dumps(each, allow_nan=False) for each in proofs)
     try:
-        path.write_text(json.dumps(data, indent=1, allow_nan=False) + "\n", "utf-8")
+        path.write_text(f'{{"left": {json.dumps(left)}, "proofs": [\n{lines}\n]}}\n', "utf-8")
     except OSError as error:
         raise UsageError(f"cannot write {path}: {error.strerror}") from error
 
@@ -235,9 +237,12 @@ class _Place(NamedTuple):
 def _of_network(args: argparse.Namespace) -> Iterator[_Place]:
     args.network = args.what[0]
     if args.gates is not None:
-        return _saved(args.gates, network(args, ())[0])  # it need not run
-    model, inputs = network(args)
-    return _planned(make_plan(model, None, inputs))
+        return _saved(args.gates, network(args, ()).model)  # it need not run
+    named = network(args)
+    plan = make_plan(named.model, None, named.inputs)
+    for note in plan.notes:
+        print(f"tg prove: {note}", file=sys.stderr)
+    return _planned(plan)
 
 
 def _planned(plan: Plan) -> Iterator[_Place]:

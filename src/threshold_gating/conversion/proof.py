@@ -31,8 +31,9 @@ from torch import Tensor, nn
 from threshold_gating import kernels, taxonomy
 from threshold_gating.conversion.enumeration import FORMATS, Walk, name_of
 from threshold_gating.conversion.local import LIMITS, difference
-from threshold_gating.conversion.record import Proof, Worst
+from threshold_gating.conversion.record import Proof, Worst, vector
 from threshold_gating.instance import TG
+from threshold_gating.primitive import gates
 from threshold_gating.taxonomy import ROWS, TAXONOMY
 
 Function = Callable[[Tensor], Tensor]
@@ -40,7 +41,7 @@ Function = Callable[[Tensor], Tensor]
 _STEP = {"cpu": 2**17, "cuda": 2**26}  # inputs at a time: what a cache holds, what fills a GPU
 _STEPS = 64  # to a piece of work on a CPU, half a second of it
 _RECORDED = 1.005  # errors of instances are on record with three digits
-_FILE = Path(__file__).with_name("proofs.json")
+_FOLDER = Path(__file__).parent  # `tg prove all --json proofs_DEVICE.json` makes what is on record
 
 
 def prove(
@@ -116,7 +117,7 @@ def prove_row(key: str, dtype: torch.dtype = torch.float32, **options: Any) -> P
 # What is measured
 
 _OWN, _TORCHS, _DISTANCE, _ERROR = range(4)  # the errors that are kept of each block
-_COUNTS = ("differs", "zeros", "nan", "infinite", "torch_nan", "torch_infinite", "beyond")
+_COUNTS = ("differs", "zeros", "nan", "infinite", "torch_nan", "torch_infinite", "loose", "beyond")
 
 
 @dataclass(frozen=True)
@@ -157,25 +158,25 @@ class _Task:
             return [ulp, ulp, None, None], torch.zeros(len(_COUNTS), dtype=torch.int64)
         torchs, apart = _distance(want, truth), _distance(have, want.double())
         apart.masked_fill_(apart.isinf(), 0.0)  # these are counted
-        counts = self._counts(have, want, own - torchs, unit)
+        counts = self._counts(x, have, want, own - torchs, unit)
         return [own.div_(unit), torchs.div_(unit), apart / unit, apart], counts
 
-    def _counts(self, have: Tensor, want: Tensor, worse: Tensor, unit: Tensor) -> Tensor:
+    def _counts(self, x: Tensor, have: Tensor, want: Tensor, worse: Tensor, unit: Tensor) -> Tensor:
         bits = self.walk.format.bits
         equal = have == want
         differs = ~(equal | (have.isnan() & want.isnan()))
         zeros = equal & (have.view(bits) != want.view(bits))
-        limit = LIMITS["element"][have.element_size() < 4]
-        if self.sup:
-            unit = unit.clamp_min(torch.finfo(have.dtype).eps)
-        beyond = differs & ~(worse <= self.sup * _RECORDED + limit * unit)  # also where it is NaN
         odd = [
             test(one) & ~test(other)
             for one, other in ((have, want), (want, have))
             for test in (torch.isnan, torch.isinf)
         ]
-        counted = (differs, zeros, *odd, beyond)
-        return torch.stack([each.count_nonzero() for each in counted]).cpu()
+        fine = unit.clamp_min(torch.finfo(x.dtype).eps) if self.sup else unit
+        worse = worse - self.sup * _RECORDED - LIMITS["element"][x.element_size() < 4] * fine
+        loose = differs & ~(worse <= 0)  # also where it is NaN
+        counts = torch.stack([each.count_nonzero() for each in (differs, zeros, *odd, loose)]).cpu()
+        beyond = int((~(worse[loose] <= rounding(self.t, x[loose]))).sum()) if counts[-1] else 0
+        return torch.cat([counts, torch.tensor([beyond])])
 
     def at(self, kind: int, sign: int, block: int) -> float:
         """The input at which the largest error of this kind in a block happens."""
@@ -209,7 +210,7 @@ def _unit(truth: Tensor, dtype: torch.dtype) -> Tensor:
     """The distance to the next number of `dtype` at each value: its power of two, times eps."""
     info = torch.finfo(dtype)
     power = (truth.view(torch.int64) & 0x7FF0000000000000).view(torch.float64)
-    return power.clamp_(info.tiny, info.max / 2).mul_(info.eps)
+    return power.clamp_(info.tiny, 2.0 ** (math.frexp(info.max)[1] - 1)).mul_(info.eps)
 
 
 def _rounded_to_infinity(truth: Tensor, dtype: torch.dtype) -> Tensor:
@@ -245,7 +246,7 @@ class _Found:
             device=task.device.type,
             backend=backend,
             torch=str(torch.__version__),
-            vector=_vector(task.device),
+            vector=vector(task.device),
             inputs=self.inputs,
             complete=walk.complete and not interrupted,
             interrupted=interrupted,
@@ -307,16 +308,28 @@ def open_gates(t: TG) -> tuple[float, float]:
     return low, high
 
 
+def rounding(t: TG, x: Tensor) -> Tensor:
+    """How far the gates may be off by rounding their own steps in float32, at each x.
+
+    An argument tau (x - theta) is off by a few eps of its parts, and a gate, which is exponential
+    in the arguments, by that many eps of itself, or of the least normal number if it is smaller.
+    Branches that cancel keep the errors of both.
+    """
+    x, info = x.double(), torch.finfo(torch.float32)
+    taus = t.tau if isinstance(t.tau, tuple) else (t.tau,) * len(t.theta)
+    arguments, size = torch.zeros_like(x), torch.zeros_like(x)
+    for tau, theta in zip(taus, t.theta, strict=True):
+        arguments += 0.0 if t.hard else tau * (x.abs() + abs(theta))
+    each = gates(x, t.tau, t.theta, form=t.form, owner=t.owner)
+    for g, q, s, c in zip(each, t.q or (0.0,) * t.K, t.s, t.c, strict=True):
+        size += (g + info.tiny) * (abs(q) * x * x + abs(s) * x.abs() + abs(c))
+    return info.eps * (LIMITS["element"][0] + arguments) * size
+
+
 def _special(task: _Task) -> tuple[tuple[str, str, str], ...]:
     x = torch.tensor([math.inf, -math.inf, math.nan], dtype=task.walk.dtype, device=task.device)
     values = zip(*(y.tolist() for y in (x, task.gate(x), task.f(x.clone()))), strict=True)
     return tuple((str(x), str(y), str(z)) for x, y, z in values if str(y + 0.0) != str(z + 0.0))
-
-
-def _vector(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return str(torch.backends.cpu.get_cpu_capability())
 
 
 # Several processes
@@ -329,7 +342,7 @@ _shared: _Task | None = None  # forked processes inherit it; functions cannot be
 def _pieces(task: _Task, jobs: int) -> Iterator[Iterator[_Piece]]:
     """The work done piece by piece, here or by so many processes."""
     global _shared
-    pieces = list(task.walk.pieces(task.step * (_STEPS if task.device.type == "cpu" else 1)))
+    pieces = list(task.walk.pieces(task.step * (1 if task.device.type == "cuda" else _STEPS)))
     if jobs == 1:
         yield ((*piece, *task.largest(*piece)) for piece in pieces)
         return
@@ -339,8 +352,9 @@ def _pieces(task: _Task, jobs: int) -> Iterator[Iterator[_Piece]]:
         with warnings.catch_warnings():
             # Python 3.12 warns of a fork beside threads; these processes use one thread of torch's.
             warnings.simplefilter("ignore", DeprecationWarning)
-            results = pool.map(_work, pieces)
-        yield ((*piece, *result) for piece, result in zip(pieces, results, strict=True))
+            results = pool.map(_work, pieces)  # forks
+        done = zip(pieces, results, strict=True)
+        yield ((*p, torch.tensor(y, dtype=torch.float64), torch.tensor(n)) for p, (y, n) in done)
     finally:
         pool.shutdown(cancel_futures=True)
         _shared = None
@@ -351,10 +365,12 @@ def _alone() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what an interrupt means
 
 
-def _work(piece: tuple[int, int, int]) -> tuple[Tensor, Tensor]:
+def _work(piece: tuple[int, int, int]) -> tuple[Any, Any]:
     assert _shared is not None
     with torch.no_grad():
-        return _shared.largest(*piece)
+        largest, counts = _shared.largest(*piece)
+    # as numbers: a tensor is sent as an open file, and few may be open
+    return largest.tolist(), counts.tolist()
 
 
 # What is on record
@@ -403,5 +419,6 @@ def holds_for_every_input(
 @cache
 def on_record() -> dict[tuple[str, str, str], Proof]:
     """The complete proofs that come with the library, by row, type and device."""
-    proofs = map(Proof.from_dict, json.loads(_FILE.read_text("utf-8"))["proofs"])
-    return {(each.name, each.dtype, each.device): each for each in proofs if each.complete}
+    texts = (path.read_text("utf-8") for path in sorted(_FOLDER.glob("proofs_*.json")))
+    found = [Proof.from_dict(each) for text in texts for each in json.loads(text)["proofs"]]
+    return {(each.name, each.dtype, each.device): each for each in found if each.complete}
