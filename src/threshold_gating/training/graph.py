@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 from threshold_gating import sites
 from threshold_gating.conversion import recognise
 from threshold_gating.conversion.answering import disown
-from threshold_gating.conversion.rewrite import PerCall, children
+from threshold_gating.conversion.rewrite import PerCall
 from threshold_gating.dense import TIERED
 from threshold_gating.instance import TG
 from threshold_gating.layers import Activation
@@ -172,16 +172,17 @@ def consumers(network: Network, act: fx.Node) -> tuple[list[Consumer], list[fx.N
 
 def put(model: nn.Module, old: nn.Module, new: nn.Module) -> nn.Module:
     """`model` with `new` wherever `old` was, under each of its names; `new` if it is the root."""
-    for parent, name, child in children(model):
-        if child is old:
-            parent._modules[name] = new
+    for parent in list(model.modules()):
+        for name, child in parent._modules.items():
+            if child is old:
+                parent._modules[name] = new
     return new if model is old else model
 
 
 def is_hooked(part: nn.Module) -> bool:
     """Whether something of the user's runs around a module's `forward`."""
     hooks = [hook for name in _HOOKS for hook in vars(part)[name].values()]
-    return any(not hook.__module__.startswith("threshold_gating.") for hook in hooks)
+    return any(not getattr(hook, "__module__", "").startswith("threshold_gating.") for hook in hooks)
 
 
 def reads_parameters(network: Network, node: fx.Node) -> bool:
