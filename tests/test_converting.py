@@ -257,7 +257,9 @@ def test_every_kind_of_data_gives_the_same_calibration(folder, tg):
     save_file({"x": x, "shift": torch.zeros(70, 1)}, "named.safetensors")
     found = []
     for file in ("data.pt", "data.safetensors", "data.npz", "named.safetensors"):
-        code, out, _ = tg("calibrate", "net.py:smooth", "--data", file, "-K", "2", "--json")
+        words = ("calibrate", "net.py:smooth", "--data", file, "-K", "2", "--json")
+        assert tg(*words)[0] == 1  # two branches are further off than what passes unasked
+        code, out, _ = tg(*words, "--tol", "inf")
         assert code == 0
         found.append(json.loads(out)["calibration"])
     assert all(each == found[0] for each in found)
@@ -270,6 +272,13 @@ def test_without_data_the_inputs_are_random_and_that_is_said(folder, tg):
     assert json.loads(tg(*words, "64,4", "--json")[1])["random"]
     torch.save(torch.randn(64, 4), "data.pt")
     assert "Inputs are random" not in tg(*words, "data.pt")[1]
+
+
+@pytest.mark.parametrize("word", ["nan", "-1", "x"])
+def test_a_bound_that_is_none_is_refused(folder, tg, capsys, word):
+    with pytest.raises(SystemExit):
+        tg("convert", "net.py:smooth", "--inputs", "5,4", f"--tol={word}")
+    assert f"E is a number from 0 on, or inf; got '{word}'" in capsys.readouterr().err
 
 
 def test_an_error_chooses_the_branches(folder, tg):

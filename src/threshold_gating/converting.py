@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import math
 import os
 import re
 import sys
@@ -66,7 +67,24 @@ def _command(commands: Any, name: str, words: str) -> argparse.ArgumentParser:
         help="a shape (1,3,224,224), a file of tensors (.safetensors, .pt) or FILE.py:FUNCTION",
     )
     parser.add_argument("--json", action="store_true", help="for other programs")
+    if name != "audit":
+        parser.add_argument(
+            "--tol",
+            type=_bound,
+            metavar="E",
+            help="your own bound on max|d|/max|y| of each output; inf accepts any, and says so",
+        )
     return parser
+
+
+def _bound(word: str) -> float:
+    try:
+        value = float(word)
+    except ValueError:
+        value = math.nan
+    if not value >= 0:
+        raise argparse.ArgumentTypeError(f"E is a number from 0 on, or inf; got {word!r}")
+    return value
 
 
 def command(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
@@ -112,7 +130,7 @@ def _proven(
     """Verify, show what was found after `first`, and save what is proven."""
     positional, keywords = arguments(named.inputs)
     with _working(args, "verifying with the gates evaluated"):
-        certificate = conversion.verify(named.model, gated, *positional, **keywords)
+        certificate = conversion.verify(named.model, gated, *positional, tol=args.tol, **keywords)
         audit = conversion.audit(gated, *positional, **keywords)
     ok = certificate.ok and not [op for op in audit.left if not op.asked]
     report = {"certificate": certificate.to_dict(), "audit": audit.to_dict(), "ok": ok}
@@ -175,7 +193,7 @@ def verify(args: argparse.Namespace) -> int:
     gated = conversion.load(args.gates, copy.deepcopy(named.model))
     positional, keywords = arguments(named.inputs)
     with _working(args, "verifying with the gates evaluated"):
-        certificate = conversion.verify(named.model, gated, *positional, **keywords)
+        certificate = conversion.verify(named.model, gated, *positional, tol=args.tol, **keywords)
     _show(args, certificate.to_dict(), certificate.table(), named)
     if "weights" in certificate.failed:
         print(
