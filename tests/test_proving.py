@@ -152,7 +152,7 @@ def test_a_saved_folder_is_proven_with_its_network_and_as_far_as_it_goes_alone(t
     ("words", "said"),
     [
         (["slu"], "no activation 'slu' in the taxonomy; did you mean 'silu', "),
-        (["softsign"], "'softsign' has no instance: "),
+        (["sin"], "'sin' has no instance: "),
         (["relu", "net.py:make"], "give names of rows, or one network; got relu net.py:make."),
         (["relu", "--gates", "x"], "--gates is for a network, timm:NAME, "),
         (["net.py:soft", "--inputs", "2,4"], "net.py:soft has no element-wise site to prove. "),
