@@ -51,7 +51,9 @@ class Readers(nn.Module):
         z = self.norm(x)
         if self.then == "x overwritten":
             x.mul_(3.0)
-        y = [reader(z) for reader in self.readers]
+        y = [] if self.then == "not read" else [reader(z) for reader in self.readers]
+        if self.then == "not read":
+            y = [reader(x) for reader in self.readers]
         if self.then == "also read":
             y.append(z)
         if self.then == "called again":
@@ -164,6 +166,7 @@ def test_if_one_of_several_readers_cannot_fold_none_is_changed(first, second):
     (lambda m: setattr(m, "then", "norm called again"), "it is called several times"),
     (lambda m: setattr(m, "then", "called again"), "readers.0, which reads it, is called several times"),
     (lambda m: setattr(m, "then", "also read"), "flatten reads it, which has no gates per channel"),
+    (lambda m: setattr(m, "then", "not read"), "nothing reads it"),
     (lambda m: m.norm.train(), "it normalises by the batch"),
     (lambda m: m.norm.register_forward_hook(lambda m, args, y: 2 * y), "it has hooks"),
     (lambda m: m.readers[0].register_forward_pre_hook(lambda m, args: (-args[0],)), "readers.0, which reads it, has hooks"),

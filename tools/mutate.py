@@ -37,7 +37,7 @@ TESTS = {
     "conversion/running.py": ("plan", "rewrite", "certificate", "audit"),
     "kernels/tile.py": ("kernels", "pairs", "layers"),
     "kernels/fused.py": ("kernels", "pairs", "layers", "dense"),
-    "kernels/lowering.py": ("kernels", "layers", "taxonomy", "rewrite"),
+    "kernels/lowering.py": ("lowering",),
     "kernels/form.py": ("kernels", "pairs", "layers", "halves"),
     "training/folding.py": ("folding",),
 }

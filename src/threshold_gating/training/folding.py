@@ -114,9 +114,9 @@ def _obstacle(network: Network, node: fx.Node) -> str | None:
 def _affine(norm: Any) -> tuple[Tensor, Tensor]:
     """a, d of z = a x + d, one of each a channel."""
     a = (norm.running_var.double() + norm.eps).rsqrt()
-    a = a if norm.weight is None else a * norm.weight.double()
-    d = -norm.running_mean.double() * a
-    return a, d if norm.bias is None else d + norm.bias.double()
+    a = a if norm.weight is None else a * norm.weight
+    d = -norm.running_mean * a
+    return a, d if norm.bias is None else d + norm.bias
 
 
 class _Rows(NamedTuple):

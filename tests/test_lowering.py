@@ -1,0 +1,68 @@
+"""Torch's op for an instance: the one whose function it is, and none for what is nearly one."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from threshold_gating import TAXONOMY, TG, taxonomy
+from threshold_gating.kernels.lowering import native, overwriting
+
+X = torch.cat([torch.linspace(-8, 8, 641), torch.tensor([-0.0, 1e-30, -1e-30, 40.0, -40.0])])
+# (instance, torch's function, whether torch has a form of it that overwrites)
+KNOWN = {
+    "relu": (TAXONOMY["relu"], F.relu, True),
+    "silu": (TAXONOMY["silu"], F.silu, True),
+    "sigmoid": (TAXONOMY["sigmoid"], torch.sigmoid, True),
+    "tanh": (TAXONOMY["tanh"], torch.tanh, True),
+    "mish": (TAXONOMY["mish"], F.mish, True),
+    "relu6": (TAXONOMY["relu6"], F.relu6, True),
+    "hardswish": (TAXONOMY["hardswish"], F.hardswish, True),
+    "hardsigmoid": (TAXONOMY["hardsigmoid"], F.hardsigmoid, True),
+    "hardsigmoid_clamp": (TAXONOMY["hardsigmoid_clamp"], F.hardsigmoid, True),
+    "hardtanh_clamp": (TAXONOMY["hardtanh_clamp"], F.hardtanh, True),
+    "hardtanh": (taxonomy.hardtanh(-0.5, 2.0), lambda x: F.hardtanh(x, -0.5, 2.0), True),
+    "leaky_relu": (taxonomy.leaky_relu(0.3), lambda x: F.leaky_relu(x, 0.3), True),
+    "threshold": (taxonomy.threshold(0.5, -2.0), lambda x: F.threshold(x, 0.5, -2.0), True),
+    "hardshrink": (taxonomy.hardshrink(0.7), lambda x: F.hardshrink(x, 0.7), False),
+    "hardshrink 0": (taxonomy.hardshrink(0.0), lambda x: F.hardshrink(x, 0.0), False),
+    "softshrink": (taxonomy.softshrink(0.7), lambda x: F.softshrink(x, 0.7), False),
+    "softshrink 0": (taxonomy.softshrink(0.0), lambda x: F.softshrink(x, 0.0), False),
+}
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_an_instance_has_the_op_of_its_function(name):
+    t, function, over = KNOWN[name]
+    op = native(t)
+    assert torch.equal(op(X), function(X))
+    x = X.clone()
+    assert torch.equal(overwriting(op, x), function(X))
+    assert torch.equal(x, function(X) if over else X)
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_what_is_nearly_a_function_has_no_op(name):
+    t, _, _ = KNOWN[name]
+    near = [
+        replace(t, c=(*t.c[:-1], t.c[-1] + 1e-6), anchor=None),
+        replace(t, s=(*t.s[:-1], t.s[-1] + 1e-6), anchor=None),
+        replace(t, q=(1e-6, *(t.q or (0.0,) * t.K)[1:]), anchor=None),
+    ]
+    if t.K > 1:
+        near.append(replace(t, theta=(t.theta[0] - 0.125, *t.theta[1:]), anchor=None))
+    if not t.hard:
+        near.append(replace(t, tau=1.25))
+    lowered = [n for n in near if (op := native(n)) and not torch.allclose(op(X), n(X), 1e-5, 1e-7)]
+    assert lowered == []
+    assert any(native(n) is None for n in near)
+
+
+def test_bounds_around_another_function_are_no_hardtanh():
+    for t in (
+        TG(1.0, 0.0, (0, 1), (0, 0), clamp=(-1, 1)),
+        TG(1.0, 0.0, (1, 1), (0, 1), clamp=(-1, 1)),
+        TG(1.0, (), (1,), (0,), q=(1.0,), clamp=(-1, 1)),
+    ):
+        assert native(t) is None
