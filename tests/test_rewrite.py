@@ -3,6 +3,7 @@
 import copy
 import inspect
 import io
+import math
 import pickle
 import threading
 import warnings
@@ -211,7 +212,7 @@ def test_shared_activations_stay_shared():
 
 def test_a_shared_activation_can_have_an_instance_for_each_call():
     model, x = Block(), torch.randn(3, 4)
-    gated = convert(model, {"act#1": "silu"}, inputs=x)
+    gated = convert(model, {"act#1": "silu"}, inputs=x, tol=math.inf)
     assert isinstance(gated.act, PerCall)
     for _ in range(2):  # the count starts again with each run
         torch.testing.assert_close(gated(x), F.silu(model.b(F.relu(model.a(x)))))
@@ -222,12 +223,12 @@ def test_a_shared_activation_can_have_an_instance_for_each_call():
     assert not gated._forward_pre_hooks
 
 
-SLOPES = [TG(float("inf"), 0, (slope, 1), (0, 0)) for slope in (0.5, 0.25)]
+SLOPES = [TG(math.inf, 0, (slope, 1), (0, 0)) for slope in (0.5, 0.25)]
 
 
 def test_a_call_of_a_shared_activation_can_be_left_alone():
     model, x = Block(), torch.randn(3, 4)
-    gated = convert(model, {"act": SLOPES[0], "act#1": None}, inputs=x, tol=float("inf"))
+    gated = convert(model, {"act": SLOPES[0], "act#1": None}, inputs=x, tol=math.inf)
     want = F.relu(model.b(F.leaky_relu(model.a(x), 0.5)))
     for same in (gated, copy.deepcopy(gated), pickle.loads(pickle.dumps(gated))):
         torch.testing.assert_close(same(x), want)
@@ -246,7 +247,7 @@ def test_calls_beyond_the_planned_ones_and_missing_ones_are_refused():
             return x
 
     x = torch.randn(5)
-    gated = convert(Loop(), {"act#1": SLOPES[0]}, inputs=x, tol=float("inf"))
+    gated = convert(Loop(), {"act#1": SLOPES[0]}, inputs=x, tol=math.inf)
     for backend in ("auto", "reference"):
         with kernels.use(backend):
             gated(x)
@@ -265,7 +266,7 @@ def test_a_missing_call_of_a_function_with_other_instances_is_refused():
             return F.leaky_relu(x if skip else F.leaky_relu(x, 0.1), 0.1)
 
     x = torch.randn(5)
-    gated = convert(Skips(), {":leaky_relu#1": SLOPES[0]}, inputs=x, tol=float("inf"))
+    gated = convert(Skips(), {":leaky_relu#1": SLOPES[0]}, inputs=x, tol=math.inf)
     with pytest.raises(ConversionError, match="leaky_relu was called 1 times and 2 times when"):
         gated(x, skip=True)
     same = convert(Skips(), inputs=x)
@@ -274,7 +275,7 @@ def test_a_missing_call_of_a_function_with_other_instances_is_refused():
 
 def test_instances_for_each_call_hold_in_many_threads():
     model, x = Block(), torch.randn(64, 4)
-    gated = convert(model, {"act": SLOPES[0], "act#1": SLOPES[1]}, inputs=x, tol=float("inf"))
+    gated = convert(model, {"act": SLOPES[0], "act#1": SLOPES[1]}, inputs=x, tol=math.inf)
     want, wrong = gated(x), []
 
     def work():
@@ -427,7 +428,7 @@ def test_what_checkpointing_computes_again_is_answered_again(reentrant, backend)
     sites = {"act": SLOPES[0], "act#2": SLOPES[1], ":gelu#1": "gelu_k2"}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of reentrant checkpoints, that nothing needs gradients
-        gated = convert(model, sites, inputs=x, tol=float("inf"))
+        gated = convert(model, sites, inputs=x, tol=math.inf)
     grads = []
     for gated.on in (True, False):
         gated.zero_grad()
