@@ -7,6 +7,9 @@ JOBS ?= 2
 TORCH_INDEX ?=
 # Names or patterns of the networks that `make zoo` is to convert; all if empty.
 ZOO ?=
+# How many networks `make fuzz` tries, and the seed of the first; it prints every seed that fails.
+N ?= 10000
+SEED ?= 0
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -18,12 +21,12 @@ TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
 PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup --durations=15
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all zoo evidence lint format docs clean
+.PHONY: help demo test test-all zoo fuzz evidence lint format docs clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo
-	@echo "Variables: PYTHON=$(PYTHON) JOBS=$(JOBS) TORCH_INDEX=$(TORCH_INDEX) ZOO=$(ZOO)"
+	@echo "Variables: PYTHON=$(PYTHON) JOBS=$(JOBS) TORCH_INDEX=$(TORCH_INDEX) ZOO=$(ZOO) N=$(N) SEED=$(SEED)"
 
 demo: $(VENV)/.demo  ## train five small networks, convert them, compare; a table and a page of curves
 	$(BIN)/tg demo
@@ -36,6 +39,9 @@ test-all: $(VENV)/.dev  ## run the tests marked slow as well
 
 zoo: $(VENV)/.dev  ## convert one network of every family of timm and many of transformers
 	$(TEST_ENV) $(BIN)/python -m tests.zoo --jobs $(JOBS) $(if $(ZOO),--only $(ZOO))
+
+fuzz: $(VENV)/.dev  ## N random networks and ten times as many gates, converted and compared in every way
+	$(TEST_ENV) $(BIN)/python -m tests.fuzz --networks $(N) --gates $$((10 * $(N))) --seed $(SEED) --jobs $(JOBS)
 
 # One thread: two wait for each other on two busy cores.
 evidence: $(VENV)/.dev  ## networks that others trained, before and after conversion, on real data

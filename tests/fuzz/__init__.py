@@ -1,1 +1,1 @@
-"""Random gates and random networks against what they must equal; `make fuzz` runs many."""
+"""Random networks, converted and compared: a test that keeps finding. `python -m tests.fuzz`."""

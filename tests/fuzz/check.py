@@ -1,0 +1,608 @@
+"""One network, tried in every way: converted, run, differentiated, copied, compiled, exported.
+
+What is held against it: the original, or, where a site is only approximate, the same network with
+that function's instance evaluated by `oracle`. The bound is rounding, as the original itself has it:
+a floor in units of the last place, the difference to its own float64 run and what a change of its
+weights by a few of these units does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import pickle
+import random
+import tempfile
+import threading
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+import threshold_gating as tg
+from tests.fuzz.network import NOT_FINITE, UNSEEN, Made, Network
+from tests.fuzz.parts import Part
+
+REFUSALS = (tg.conversion.ConversionError, ValueError, TypeError)
+_WAYS_OUT = (
+    *("give", "convert it", "convert the", "convert after", "use ", "sites=", "leave", "tol"),
+    *("calibrate", "pass ", "set ", "raise it", "strict=", "None", "eval()", "branches"),
+    "nothing to convert",
+)
+# The last places that the value and the gradient of a network may differ by, relative to the
+# largest entry, before the original's own rounding is looked at; 16 bits round so coarsely that
+# one unit hides what many would in float32. In float64 instances are recognised to 1e-12, and
+# torch's own backward of hardsigmoid has a constant that is off by 5e-9.
+_FLOOR = {"value": {8: 1e-11, 4: 64 * 2**-23, 2: 4 * 2**-8}}
+_FLOOR["gradient"] = {8: 1e-7, 4: 256 * 2**-23, 2: 16 * 2**-8}
+_OWN = 30  # how often its own rounding, a sample of one, may be exceeded
+_FITTED = {"value": 2e-2, "gradient": 0.1}  # where an instance was fitted, which no oracle knows
+_STATED = 1e-2  # of max|y|: what convert accepts without being told
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What went wrong: where, in a word that shrinking keeps, and the details."""
+
+    stage: str
+    message: str
+
+
+@dataclass
+class Result:
+    """What one run gave: output tensors, gradients by name, buffers, or the error."""
+
+    values: list[Tensor]
+    gradients: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    error: BaseException | None = None
+
+
+def walk(parts: tuple[Part, ...]) -> Iterator[Part]:
+    for part in parts:
+        yield part
+        yield from walk(part.inner)
+
+
+def run(made: Made, net: Any, x: Tensor, training: bool = False, gradient: bool = True) -> Result:
+    """A forward and a backward of the network; the same random numbers every time."""
+    if isinstance(net, nn.Module):
+        net.train(training)
+    torch.manual_seed(1)
+    try:
+        with torch.set_grad_enabled(gradient):
+            start = x.clone().requires_grad_(gradient)
+            y = made.call(net, start * 1 if gradient else start)
+            values = [t for t in tree_leaves(y) if isinstance(t, Tensor) and t.is_floating_point()]
+            gradients = _gradients(net, start, values) if gradient else {}
+    except Exception as error:
+        return Result([], {}, {}, error)
+    buffers = {k: b.clone() for k, b in net.named_buffers()} if isinstance(net, nn.Module) else {}
+    return Result([v.detach().clone() for v in values], gradients, buffers)
+
+
+def _gradients(net: Any, start: Tensor, values: list[Tensor]) -> dict[str, Tensor]:
+    parameters = dict(net.named_parameters()) if isinstance(net, nn.Module) else {}
+    wanted = {"the input": start, **parameters}
+    loss: Any = 0.0
+    for v in values:
+        weight = torch.linspace(-1, 1, v.numel(), dtype=torch.float64).add(0.1).view(v.shape)
+        loss = loss + (v.double() * weight).sum()
+    if not isinstance(loss, Tensor) or not loss.requires_grad:
+        return {}
+    found = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
+    return {k: g.clone() for k, g in zip(wanted, found, strict=True) if g is not None}
+
+
+class FoundError(Exception):
+    """The failure that is being shrunk was found."""
+
+
+class Trial:
+    """The checks of one network; `failures` holds what they found."""
+
+    def __init__(self, network: Network, heavy: frozenset[str], wanted: str = "") -> None:
+        self.network, self.heavy, self.wanted = network, heavy, wanted
+        self.failures: list[Failure] = []
+        self.refusal = ""
+        self.made = Made(network)
+        self.parts = [part.kind for part in walk(network.parts)]
+        oracle = Made(network, oracle=True)
+        exact = oracle.source.partition("\nW = ")[2] == self.made.source.partition("\nW = ")[2]
+        self.oracle = None if exact else oracle
+        size = {"float": 4, "double": 8, "half": 2, "bfloat16": 2}[network.dtype]
+        casts = {"cast", "autocast"} & set(self.parts)
+        self.size = 2 if casts else size
+        self.given = self.made.x(network.inputs, network.batch, 1)
+        self.second = self.made.x(network.second, network.batch % 3 + 1, 2)
+
+    def fail(self, stage: str, message: str) -> None:
+        self.failures.append(Failure(stage, message))
+        if stage == self.wanted:
+            raise FoundError
+
+    def run(self) -> None:
+        made, network = self.made, self.network
+        try:
+            net = made.net()
+        except Exception:  # what cannot be made, or traced, is no network
+            return
+        before = Snapshot(net)
+        plain = copy.deepcopy(net)
+        alone = run(made, copy.deepcopy(net), self.given, gradient=False)
+        before_rng = torch.get_rng_state()
+        gated = self.convert(net)
+        if gated is None:
+            self.unchanged(before, net)
+            return
+        if not torch.equal(before_rng, torch.get_rng_state()):
+            self.fail("random state", "convert draws from torch's global generator")
+        self.gated = gated
+        self.unchanged(before, net)
+        if alone.error is not None:
+            self.fail("convert", f"the original raises {alone.error!r}, convert does not")
+            return
+        if network.inputs in UNSEEN:
+            self.fail("nothing seen", f"convert certifies with inputs that are {network.inputs}")
+            return
+        self.stated(net, gated)
+        if network.weights % 20 == 1:
+            self.tolerance(net)
+        twins = self.twins(net, gated)
+        want = net if self.oracle is None else self.oracle.net()
+        original = copy.deepcopy(plain) if self.oracle is None else want
+        self.steps(original, gated, twins)
+        if "fold" in self.heavy and {"norm", "tiered"} & set(self.parts):
+            self.fold(gated)
+        if made.program.edits:
+            self.edited()
+        if made.program.wishes and "shared" in self.parts:
+            self.threads()
+
+    def convert(self, net: nn.Module) -> nn.Module | None:
+        made = self.made
+        more = {"tol": float("inf")} if made.program.wishes else {}
+        try:
+            return tg.convert(net, made.wishes(), inputs=made.given(self.given.clone()), **more)
+        except REFUSALS as error:
+            self.refusal = str(error)
+            inside = traceback.extract_tb(error.__traceback__)[-1].filename
+            if not isinstance(error, tg.conversion.ConversionError) and (
+                "threshold_gating" not in inside
+            ):
+                self.crash("convert", error)
+            elif not any(word in self.refusal for word in _WAYS_OUT):
+                self.fail("no way out", self.refusal)
+        except Exception as error:
+            self.crash("convert", error)
+        return None
+
+    def crash(self, stage: str, error: BaseException) -> None:
+        lines = traceback.format_exception(error)[-3:]
+        self.fail(f"{stage} crash {type(error).__name__}", "".join(lines)[-600:])
+
+    def unchanged(self, before: Snapshot, net: nn.Module) -> None:
+        for what in before.changed(net):
+            self.fail("original changed", what)
+
+    def stated(self, net: nn.Module, gated: nn.Module) -> None:
+        """Where convert was told nothing, its output is within what it states."""
+        if self.made.program.wishes or self.size == 2:
+            return
+        with tg.kernels.use("reference"):
+            want, have = (
+                run(self.made, copy.deepcopy(n), self.given, gradient=False) for n in (net, gated)
+            )
+        for y, z in zip(want.values, have.values, strict=False):
+            scale = _largest(y)
+            off = _distance(y, z)
+            if scale and off > _STATED * scale and off > 2 * self.own(net, self.given, y):
+                self.fail("not stated", f"the output is off by {off / scale:.2g} of max|y|")
+
+    def tolerance(self, net: nn.Module) -> None:
+        """A tolerance that is no number is refused, not passed."""
+        given = self.made.given(self.given.clone())
+        try:
+            tg.convert(net, self.made.wishes(), inputs=given, tol=float("nan"))
+        except REFUSALS:
+            return
+        self.fail("nothing seen", "convert certifies with tol=nan")
+
+    def own(self, net: nn.Module, x: Tensor, y: Tensor) -> float:
+        wide = run(self.made, copy.deepcopy(net).double(), x.double(), gradient=False)
+        same = [z for z in wide.values if z.shape == y.shape]
+        return _distance(same[0], y) if same else 0.0
+
+    def twins(self, net: nn.Module, gated: nn.Module) -> dict[str, nn.Module]:
+        """Copies that must do what the converted network does, bit for bit."""
+        made = self.made
+        ways: dict[str, Callable[[nn.Module], nn.Module]] = {"deepcopy": copy.deepcopy}
+        if "pickle" in self.heavy:
+            ways["pickle"] = lambda m: pickle.loads(pickle.dumps(m))
+        twins = {}
+        for name, way in ways.items():
+            try:
+                way(net)
+            except Exception:
+                continue  # the original cannot be copied in that way
+            try:
+                twins[name] = way(gated)
+            except Exception as error:
+                self.crash(name, error)
+        if "save" in self.heavy:
+            try:
+                with tempfile.TemporaryDirectory() as folder:
+                    tg.conversion.save(gated, folder)
+                    twins["save and load"] = tg.conversion.load(folder, made.net())
+            except REFUSALS as error:
+                if not any(word in str(error) for word in _WAYS_OUT):
+                    self.fail("save no way out", str(error))
+            except Exception as error:
+                self.crash("save", error)
+        return twins
+
+    def steps(self, want: nn.Module, gated: nn.Module, twins: dict[str, nn.Module]) -> None:
+        """Both networks through the same runs, so that what they keep stays in step."""
+        first = True
+        refused: dict[str, set[str]] = {}
+        plan = [("reference", False), ("auto", False), ("auto", True), ("reference", True)]
+        for backend, training in plan:
+            for name, x, kind in (
+                ("first", self.given, self.network.inputs),
+                ("second", self.second, self.network.second),
+            ):
+                stage = f"{backend}{' train' if training else ''}"
+                with tg.kernels.use(backend):
+                    earlier = copy.deepcopy(want)
+                    a, b = (run(self.made, n, x, training) for n in (want, gated))
+                    if first:
+                        for twin_name, twin in twins.items():
+                            self.bitwise(twin_name, b, run(self.made, twin, x, training))
+                        first = False
+                if isinstance(b.error, tg.conversion.ConversionError) and a.error is None:
+                    refused.setdefault(f"{name}{training}", set()).add(backend)
+                    if not training and not {"branch", "loop"} & set(self.parts):
+                        self.crash(f"{stage} {name}", b.error)
+                    continue
+                if not self.agree(stage, earlier, a, b, x, kind, training, name):
+                    return
+        for name, backends in refused.items():
+            if len(backends) == 1:
+                other = "auto" if backends == {"reference"} else "reference"
+                self.fail("unplanned call", f"{name}: refused by {backends}, not by {other}")
+        self.graphs(want, gated)
+
+    def agree(
+        self,
+        stage: str,
+        earlier: nn.Module,
+        a: Result,
+        b: Result,
+        x: Tensor,
+        kind: str,
+        training: bool,
+        name: str = "first",
+    ) -> bool:
+        if a.error is not None:
+            return True  # the original does not run so
+        if b.error is not None:
+            self.crash(stage, b.error)
+            return False
+        if len(a.values) != len(b.values):
+            self.fail(f"{stage} value", f"{len(a.values)} outputs, {len(b.values)} converted")
+            return False
+        noise = Noise(self, earlier, a, x, kind, training)
+        for k, (y, z) in enumerate(zip(a.values, b.values, strict=True)):
+            said = self.differ(y, z, kind, "value", noise, k)
+            if said:
+                self.fail(f"{stage} value", f"{name} inputs ({kind}), output {k}: {said}")
+                return False
+        if kind in ("infinite", "minus", "nan", "all nan"):
+            return True
+        for key, y in a.gradients.items():
+            z = b.gradients.get(key, torch.zeros_like(y))
+            said = self.differ(y, z, kind, "gradient", noise, key)
+            if said:
+                self.fail(f"{stage} gradient", f"{name} inputs ({kind}), gradient of {key}: {said}")
+                return False
+        for key, y in a.buffers.items():
+            if key in b.buffers and y.is_floating_point():
+                said = self.differ(y, b.buffers[key], kind, "value", noise, None)
+                if said:
+                    self.fail(f"{stage} buffer", f"{name} inputs ({kind}), buffer {key}: {said}")
+                    return False
+        return True
+
+    def differ(self, y: Tensor, z: Tensor, kind: str, what: str, noise: Noise, at: Any) -> str:
+        if y.shape != z.shape or y.dtype != z.dtype:
+            return f"{y.dtype} {tuple(y.shape)} became {z.dtype} {tuple(z.shape)}"
+        finite = y.isfinite()
+        if kind == "nan" and (y.isnan() & ~z.isnan()).any():
+            return "a NaN of the original is a number"
+        y, z = y[finite].double(), z[finite].double()
+        if not y.numel():
+            return ""
+        if not z.isfinite().all():
+            return f"{int((~z.isfinite()).sum())} finite values became infinite or NaN"
+        scale = max(_largest(y), noise.scale(what), 1.0 if self.oracle and what == "value" else 0.0)
+        off = (y - z).abs().max().item()
+        floor = _FLOOR[what][self.size] * scale + 1e-37
+        if off <= floor or off <= floor + _OWN * noise.of(what, at):
+            return ""
+        if off <= _FITTED[what] * scale and self.fitted():
+            return ""
+        worst = (y - z).abs().argmax()
+        return (
+            f"off by {off:.3g} of {scale:.3g} ({y[worst].item():.6g} became {z[worst].item():.6g})"
+        )
+
+    def fitted(self) -> bool:
+        """Whether a site has an instance of its own making, and not a row of the taxonomy."""
+        with tempfile.TemporaryDirectory() as folder:
+            tg.conversion.save(self.gated, folder)
+            sites = tg.conversion.load(folder).sites.values()
+        return any(not site.exact and site.kind not in tg.sites.APPROXIMATE for site in sites)
+
+    def bitwise(self, name: str, want: Result, have: Result) -> None:
+        if want.error is not None:
+            return
+        if have.error is not None:
+            self.crash(name, have.error)
+            return
+        for y, z in zip(want.values, have.values, strict=True):
+            if not torch.equal(y.nan_to_num(7), z.nan_to_num(7)):
+                self.fail(f"{name} differs", f"by {_distance(y, z):.3g}")
+                return
+        for key, y in want.gradients.items():
+            z = have.gradients.get(key)
+            if z is None or not torch.equal(y.nan_to_num(7), z.nan_to_num(7)):
+                self.fail(f"{name} differs", f"in the gradient of {key}")
+                return
+
+    def graphs(self, want: nn.Module, gated: nn.Module) -> None:
+        """Compiled and exported, where the original can be."""
+        ways: dict[str, Callable[[nn.Module], Any]] = {}
+        if "compile" in self.heavy:
+            whole = bool(self.network.weights % 2)  # one graph for every shape, or as it comes
+            ways["aot_eager"] = lambda m: torch.compile(
+                m, backend="aot_eager", fullgraph=whole, dynamic=whole or None
+            )
+        if "inductor" in self.heavy:
+            ways["inductor"] = torch.compile
+        if "export" in self.heavy:
+            ways["export"] = self.exported
+        for name, way in ways.items():
+            first, second = copy.deepcopy(want).eval(), copy.deepcopy(gated).eval()
+            made, x = self.made, self.given
+            original = copy.deepcopy(first)
+            torch._dynamo.reset()
+            try:
+                b = _run_graph(made, way, second, x)
+            except Exception as error:
+                b = Result([], {}, {}, error)
+            if b.error is not None:
+                torch._dynamo.reset()
+                try:
+                    a = _run_graph(made, way, first, x)
+                except Exception:
+                    continue
+                if a.error is None:
+                    self.crash(name, b.error)
+                continue
+            a = run(made, first, x)
+            b.buffers = {}
+            self.agree(name, original, a, b, x, self.network.inputs, False)
+        torch._dynamo.reset()
+
+    def exported(self, net: nn.Module) -> Any:
+        args, kwargs = _arguments(self.made, self.given)
+        return torch.export.export(net, args, kwargs, strict=False).module()
+
+    def fold(self, gated: nn.Module) -> None:
+        if self.size == 2 or self.network.inputs in NOT_FINITE:
+            return
+        try:
+            folded = tg.training.fold_batchnorm(copy.deepcopy(gated).eval())
+        except Exception:
+            return  # it cannot be traced
+        a, b = (run(self.made, n, self.given, gradient=False) for n in (gated, folded))
+        folded.eval()
+        gated.eval()
+        if a.error is None and b.error is not None:
+            self.crash("fold", b.error)
+        for y, z in zip(a.values, b.values, strict=False):
+            if _distance(y, z) > 1e-3 * _largest(y):
+                self.fail("fold", f"fold_batchnorm changes the output by {_distance(y, z):.3g}")
+                return
+
+    def edited(self) -> None:
+        """An attribute set after conversion is seen by the gates, or refused."""
+        made = self.made
+        net = made.net()
+        gated = self.convert(net)
+        if gated is None:
+            return
+        try:
+            made.edit(gated)
+        except Exception as error:
+            if len(str(error)) < 20:
+                self.crash("edit", error)
+            return
+        made.edit(net)
+        for backend in ("reference", "auto"):
+            with tg.kernels.use(backend):
+                a, b = (run(made, n, self.given, gradient=False) for n in (net, gated))
+            if a.error is not None or isinstance(b.error, tg.conversion.ConversionError):
+                continue
+            if b.error is not None:
+                self.crash("edit", b.error)
+                return
+            for y, z in zip(a.values, b.values, strict=True):
+                if _distance(y, z) > 5e-2 * _largest(y):
+                    self.fail("edit", f"an attribute set later is not seen: {_distance(y, z):.3g}")
+                    return
+
+    def threads(self) -> None:
+        """Several threads at once get what one gets."""
+        net = self.made.net()
+        gated = self.convert(net)
+        if gated is None:
+            return
+        gated.eval()
+        with torch.no_grad(), tg.kernels.use("reference"):
+            alone = self.made.call(gated, self.given.clone())
+            wrong = []
+
+            def work() -> None:
+                with torch.no_grad(), tg.kernels.use("reference"):
+                    for _ in range(8):
+                        y = self.made.call(gated, self.given.clone())
+                        wrong.extend(
+                            1
+                            for a, b in zip(tree_leaves(alone), tree_leaves(y), strict=True)
+                            if not torch.equal(a.nan_to_num(7), b.nan_to_num(7))
+                        )
+
+            every = [threading.Thread(target=work) for _ in range(4)]
+            for thread in every:
+                thread.start()
+            for thread in every:
+                thread.join()
+        if wrong and "stateful" not in self.parts:
+            self.fail("threads", f"{len(wrong)} of 32 outputs differ from those of one thread")
+
+
+def _arguments(made: Made, x: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    caught: list[Any] = []
+    made.call(lambda *args, **kwargs: caught.extend([args, kwargs]), x)
+    return caught[0], caught[1]
+
+
+def _run_graph(made: Made, way: Callable[[nn.Module], Any], net: nn.Module, x: Tensor) -> Result:
+    graph = way(net)
+    start = x.clone().requires_grad_()
+    torch.manual_seed(1)
+    y = made.call(graph, start * 1)
+    values = [t for t in tree_leaves(y) if isinstance(t, Tensor) and t.is_floating_point()]
+    gradients = _gradients(net if way is torch.compile else graph, start, values)
+    gradients = {k.removeprefix("_orig_mod."): g for k, g in gradients.items()}
+    return Result([v.detach().clone() for v in values], gradients, {})
+
+
+class Noise:
+    """How much the original itself is unsure of, found out only where someone asks."""
+
+    def __init__(
+        self, trial: Trial, net: nn.Module, result: Result, x: Tensor, kind: str, training: bool
+    ) -> None:
+        self.trial, self.net, self.result = trial, net, result
+        self.x, self.kind, self.training = x, kind, training
+        self.found: list[Result] | None = None
+
+    def scale(self, what: str) -> float:
+        """The largest gradient of all: what adds up to nothing is known to its size only."""
+        if what == "value":
+            return 0.0
+        return max(map(_largest, self.result.gradients.values()), default=0.0)
+
+    def of(self, what: str, at: Any) -> float:
+        if self.found is None:
+            self.found = list(self._others())
+        found = 0.0
+        for other in self.found:
+            if what == "value" and at is None:
+                pairs = [(b, other.buffers.get(k)) for k, b in self.result.buffers.items()]
+            elif what == "value":
+                pairs = [(self.result.values[at], other.values[at] if other.values else None)]
+            else:
+                pairs = [(self.result.gradients[at], other.gradients.get(at))]
+            for y, z in pairs:
+                if z is not None and z.shape == y.shape:
+                    d = _distance(y, z)
+                    found = max(found, d)
+        return found
+
+    def _others(self) -> Iterator[Result]:
+        made, training = self.trial.made, self.training
+        gen = torch.Generator().manual_seed(3)
+        if self.x.dtype != torch.float64:
+            wide = copy.deepcopy(self.net).double()
+            yield run(made, wide, self.x.double(), training)
+        eps = 2 * torch.finfo(self.x.dtype).eps
+
+        def shaken(t: Tensor) -> Tensor:
+            return t * (1 + eps * (torch.rand(t.shape, generator=gen) * 2 - 1).to(t.dtype))
+
+        for _ in range(4):
+            net = copy.deepcopy(self.net)
+            with torch.no_grad():
+                for p in net.parameters():
+                    p.copy_(shaken(p))
+            x = self.x if self.kind in ("grid", "zero") else shaken(self.x)
+            yield run(made, net, x, training)
+
+
+class Snapshot:
+    """What a network is, so far as its user can see."""
+
+    def __init__(self, net: nn.Module) -> None:
+        self.state = {k: v.clone() for k, v in net.state_dict().items()}
+        self.modes = {k: m.training for k, m in net.named_modules()}
+        self.types = {k: type(m) for k, m in net.named_modules()}
+        self.plain = self._plain(net)
+
+    @staticmethod
+    def _plain(net: nn.Module) -> dict[str, str]:
+        return {
+            f"{name}.{key}": repr(value) if not isinstance(value, Tensor) else repr(value.tolist())
+            for name, module in net.named_modules()
+            for key, value in vars(module).items()
+            if not key.startswith("_") and " at 0x" not in repr(value)
+        }
+
+    def changed(self, net: nn.Module) -> Iterator[str]:
+        for key, value in net.state_dict().items():
+            if not torch.equal(self.state[key].nan_to_num(7), value.nan_to_num(7)):
+                yield f"{key} of the original"
+        if self.modes != {k: m.training for k, m in net.named_modules()}:
+            yield "training modes of the original"
+        if self.types != {k: type(m) for k, m in net.named_modules()}:
+            yield "types of the original's modules"
+        now = self._plain(net)
+        for key in self.plain.keys() | now.keys():
+            if self.plain.get(key) != now.get(key):
+                yield f"attribute {key}: {self.plain.get(key)} -> {now.get(key)}"
+
+
+def _largest(y: Tensor) -> float:
+    y = y[y.isfinite()]
+    return y.abs().max().item() if y.numel() else 0.0
+
+
+def _distance(y: Tensor, z: Tensor) -> float:
+    """The largest difference where both are finite."""
+    y, z = y.double(), z.double()
+    d = (y - z)[y.isfinite() & z.isfinite()].abs()
+    return d.max().item() if d.numel() else 0.0
+
+
+ALL = frozenset({"pickle", "save", "compile", "export", "fold"})
+FAST = frozenset({"fold", "pickle", "save"})
+
+
+def check(network: Network, heavy: frozenset[str] = ALL, wanted: str = "") -> Trial:
+    """All checks of one network, or those up to the failure that is wanted."""
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        warnings.simplefilter("ignore")
+        torch.manual_seed(0)
+        random.seed(0)
+        trial = Trial(network, heavy, wanted)
+        with contextlib.suppress(FoundError):
+            trial.run()
+    return trial

@@ -1,0 +1,75 @@
+"""What a converted network must give where a site is only approximate: its gates, written out anew.
+
+Nothing of the library is used here but the numbers of an instance. Gates are evaluated in float64
+whatever the type of x, with the logits of Eq. 2 added up and shifted by their largest, and rounded
+once at the end.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+import threshold_gating as tg
+
+
+def evaluated(t: tg.TG, x: Tensor) -> Tensor:
+    """y = sum_k g_k(x) (s_k x + c_k) in float64, in the type of x."""
+    z = x.double()
+    q = t.q or (0.0,) * t.K
+    branches = torch.stack([a * z * z + s * z + c for a, s, c in zip(q, t.s, t.c, strict=True)], -1)
+    if t.hard:
+        owners = t.owner or ("lo",) * (t.K - 1)
+        above = [
+            (z > at) if owner == "lo" else (z >= at)
+            for at, owner in zip(t.theta, owners, strict=True)
+        ]
+        region = sum((a.long() for a in above), torch.zeros_like(z, dtype=torch.long))
+        y = branches.gather(-1, region.unsqueeze(-1)).squeeze(-1)
+    elif t.form == "product":  # of the appendix, K = 3
+        a, b = (torch.sigmoid(t.tau * (z - at)) for at in t.theta)
+        weights = torch.stack([1 - a, a * (1 - b), b], -1)
+        y = (weights * branches).sum(-1) / weights.sum(-1)
+    else:
+        taus = t.tau if isinstance(t.tau, tuple) else (t.tau,) * (t.K - 1)
+        logits = [torch.zeros_like(z)]
+        for tau, at in zip(taus, t.theta, strict=True):
+            logits.append(logits[-1] + tau * (z - at))
+        y = (torch.stack(logits, -1).softmax(-1) * branches).sum(-1)
+    if t.clamp is not None:
+        y = y.clamp(*t.clamp)
+    return y.to(x.dtype)
+
+
+def gated(key: str | tg.TG, x: Tensor) -> Tensor:
+    """The default instance of an approximate activation; "softplus:2.0" has a parameter."""
+    if isinstance(key, tg.TG):
+        return evaluated(key, x)
+    name, _, number = key.partition(":")
+    p = float(number or 1)
+    z = x.double()
+    if name == "softplus":
+        y = evaluated(tg.TAXONOMY[name], p * z) / p
+    elif name == "celu":
+        y = p * evaluated(tg.TAXONOMY["elu"], z / p)
+    elif name == "logsigmoid":
+        y = -evaluated(tg.TAXONOMY["softplus"], -z)
+    else:
+        y = evaluated(tg.TAXONOMY[name], z)
+    return y.to(x.dtype)
+
+
+def gated_(key: str | tg.TG, x: Tensor) -> Tensor:
+    """The same, over its input."""
+    return x.copy_(gated(key, x.clone()))
+
+
+class Gated(nn.Module):
+    """The same as a module."""
+
+    def __init__(self, key: str | tg.TG, inplace: bool = False) -> None:
+        super().__init__()
+        self.key, self.over = key, inplace
+
+    def forward(self, x: Tensor) -> Tensor:
+        return gated_(self.key, x) if self.over else gated(self.key, x)
