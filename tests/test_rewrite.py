@@ -5,6 +5,7 @@ import inspect
 import io
 import math
 import pickle
+import re
 import threading
 import warnings
 
@@ -559,7 +560,7 @@ def test_a_tolerance_at_the_output_is_held():
     model, x = nn.Sequential(nn.Linear(4, 4), nn.GELU()), torch.randn(8, 4)
     convert(model, inputs=x, tol=1e-2)
     with pytest.raises(
-        ConversionError, match=r"the output is off by max\|d\|/max\|y\| = .*, and tol is 1e-09"
+        ConversionError, match=r"the output is off by .* of its largest value; 1e-09 is what tol"
     ):
         convert(model, inputs=x, tol=1e-9)
 
@@ -715,3 +716,22 @@ def test_what_is_reverted_is_in_the_mode_of_now(training):
     revert(model)
     assert type(model[1]) is nn.RReLU
     assert model[1].training is training
+
+
+ODD = [
+    ((nn.ReLU(), torch.randn(3)), "the second argument is sites, .*convert(model, inputs=x)"),
+    ((nn.ReLU(), (torch.randn(3),)), "the second argument is sites"),
+    (("resnet18",), "timm.create_model('resnet18', pretrained=True) makes one"),
+    ((nn.ReLU,), "ReLU is a class; give a network, ReLU(...)"),
+    ((torch.relu,), "a network is wanted, a torch.nn.Module; got builtin"),
+    ((nn.ReLU(), "gelu"), "sites is a dict of choices by the names of sites"),
+    ((nn.ReLU(), {0: "gelu"}), "sites are named by texts"),
+]
+
+
+@pytest.mark.parametrize(("args", "message"), ODD, ids=range(len(ODD)))
+def test_arguments_that_are_something_else_are_answered_with_what_was_meant(args, message):
+    pattern = re.escape(message).replace(r"\.\*", ".*")
+    for call in (convert, convert_):
+        with pytest.raises(TypeError, match=pattern.replace(r"convert\(", r"convert_?\(")):
+            call(*args)

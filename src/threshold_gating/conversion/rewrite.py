@@ -60,6 +60,7 @@ def convert(
             ulp where every site is exact) and twice the original's own rounding; `math.inf`
             accepts any finite difference, at the sites, too.
     """
+    _check_arguments("convert", model, sites, inputs)
     return _converted(model, copy.deepcopy(model), sites, inputs, strict, tol)
 
 
@@ -72,12 +73,48 @@ def convert_(
     tol: float | None = None,
 ) -> nn.Module:
     """`convert` in place: no weight is copied. If anything fails, `model` is left as it was."""
+    _check_arguments("convert_", model, sites, inputs)
     original = model
     if inputs is not None and strict:
         # Its own modules around the same tensors, to compare with.
         tensors = (*model.parameters(), *model.buffers())
         original = copy.deepcopy(model, {id(t): t for t in tensors})
     return _converted(original, model, sites, inputs, strict, tol)
+
+
+def _check_arguments(caller: str, model: Any, sites: Any, inputs: Any) -> None:
+    """Refuse what is no network, no choice of sites or no input, with what was probably meant."""
+    if isinstance(model, type) and issubclass(model, nn.Module):
+        name = model.__name__
+        raise TypeError(f"{caller}: {name} is a class; give a network, {name}(...).")
+    if isinstance(model, str):
+        raise TypeError(
+            f"{caller}: a network is wanted, a torch.nn.Module; got the text {model!r}. "
+            f"timm.create_model({model!r}, pretrained=True) makes one, and the command "
+            f"`tg convert timm:{model}` takes a name."
+        )
+    if not isinstance(model, nn.Module):
+        kind = type(model).__name__
+        raise TypeError(f"{caller}: a network is wanted, a torch.nn.Module; got {kind}.")
+    parts = sites.values() if isinstance(sites, Mapping) else sites
+    parts = parts if isinstance(sites, Mapping | tuple | list) else (sites,)
+    if any(isinstance(part, Tensor) for part in parts):
+        raise TypeError(
+            f"{caller}: the second argument is sites, what to put where; inputs have a name: "
+            f"{caller}(model, inputs=x)."
+        )
+    if sites is not None and not isinstance(sites, Mapping):
+        raise TypeError(
+            f"{caller}: sites is a dict of choices by the names of sites, as "
+            f"{{'act': 'gelu_k3'}}; got {type(sites).__name__}."
+        )
+    if bad := [name for name in sites or {} if not isinstance(name, str)]:
+        raise TypeError(f"{caller}: sites are named by texts, as in `tg.audit`; got {bad[0]!r}.")
+    if isinstance(inputs, str):
+        raise TypeError(
+            f"{caller}: inputs are a tensor, a tuple of arguments or a dict of keyword arguments; "
+            f"got the text {inputs!r}."
+        )
 
 
 def _converted(

@@ -182,7 +182,9 @@ def put(model: nn.Module, old: nn.Module, new: nn.Module) -> nn.Module:
 def is_hooked(part: nn.Module) -> bool:
     """Whether something of the user's runs around a module's `forward`."""
     hooks = [hook for name in _HOOKS for hook in vars(part)[name].values()]
-    return any(not getattr(hook, "__module__", "").startswith("threshold_gating.") for hook in hooks)
+    return any(
+        not getattr(hook, "__module__", "").startswith("threshold_gating.") for hook in hooks
+    )
 
 
 def reads_parameters(network: Network, node: fx.Node) -> bool:
