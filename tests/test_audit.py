@@ -1,7 +1,11 @@
 """The audit sees what runs: every nonlinearity left to torch, however it is written, and no other."""
 
 import json
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 import timm
 import torch
@@ -10,7 +14,7 @@ from torch import nn
 
 from threshold_gating import attention, kernels, recurrent
 from threshold_gating.conversion import convert, ops
-from threshold_gating.conversion.audit import AuditedSite, Op, audit
+from threshold_gating.conversion.audit import AuditedSite, Op, audit, nonlinear_summary
 from threshold_gating.layers import Activation
 
 
@@ -120,6 +124,18 @@ WRITTEN = {
     "softplus": (lambda m, x: torch.log(1 + x.exp()), "exp"),
     "softplus by log1p": (lambda m, x: torch.log1p(x.exp()), "exp"),
     "softsign": (lambda m, x: F.softsign(x), "abs"),
+    "relu by abs": (lambda m, x: (x + x.abs()) / 2, "abs"),
+    "leaky relu by abs": (lambda m, x: 0.6 * x + 0.4 * abs(x), "abs"),
+    "relu by abs in place": (lambda m, x: x.abs().add_(x).mul_(0.5), "abs"),
+    "negative part by abs": (lambda m, x: -(-x - x.neg().abs()) / 2, "abs"),
+    "softmax by log_softmax": (lambda m, x: F.log_softmax(x, -1).exp(), "exp"),
+    "softmax by logsumexp": (lambda m, x: (x - x.logsumexp(-1, keepdim=True)).exp(), "exp"),
+    "softmax by logarithms": (
+        lambda m, x: (x - x.exp().sum(-1, keepdim=True).log()).exp(),
+        "exp",
+    ),
+    "of a list": (lambda m, x: torch.tensor(x.tolist()).relu(), "relu"),
+    "of an array": (lambda m, x: torch.tensor(np.asarray(x)).tanh(), "tanh"),
     "erf": (lambda m, x: x * (1 + torch.erf(x)), "erf"),
     "through a view": (lambda m, x: m.p.new_zeros(2, 5, 6).copy_(x).view(-1).relu(), "relu"),
     "written into a slice": (lambda m, x: written_into_slice(x), "relu"),
@@ -161,6 +177,7 @@ HARMLESS = {
     "pooling": (lambda m, x: F.max_pool1d(x, 2), "max_pool2d_with_indices"),
     "rotary": (lambda m, x: x * x.cos() + x.flip(-1) * x.sin(), "cos"),
     "log_softmax": (lambda m, x: F.log_softmax(x, -1), "_log_softmax"),
+    "abs of something else": (lambda m, x: x + x.flip(-1).abs(), "abs"),
     "products and sums": (lambda m, x: (x @ x.mT * x.sum()).flatten(1).cumsum(-1), None),
 }
 
@@ -231,6 +248,7 @@ def bend(x: torch.Tensor) -> torch.Tensor:
 def test_an_op_of_another_library_is_listed_with_its_name():
     seen = audit(Calls(lambda m, x: bend(x)), TOKENS)
     assert Op("", "proof::bend", 1) in seen.other
+    assert seen.unseen == ("proof::bend in the network itself",)
 
 
 def test_the_innermost_module_is_named_and_calls_are_counted():
@@ -250,7 +268,7 @@ def test_each_call_of_a_shared_module_is_a_site():
 
 def test_calls_with_instances_of_their_own_are_told_apart():
     model = SqueezeExcite().eval()
-    seen = audit(convert(model, {"act#1": "gelu_k3"}, inputs=IMAGE), IMAGE)
+    seen = audit(convert(model, {"act#1": "gelu_k3"}, inputs=IMAGE, strict=False), IMAGE)
     assert [(s.name, s.kind, s.K, s.exact) for s in seen.sites if s.name != ":sigmoid#0"] == [
         ("act", "relu", 2, True),
         ("act#1", "relu", 3, False),
@@ -380,7 +398,9 @@ def test_an_audit_is_json():
     seen = audit(convert(nn.Sequential(nn.ReLU()), inputs=TOKENS), TOKENS)
     assert seen.sites == (AuditedSite("0", "relu", 2, True, True, 1),)
     site = {"name": "0", "kind": "relu", "K": 2, "exact": True, "native": True, "calls": 1}
-    assert json.loads(json.dumps(seen.to_dict())) == {"sites": [site], "left": [], "other": []}
+    assert json.loads(json.dumps(seen.to_dict())) == {
+        **{"sites": [site], "left": [], "other": [], "unseen": []}
+    }
 
 
 def test_the_closed_list_names_ops_that_exist_and_none_twice():
@@ -390,3 +410,116 @@ def test_the_closed_list_names_ops_that_exist_and_none_twice():
     assert len(listed) == len(set(listed))
     known = {str(schema.name).removeprefix("aten::") for schema in torch._C._jit_get_all_schemas()}
     assert set(listed) <= known
+
+
+# Not linear and no gate for it: (function, what stands in the last line)
+BENDING = {
+    "sine": (torch.sin, "sin 1"),
+    "square": (lambda x: x**2, "pow 1"),
+    "arctangent": (torch.atan, "atan 1"),
+    "magnitude": (torch.abs, "abs 1"),
+    "exponential": (torch.exp, "exp 1"),
+    "logarithm": (lambda x: x.abs().log(), "abs 1, log 1"),
+    "rounding": (torch.round, "round 1"),
+    "root": (lambda x: torch.sqrt(x + 9), "sqrt 1"),
+    "inverse": (lambda x: torch.reciprocal(x + 9), "reciprocal 1"),
+    "maxout": (lambda x: x.view(2, 5, 3, 2).amax(-1), "amax 1"),
+    "maxout by max": (lambda x: x.view(2, 5, 3, 2).max(-1).values, "max 1"),
+}
+
+
+@pytest.mark.parametrize("bending", BENDING)
+def test_what_no_gate_stands_for_is_in_the_last_line(bending):
+    f, said = BENDING[bending]
+    seen = audit(Calls(lambda m, x: f(x)), TOKENS)
+    assert seen.left == ()
+    n = len(seen.bending)
+    last = f"0 sites, 0 left, {n} other, of which {n} not linear ({said})"
+    assert str(seen).splitlines()[-1] == last
+    assert nonlinear_summary(seen) == f"not linear beside the gates: {said}"
+
+
+# Norms, means and pooling do not make a network nonlinear in this sense.
+NORMS = {
+    "rms": lambda x: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6),
+    "rms by products": lambda x: x * ((x * x).mean(-1, keepdim=True) + 1e-6) ** -0.5,
+    "deviation": lambda x: x / torch.sqrt(x.var(-1, keepdim=True) + 1e-6),
+    "L1": lambda x: x / x.abs().sum(-1, keepdim=True),
+    "L2": lambda x: F.normalize(x + 1, dim=-1),
+    "layer": lambda x: F.layer_norm(x, (6,)),
+    "pooling": lambda x: F.max_pool1d(x, 2),
+}
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_norms_and_pooling_are_other_and_do_not_bend(norm):
+    seen = audit(Calls(lambda m, x: NORMS[norm](x)), TOKENS)
+    assert seen.other
+    assert seen.bending == ()
+    assert "not linear" not in str(seen)
+
+
+def by_thread(x):
+    found = []
+    thread = threading.Thread(target=lambda: found.append(F.relu(x)))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def by_pool(x):
+    with ThreadPoolExecutor(2) as pool:
+        return torch.stack(list(pool.map(torch.tanh, x)))
+
+
+# (function, what was not looked at)
+UNSEEN = {
+    "numpy": (lambda x: torch.from_numpy(np.maximum(x.numpy(), 0)), "numpy in 0"),
+    "array": (lambda x: torch.as_tensor(np.sin(np.asarray(x))), "numpy in 0"),
+    "list": (lambda x: torch.tensor(x.tolist()), "Python's numbers in 0"),
+    "item": (lambda x: x * max(0.0, x.sum().item()), "Python's numbers in 0"),
+    "float": (lambda x: x * abs(float(x.sum())), "Python's numbers in 0"),
+    "thread": (by_thread, "torch in other threads"),
+    "pool": (by_pool, "torch in other threads"),
+}
+
+
+@pytest.mark.parametrize("unseen", UNSEEN)
+def test_what_is_not_looked_at_is_named(unseen):
+    f, said = UNSEEN[unseen]
+    seen = audit(nn.Sequential(Calls(lambda m, x: f(x))), TOKENS)
+    assert seen.unseen == (said,)
+    assert f"not looked at: {said}\n" in str(seen)
+    assert str(seen).endswith("1 not looked at")
+    assert nonlinear_summary(seen) == f"not looked at: {said}"
+    assert seen.to_dict()["unseen"] == [said]
+
+
+def test_control_flow_and_constants_leave_nothing_unseen():
+    model = Calls(lambda m, x: x if (x > 0).any() and m.p.sum().item() < 1e9 else -x)
+    model.scale = float(np.asarray(model.p.detach())[0])
+    assert audit(model, TOKENS).unseen == ()
+    positions = Calls(lambda m, x: x[:, : len(torch.arange(5).tolist())])
+    assert audit(positions, TOKENS).unseen == ()
+
+
+def test_an_audit_gives_the_profiler_back():
+    def mine(*event):
+        pass
+
+    for before in (None, mine):
+        sys.setprofile(before)
+        threading.setprofile(before)
+        try:
+            audit(Calls(lambda m, x: x.relu()), TOKENS)
+            assert sys.getprofile() is before
+            assert threading.getprofile() is before
+        finally:
+            sys.setprofile(None)
+            threading.setprofile(None)
+
+
+def test_a_summary_has_what_is_left_and_nothing_where_all_is_linear():
+    assert nonlinear_summary(audit(nn.Linear(6, 6), TOKENS)) == ""
+    seen = audit(Calls(lambda m, x: (x * (x > 0)).sin()), TOKENS)
+    assert nonlinear_summary(seen) == "no gate stands for gt 1; not linear beside the gates: sin 1"

@@ -204,7 +204,7 @@ def test_markdown_has_the_same_rows(tg):
         assert (row["paper"], row["note"]) == (known.paper, known.note)
         assert ("clamp" in row["other"]) == (t.clamp is not None)
         assert ("product" in row["other"]) == (t.form == "product")
-    assert "- softsign: its tails" in out
+    assert "- snake: x + sin(x)^2" in out
 
 
 def test_json_gives_back_the_instances_that_run(tg):
@@ -225,11 +225,11 @@ def test_the_table_comes_from_the_dict_the_code_runs(tg, monkeypatch):
 
 
 def test_unknown_names_get_the_nearest_and_exit_2(tg):
-    code, out, err = tg("table", "relu", "slu", "softsign", "qqq")
+    code, out, err = tg("table", "relu", "slu", "snake", "qqq")
     assert (code, out) == (2, "")
     assert err.splitlines() == [
         "tg table: no activation 'slu' in the taxonomy; did you mean 'silu', 'selu', 'dsilu'?",
-        f"tg table: 'softsign' has no instance: {taxonomy.NOT_REPRESENTABLE['softsign']}",
+        f"tg table: 'snake' has no instance: {taxonomy.NOT_REPRESENTABLE['snake']}",
         "tg table: no activation 'qqq' in the taxonomy; `tg table --all` lists them.",
     ]
 

@@ -73,7 +73,7 @@ class Op:
 class Audit:
     """What ran: the converted sites, the nonlinearities `left` to torch, and what else there is.
 
-    `unseen` names what was not looked at: "numpy in layer1", "3 calls of torch in other threads".
+    `unseen` names what was not looked at: "numpy in layer1", "torch in other threads".
     """
 
     sites: tuple[AuditedSite, ...]
@@ -239,7 +239,7 @@ class _Reader(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.calls: Counter[str] = Counter()
         self.native: set[str] = set()
         self.found: list[tuple[str, bool, ops.Found]] = []
-        self.unseen: Counter[str] = Counter()
+        self.unseen: dict[str, None] = {}  # in order, each once
         self._last: tuple[FrameType | None, str] = (None, "")
 
     @contextmanager
@@ -267,7 +267,7 @@ class _Reader(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _lost(self, what: str) -> None:
         where = self.running.stack[-1].where if self.running.stack else ""
         self.trail.left_torch = True
-        self.unseen[f"{what} in {where or 'the network itself'}"] += 1
+        self.unseen[f"{what} in {where or 'the network itself'}"] = None
 
     def _elsewhere(self, frame: FrameType, event: str, called: Any) -> None:
         if event == "c_call":
@@ -275,7 +275,7 @@ class _Reader(TorchDispatchMode):  # type: ignore[no-untyped-call]
             of_torch = str(getattr(called, "__module__", "") or "").startswith("torch")
             home = str(getattr(owner, "__module__", None) or getattr(owner, "__name__", ""))
             if isinstance(owner, Tensor) or of_torch or home.startswith("torch"):
-                self.unseen["other threads"] += 1
+                self.unseen["torch in other threads"] = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -343,10 +343,7 @@ class _Reader(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return Audit(tuple(sites), tuple(left), tuple(other), tuple(self._unseen(other)))
 
     def _unseen(self, other: Sequence[Op]) -> Iterator[str]:
-        calls = self.unseen.pop("other threads", 0)
         yield from self.unseen
-        if calls:
-            yield f"{calls} calls of torch in other threads"
         for op in other:
             if "::" in op.op:  # another library's, whatever it does
                 yield f"{op.op} in {op.module or 'the network itself'}"

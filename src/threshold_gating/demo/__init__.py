@@ -5,6 +5,7 @@ Every figure is measured as it runs, with native ops off: the gates are really e
 
 from __future__ import annotations
 
+import math
 import platform
 import sys
 import time
@@ -31,6 +32,7 @@ from threshold_gating.report import HEADER, LEGEND, Report, Row, cells, meaning,
 
 FILE = "tg_demo.html"
 _GELU = r"re:blocks\.\d+\.act"
+_TWO = "K = 2"
 _CALIBRATED = 20_000  # values of each site; the fit does not change visibly with more
 Say = Callable[[str], None]
 
@@ -86,6 +88,10 @@ def run(
             panels += _panels(name, model, ways, data)
             say("")
             tell(f"   {name:<9} {_count(rows[-1].sites)}")
+            if any(_tol(way.label) for way in ways):
+                tell(
+                    f"   {'':<9} {_TWO}: accepted however far off (tol=inf), to show how far that is"
+                )
     tell("\n4. The networks before and after read the test images:\n")
     facts = _facts(seed, data, started)
     report = Report(tuple(rows), tuple(panels), _samples(data), facts, len(data.test))
@@ -127,20 +133,31 @@ def _named(say: Say, name: str, text: str) -> None:
 
 
 def _convert(name: str, model: nn.Module, data: Digits, say: Say) -> list[Converted]:
-    """The network by gates, in every way that is shown; each conversion is verified."""
+    """The network by gates, in every way that is shown; each conversion is verified.
+
+    Two branches move the scores by more than `convert` allows. That is what those rows show, so
+    they are accepted here (tol=inf); the others keep to its bounds.
+    """
     ways: dict[str, dict[str, Choice] | None] = {"": None}
     if name == "ViT":
         batches = torch.split(data.train, 256)
         fitted = calibrate(model, batches, K=2, values=_CALIBRATED, progress=say)
         ways = {
-            "K = 2 paper": {_GELU: "gelu_paper"},
-            "K = 2 calibrated": {**fitted},
+            f"{_TWO} paper": {_GELU: "gelu_paper"},
+            f"{_TWO} calibrated": {**fitted},
             "K = 3": {_GELU: 3},
             "K = 5": {_GELU: 5},
         }
     say(f"{name}: converting")
     sample = data.train[:32]
-    return [Converted(label, convert(model, at, inputs=sample)) for label, at in ways.items()]
+    return [
+        Converted(label, convert(model, at, inputs=sample, tol=_tol(label)))
+        for label, at in ways.items()
+    ]
+
+
+def _tol(label: str) -> float | None:
+    return math.inf if label.startswith(_TWO) else None
 
 
 def compare(name: str, model: nn.Module, way: Converted, data: Digits) -> Row:
