@@ -89,9 +89,7 @@ def run(
             say("")
             tell(f"   {name:<9} {_count(rows[-1].sites)}")
             if any(_tol(way.label) for way in ways):
-                tell(
-                    f"   {'':<9} {_TWO}: accepted however far off (tol=inf), to show how far that is"
-                )
+                tell(f"   {'':<9} {_TWO}: accepted as they are (tol=inf), to show how far off")
     tell("\n4. The networks before and after read the test images:\n")
     facts = _facts(seed, data, started)
     report = Report(tuple(rows), tuple(panels), _samples(data), facts, len(data.test))
