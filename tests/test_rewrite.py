@@ -3,6 +3,7 @@
 import copy
 import inspect
 import io
+import math
 import pickle
 import threading
 import warnings
@@ -211,7 +212,7 @@ def test_shared_activations_stay_shared():
 
 def test_a_shared_activation_can_have_an_instance_for_each_call():
     model, x = Block(), torch.randn(3, 4)
-    gated = convert(model, {"act#1": "silu"}, inputs=x)
+    gated = convert(model, {"act#1": "silu"}, inputs=x, tol=math.inf)
     assert isinstance(gated.act, PerCall)
     for _ in range(2):  # the count starts again with each run
         torch.testing.assert_close(gated(x), F.silu(model.b(F.relu(model.a(x)))))
@@ -558,7 +559,7 @@ def test_a_tolerance_at_the_output_is_held():
     model, x = nn.Sequential(nn.Linear(4, 4), nn.GELU()), torch.randn(8, 4)
     convert(model, inputs=x, tol=1e-2)
     with pytest.raises(
-        ConversionError, match=r"the output is off by max\|d\|/max\|y\| = .*, and tol is 1e-09"
+        ConversionError, match=r"the output is off by .* of its largest value; 1e-09 is what tol"
     ):
         convert(model, inputs=x, tol=1e-9)
 
