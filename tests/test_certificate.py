@@ -432,7 +432,7 @@ site  kind  K  max      rms      rel      ulp      bound     calls  class
 1     gelu  5  4.9e-05  2.5e-05  6.8e-05           0.01 rel  1      approximate
 2     silu                                                   1      not evaluated
 
-output: max 4.15e-05, max|d|/max|y| 7.07e-05 (0.01 allowed), rms 1.84e-05
+output: max 4.17e-05, max|d|/max|y| 7.09e-05 (0.01 allowed), rms 1.84e-05
 high: 0.222222 -> 0.222222, difference +0 [-0.1782, +0.1782] (95 %), equal on 100.00% of 9
 holds for every input: 1 of 2 sites (exact, element by element); on these inputs: 1, and the output
 2 of 3 sites evaluated with native off: ok"""
