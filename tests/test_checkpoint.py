@@ -261,6 +261,17 @@ def test_gates_that_are_part_of_the_network_itself_come_back(tmp_path):
     assert type(wrong[1]) is nn.SiLU
 
 
+def test_the_axis_of_channels_comes_back(tmp_path):
+    net = nn.Sequential(Activation("silu", share="channel", channels=4, axis=-1, train=("tau",)))
+    with torch.no_grad():
+        net[0].rho.normal_()
+    save(net, tmp_path)
+    back = load(tmp_path, nn.Sequential(nn.SiLU()))
+    x = torch.randn(2, 3, 4)  # along the default axis 1 there are three
+    assert back[0].axis == -1
+    assert torch.equal(back(x), net(x))
+
+
 def test_what_is_learned_and_what_is_trained_come_back(learned, tmp_path):
     save(learned, tmp_path)
     act = load(tmp_path, fresh()).act2

@@ -338,7 +338,7 @@ _FUNCTIONS = (
 _NOT_ROWS = {
     *("gelu_10", "ClippedGELUActivation", "laplace", "LaplaceActivation", "hard_mish"),
     *("sqrtsoftplus", "SqrtSoftplusActivation"),
-    *(f"torch.nn.{name}" for name in ("Softsign", "Softmax", "Softmin", "LogSoftmax", "GLU")),
+    *(f"torch.nn.{name}" for name in ("Softmax", "Softmin", "LogSoftmax", "GLU")),
 }
 
 

@@ -140,20 +140,21 @@ def in_wider_type(model: nn.Module, args: Any, kwargs: Any, want: Any) -> Any:
         return None
     dtype = torch.float32 if narrow else torch.float64
     try:
-        state = torch.get_rng_state()
-        again = _run(copy.deepcopy(model), *fresh((args, kwargs)))
+        again, draws = _run(copy.deepcopy(model), *fresh((args, kwargs)))
         pairs = zip(dict(leaves(want)).values(), dict(leaves(again)).values(), strict=True)
-        draws = not torch.equal(state, torch.get_rng_state())
         if draws or any(difference(y, z).any() for y, z in pairs):
             return None
-        return _run(copy.deepcopy(model).to(dtype), *widened(fresh((args, kwargs)), dtype))
+        return _run(copy.deepcopy(model).to(dtype), *widened(fresh((args, kwargs)), dtype))[0]
     except Exception:  # whatever hinders it: then there is no measure, and the plain bound holds
         return None
 
 
-def _run(model: nn.Module, args: Any, kwargs: Any) -> Any:
+def _run(model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, bool]:
+    """The output, and whether random numbers were drawn on the way."""
     with evaluating(model):
-        return model(*args, **kwargs)
+        state = torch.get_rng_state()
+        output = model(*args, **kwargs)
+        return output, not torch.equal(state, torch.get_rng_state())
 
 
 def judged(
