@@ -167,3 +167,10 @@ def test_bad_input_is_answered_with_what_would_work(error, call, message):
     with pytest.raises(error) as caught:
         call()
     assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("off", [1e-9, -1e-11])
+def test_an_anchor_a_little_off_its_branch_is_refused(off):
+    with pytest.raises(ValueError, match="anchor 1 must be a point"):
+        TG(float("inf"), (0,), (0, 2), (0, 3), anchor=(None, (1, 5 + off)))
+    TG(float("inf"), (0,), (0, 2), (0, 3), anchor=(None, (1, 5 + 5e-13)))  # rounding is not

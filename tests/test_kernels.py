@@ -8,9 +8,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from threshold_gating import Activation, kernels
+from threshold_gating import Activation, kernels, primitive
 from threshold_gating.instance import TG
 from threshold_gating.kernels import fused, launch, ops
+from threshold_gating.kernels.form import take_apart
+from threshold_gating.kernels.lowering import native
 from threshold_gating.taxonomy import (
     ROWS,
     TAXONOMY,
@@ -268,3 +270,106 @@ def test_compiled_sums_have_two_stages_where_that_helps(parameter, x, spread):
     (have,) = torch.autograd.grad((wide * image).sum(), t)
     (want,) = torch.autograd.grad((t * image).sum(), t)
     torch.testing.assert_close(have, want, rtol=1e-4, atol=1e-3)  # up to 82,000 terms of float32
+
+
+INF = float("inf")
+
+
+def both(x, *parameters, **options):
+    """y of the CPU's own kernels, and of the reference in float64."""
+    wide = [w.double() if isinstance(w, torch.Tensor) else w for w in (x, *parameters)]
+    return kernels.blend(x, *parameters, **options), primitive.blend(*wide, **options).float()
+
+
+@pytest.mark.parametrize("owner", [("lo", "hi"), ("hi", "lo"), ("hi", "hi")])
+def test_a_threshold_belongs_to_its_owner_on_a_cpu(owner):
+    x = torch.tensor([-1.0, 1.0, 0.0], requires_grad=True)
+    s = [torch.tensor([w]) for w in (2.0, 3.0, 5.0)]
+    y = kernels.blend(x, INF, (-1.0, 1.0), s, (0.0, 0.0, 0.0), owner=owner)
+    slope = torch.autograd.grad(y.sum(), x)[0]
+    want = [2.0 if owner[0] == "lo" else 3.0, 3.0 if owner[1] == "lo" else 5.0, 3.0]
+    assert slope.tolist() == want
+    assert y.tolist() == [-want[0], want[1], 0.0]
+
+
+def test_far_below_all_thresholds_the_first_branch_is_all_there_is():
+    # a tau for each threshold: no power of one exponential, the first logit is 0 by definition
+    x = torch.tensor([-400.0, -300.0])
+    have, want = both(x, (1.0, 2.0), (0.0, 1.0), (torch.tensor(1.5), 0.5, 1.0), (1.0, 2.0, 3.0))
+    torch.testing.assert_close(have, want)
+    torch.testing.assert_close(have, 1.5 * x + 1)
+
+
+@pytest.mark.parametrize("thresholds", [(20.0, -20.0), (5.0, -40.0)])
+@pytest.mark.parametrize("tau", [10.0, (10.0, 7.0)])
+def test_thresholds_out_of_order_give_what_float64_gives(tau, thresholds):
+    x = torch.linspace(-60, 60, 25)
+    c = (torch.tensor(0.0), 5.0, 10.0)
+    torch.testing.assert_close(*both(x, tau, thresholds, (0.0, 1.0, 0.0), c))
+
+
+@pytest.mark.parametrize("second", [True, False])
+def test_a_second_derivative_knows_the_owner_and_what_is_read(second):
+    x = torch.tensor([0.0, 1.0], requires_grad=True)
+    v = torch.tensor([3.0, -2.0], requires_grad=True) if second else None
+    s = torch.tensor([[2.0], [5.0]], requires_grad=True)
+    for tau, owner in ((INF, ("hi",)), (1.0, None)):
+        found = []
+        for run in (kernels.blend, primitive.blend):
+            y = run(x, tau, (0.0,), s, (0.0, 1.0), v=v, owner=owner)
+            read = x if v is None else v
+            first = torch.autograd.grad((y**2).sum(), [read, s], create_graph=True)
+            found.append([*first, *torch.autograd.grad(first[0].sum(), [read, s])])
+        torch.testing.assert_close(*found)
+
+
+def test_numbers_that_make_no_gate_are_refused_as_by_the_reference():
+    x = torch.zeros(3)
+    lines = ((0.0, 1.0, 0.0), (0.0, 0.0, 1.0))
+    for tau, theta, words in (
+        (0.0, (0.0, 1.0), "tau must be positive"),
+        ((1.0, -1.0), (0.0, 1.0), "tau must be positive"),
+        (INF, (1.0, 0.0), "non-decreasing"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            kernels.blend(x, tau, theta, *lines)
+
+
+def test_axes_with_another_between_them_are_left_to_the_reference():
+    # parameters along axes 0 and 2: not one run of memory
+    shape, x = (2, 1, 3), torch.randn(2, 4, 3)
+    theta = torch.randn(1, *shape)
+    assert take_apart(x, 1.0, theta, (0.0, 1.0), (0.0, 0.0)) is None
+    torch.testing.assert_close(*both(x, 1.0, theta, (0.0, 1.0), (0.0, 0.0)))
+    assert take_apart(x[:, :1], 1.0, theta, (0.0, 1.0), (0.0, 0.0)) is not None
+
+
+def test_nan_is_not_lost_between_constant_hard_branches():
+    x = torch.tensor([float("nan"), 2.0])
+    for c in ((-1.0, 1.0), (torch.tensor(-1.0), 1.0)):
+        y = kernels.blend(x, INF, (0.0,), (0.0, 0.0), c)
+        assert y[0].isnan()
+        assert y[1] == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "bounds"), [("clamp", (-1, 2)), ("clamp_min", (0.5,)), ("clamp_max", (3,))]
+)
+def test_a_clamp_is_torchs_own_at_its_bounds_too(name, bounds):
+    low = None if name == "clamp_max" else float(bounds[0])
+    high = None if name == "clamp_min" else float(bounds[-1])
+    below, above = ([] if b is None else [b] for b in (low, high))
+    s, c = [0] * len(below) + [1] + [0] * len(above), [*below, 0, *above]
+    owner = ["hi"] * len(below) + ["lo"] * len(above)
+    t = TG(INF, [*below, *above], s, c, owner=owner)
+    op = native(t)
+    assert op.args[0] is getattr(torch, name)
+    x = torch.tensor([-3, -1, 0.5, 2, 3, 7, INF, -INF], requires_grad=True)
+    want = torch.clamp(x, low, high)
+    for y in (op(x), t(x)):
+        assert torch.equal(y, want)
+        grads = [torch.autograd.grad(z[:6].sum(), x, retain_graph=True)[0] for z in (y, want)]
+        assert torch.equal(*grads)
+    other = TG(INF, t.theta, s, c, owner=[{"lo": "hi", "hi": "lo"}[o] for o in owner])
+    # its gradient at a bound is that of the outside
+    assert native(other) is None or native(other).args[0] is not getattr(torch, name)

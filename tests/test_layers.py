@@ -398,3 +398,101 @@ def test_a_continuous_hard_gate_has_no_surrogate():
     act = Activation("relu", train=("theta",))
     act(x).sum().backward()
     assert act.dtheta.grad.item() == -(x > 0).sum().item()  # -s of the open branch, exactly
+
+
+KINDS = [
+    ("relu", ()),
+    ("elu", ()),
+    ("hardshrink", ()),
+    ("silu", ("tau",)),
+    ("hardtanh", ("theta",)),
+]
+
+
+class Residual(nn.Module):
+    """What in-place activations are dangerous in: the input is read again."""
+
+    def __init__(self, act):
+        super().__init__()
+        self.act = act
+
+    def forward(self, x):
+        x = 2 * x
+        return self.act(x) + x
+
+
+def residuals(name, train):
+    gated = Residual(Activation(name, train=train, inplace=True))
+    plain = Activation(name, train=train)
+    return gated, lambda x: 2 * plain(2 * x)
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+@pytest.mark.parametrize(("name", "train"), KINDS)
+def test_in_place_overwrites_the_input_value_and_gradient(name, train, backend):
+    gated, plain = residuals(name, train)
+    torch._dynamo.reset()
+    x = torch.randn(4, 5, requires_grad=True)
+    with kernels.use(backend):
+        for module in (gated, torch.compile(gated, backend="aot_eager", fullgraph=True)):
+            have, want = module(x), plain(x)
+            torch.testing.assert_close(have, want)
+            dy = torch.randn_like(want)
+            grads = (torch.autograd.grad(y, x, dy)[0] for y in (have, want))
+            torch.testing.assert_close(*grads)
+        y = torch.randn(3)
+        with torch.no_grad():
+            assert gated.act(y) is y
+        with pytest.raises(RuntimeError, match="a leaf Variable that requires grad"):
+            gated.act(torch.randn(3, requires_grad=True))
+
+
+def test_an_exported_graph_overwrites_too():
+    gated, plain = residuals("elu", ())
+    x = torch.randn(4, 5)
+    exported = torch.export.export(gated, (x,)).module()
+    torch.testing.assert_close(exported(x), plain(x))
+
+
+def crossed():
+    act = Activation("hardtanh", train=("theta", "s", "c"))
+    with torch.no_grad():
+        act.dtheta.copy_(torch.tensor([[3.0], [-3.0]]))  # thresholds at 2 and -2
+        act.s.add_(torch.tensor([[0.5], [0.1], [-0.2]]))
+    return act
+
+
+def test_hard_thresholds_that_crossed_count_as_sorted_in_every_backend():
+    act, x = crossed(), torch.linspace(-4, 4, 17).requires_grad_()
+    _, theta, s, c = act.values()
+    torch._dynamo.reset()
+    region = sum((x > t).long() for t in theta)
+    # owners: "lo" at 2 keeps the point below, "hi" at -2 puts it above
+    region[x == -2] = 1
+    want = torch.stack([a * x + b for a, b in zip(s, c, strict=True)]).gather(0, region[None])[0]
+    slope = torch.autograd.grad(want.sum(), x, retain_graph=True)[0]
+    for name in ("auto", "reference"):
+        with kernels.use(name):
+            for run in (act, torch.compile(act, backend="eager"), act.instance()):
+                y = run(x)
+                torch.testing.assert_close(y, want)
+                torch.testing.assert_close(torch.autograd.grad(y.sum(), x)[0], slope)
+
+
+def test_product_gates_that_crossed_say_what_to_do():
+    t = TG(2.0, (-1, 1), (0, 1, 0), (-1, 0, 1), form="product")
+    act = Activation(t, train=("theta",))
+    with torch.no_grad():
+        act.dtheta.copy_(torch.tensor([[3.0], [-3.0]]))
+    with pytest.raises(ValueError, match=r"have crossed.*as_form\('softmax'\)"):
+        act.instance()
+
+
+@pytest.mark.parametrize("name", ["init", "share", "group", "learned"])
+def test_what_is_fixed_cannot_be_set_later(name):
+    act = Activation("silu")
+    with pytest.raises(AttributeError, match=f"{name} is fixed when it is made"):
+        setattr(act, name, "relu")
+    act.inplace = True
+    x = torch.randn(3)
+    assert act(x) is x

@@ -93,7 +93,15 @@ def drawn(rng: np.random.Generator, count: int, points: int = 12) -> Gates:
     tau = np.exp(rng.uniform(-5, 7, (K - 1 if own else 1, count)))
     x = _spread(rng, (points, count), -1, 2)
     huge = 3e38 if dtype in (torch.float32, torch.bfloat16) else 6e4
-    special = [0.0, -0.0, 1e-40, huge, -huge, 1e30 if huge > 1e5 else 1e3, -1e9 if huge > 1e5 else 9]
+    special = [
+        0.0,
+        -0.0,
+        1e-40,
+        huge,
+        -huge,
+        1e30 if huge > 1e5 else 1e3,
+        -1e9 if huge > 1e5 else 9,
+    ]
     rows = rng.integers(points, size=(3, count))
     for row in rows[:2]:
         x[row, np.arange(count)] = rng.choice(special, count)
@@ -358,7 +366,9 @@ def _at_infinity(g: Gates, names: dict[str, Backend]) -> list[str]:
         if not bool(y[0].isnan().all()):
             found.append(f"{name}: NaN is lost\n{program(g, 'channel', name, 0)}")
         outer = [g.s[-1] * math.inf + g.c[-1], g.s[0] * -math.inf + g.c[0]]
-        for have, s, c, limit in zip(y[1:], (g.s[-1], g.s[0]), (g.c[-1], g.c[0]), outer, strict=True):
+        for have, s, c, limit in zip(
+            y[1:], (g.s[-1], g.s[0]), (g.c[-1], g.c[0]), outer, strict=True
+        ):
             limit = torch.where(s == 0, c, limit).to(have.dtype)
             close = torch.isclose(have, limit, rtol=1e-2, atol=1e-3) | have.isnan()
             if not bool(close.all()):

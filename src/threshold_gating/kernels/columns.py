@@ -98,7 +98,10 @@ def transposed(weight: Tensor) -> Tensor:
         return kept.columns
     copy = weight.detach().permute(1, 2, 0).contiguous()
     if weight.is_cuda:  # a graph recorded later takes the formulas, and cannot make it then
-        torch.cuda.current_blas_handle()  # type: ignore[no-untyped-call]
+        # whose context has to be the current one, or torch warns; kernels launched past it do not
+        # see to that
+        with torch.cuda.device(weight.device):
+            torch.cuda.current_blas_handle()  # type: ignore[no-untyped-call]
     forget = functools.partial(_forget, id(weight))
     _COPIES[id(weight)] = _Copy(weakref.ref(weight, forget), state, copy)
     return copy

@@ -1,0 +1,61 @@
+"""Random gates in every backend against long double; `python -m tests.fuzz.gates` runs many."""
+
+import pytest
+import torch
+
+from tests.fuzz import gates
+from threshold_gating import kernels, primitive
+
+
+def test_random_gates_are_within_their_bound_in_every_backend():
+    assert gates.check_gates(seed=0, n=60, compiled=2) == []
+
+
+def test_many_gates_of_few_structures_are_within_their_bound():
+    assert gates.check_gates(seed=1, n=2000) == []
+
+
+def test_the_kernels_of_triton_are_within_the_same_bound(step_by_step):
+    step_by_step(
+        "import numpy as np\n"
+        "from tests.fuzz import gates\n"
+        "from threshold_gating import kernels\n"
+        "kernels.use('triton')\n"
+        "gates._TOGETHER, found = 10, []\n"
+        "with np.errstate(all='ignore'):\n"
+        "    for g, how in gates.batches(3, 60):\n"
+        "        found += gates.differences(g, how, {'triton': kernels.blend})\n"
+        "print('ok' if not found else found[0])\n"
+    )
+
+
+@pytest.mark.parametrize("error", [1e-4, float("nan")])
+def test_the_comparison_sees_a_wrong_value_and_prints_a_program(error):
+    def wrong(x, *parameters, **options):
+        y = primitive.blend(x, *parameters, **options)
+        return y + error * y.abs().max().detach()
+
+    g, how = next(iter(gates.batches(0, 250)))
+    found = gates.differences(g, how, {"wrong": wrong})
+    assert found
+    program = found[0].split("\n", 1)[1]
+    exec(program, {})  # it runs as it is
+
+
+CANCELLING = (1000.0, 0.001)
+
+
+@pytest.mark.parametrize("s", [CANCELLING, CANCELLING[::-1]])
+@pytest.mark.parametrize("run", [primitive.blend, kernels.blend])
+def test_two_gates_do_not_cancel_where_one_is_nearly_shut(run, s):
+    x = torch.tensor([40.0, -40.0], requires_grad=True)
+    exact = x.detach().double().requires_grad_()
+    rows = [torch.tensor(w, requires_grad=True) for w in s]
+    wide = [torch.tensor(w, dtype=torch.float64, requires_grad=True) for w in s]
+    found = []
+    for z, w in ((x, rows), (exact, wide)):
+        y = run(z, 1.0, (0.0,), w, (0.0, 0.0))
+        found.append([y, *torch.autograd.grad(y.sum(), [z, *w])])
+    for have, want in zip(*found, strict=True):
+        # 40 units of rounding in the exponent, each 6e-8
+        torch.testing.assert_close(have.double(), want, rtol=1e-5, atol=0)
