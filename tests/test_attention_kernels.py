@@ -148,8 +148,9 @@ def test_16_bit_inputs(dtype, device):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("size", [16, 96, 256])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("size", "dtype"), [(16, torch.bfloat16), (96, torch.float32), (256, torch.bfloat16)]
+)
 @pytest.mark.parametrize("way", ["fused", "literal"])
 def test_every_size_of_head_compiles(way, dtype, size):
     error = ERROR if dtype == torch.float32 else 4 * torch.finfo(dtype).eps

@@ -399,10 +399,10 @@ def relative_logits(u: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _applied(plain: Any, dual: Any, *inputs: Tensor) -> Any:
-    """Dynamo refuses a function that has a forward mode, and cannot do with one that it need not."""
+    """Dynamo refuses a function that has a forward mode, and one of many inputs without gradient."""
     if not torch.compiler.is_compiling():
         return dual.apply(*inputs)
-    needed = torch.is_grad_enabled() and any([u.requires_grad for u in inputs])
+    needed = torch.is_grad_enabled() and any(u.requires_grad for u in inputs)
     return plain.apply(*inputs) if needed else plain.forward(*inputs)
 
 

@@ -202,16 +202,17 @@ def _backward_two(
     tau, theta = p.tau[0], p.theta[0]
     moved = room.difference(x, theta) if _is_there(theta) else x
     gates = _two_gates(room.product(moved, tau), room)
-    turn = torch.mul(*gates, out=room.new()).mul_(dy)
+    low, high = gates
+    turn = torch.mul(low, high.mul_(dy), out=room.new())
+    low.mul_(dy)
     rise, gap = p.s[1] - p.s[0], p.c[1] - p.c[0]
     apart = room.product(turn, gap) if _is_there(gap) else None
     if _is_there(rise) or apart is None:
-        turn.mul_(v).mul_(rise)  # dy T
+        turn.mul_(v)
+        turn = turn if _is_one(rise) else turn.mul_(rise)  # dy T
         turn = turn if apart is None else turn.add_(apart)
     else:
         turn = apart
-    for gate in gates:
-        gate.mul_(dy)
     through = _mean(gates, p.s, room)  # of gates that are weighed with dy already
     if not isinstance(through, Tensor):
         through = room.product(dy, through)
