@@ -448,7 +448,8 @@ class _DualTimes(_Times):
     @staticmethod
     def jvp(ctx: Any, dv: Tensor, dslope: Tensor) -> Tensor:
         v, slope = ctx.saved_tensors
-        return dv * slope + v * dslope
+        dy: Tensor = dv * slope + v * dslope
+        return dy
 
 
 class _Sigmoid(Function):
