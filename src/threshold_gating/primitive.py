@@ -399,7 +399,7 @@ def relative_logits(u: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _applied(plain: Any, dual: Any, *inputs: Tensor) -> Any:
-    """Dynamo refuses a function that has a forward mode, and one of many inputs without gradient."""
+    """Dynamo refuses a function with a forward mode, and one of many inputs without gradient."""
     if not torch.compiler.is_compiling():
         return dual.apply(*inputs)
     needed = torch.is_grad_enabled() and any(u.requires_grad for u in inputs)
@@ -448,7 +448,8 @@ class _DualTimes(_Times):
     @staticmethod
     def jvp(ctx: Any, dv: Tensor, dslope: Tensor) -> Tensor:
         v, slope = ctx.saved_tensors
-        return dv * slope + v * dslope
+        dy: Tensor = dv * slope + v * dslope
+        return dy
 
 
 class _Sigmoid(Function):
@@ -493,7 +494,8 @@ class _Swing(_Sigmoid):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Tensor:
-        return 2 * _Sigmoid.backward(ctx, dy)
+        (u,) = ctx.saved_tensors
+        return 2 * _within_range(dy) * (sigmoid(u) * sigmoid(-u))
 
 
 class _DualSwing(_Swing):
@@ -503,7 +505,8 @@ class _DualSwing(_Swing):
 
     @staticmethod
     def jvp(ctx: Any, du: Tensor) -> Tensor:
-        return 2 * _DualSigmoid.jvp(ctx, du)
+        (u,) = ctx.saved_tensors
+        return 2 * du * (sigmoid(u) * sigmoid(-u))
 
 
 class _Gates(Function):

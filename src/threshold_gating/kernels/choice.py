@@ -115,7 +115,7 @@ class _Notes:
     def add(self, name: str) -> None:
         if self.names[-1] == name:
             return
-        node = torch.autograd._get_sequence_nr()
+        node = torch._C._autograd._get_sequence_nr()
         if self.nodes[-1] == node:  # nothing was made under the last one
             self.names[-1] = name
             return

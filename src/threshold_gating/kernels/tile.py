@@ -163,7 +163,8 @@ def _are_equal(w: Sequence[Value]) -> bool:
 
 def _is_larger(w: Sequence[Value], side: int) -> bool:
     """Whether w on this side is nowhere much smaller than on the other."""
-    return _holds(4 * abs(w[side]) >= abs(w[1 - side]))
+    size, other = (t.abs() if isinstance(t, Tensor) else abs(t) for t in (w[side], w[1 - side]))
+    return _holds(4 * size >= other)
 
 
 def _is_balanced(w: Sequence[Value]) -> bool:
