@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 from threshold_gating import sites
 from threshold_gating.conversion import recognise
 from threshold_gating.conversion.answering import disown
-from threshold_gating.conversion.rewrite import PerCall, children
+from threshold_gating.conversion.rewrite import PerCall, count_calls
 from threshold_gating.dense import TIERED
 from threshold_gating.instance import TG
 from threshold_gating.layers import Activation
@@ -94,6 +94,8 @@ def trace(model: nn.Module) -> Network:
     module = fx.GraphModule(own, graph, type(model).__name__)
     for name, part in module.named_modules():  # torch makes new containers, in training mode
         part.training = own.get_submodule(name).training
+    if any(isinstance(part, PerCall) for part in module.modules()):
+        count_calls(module)  # the hooks that do it were the root's
     return Network(module, dict(_acts(module, plans)))
 
 
@@ -172,9 +174,10 @@ def consumers(network: Network, act: fx.Node) -> tuple[list[Consumer], list[fx.N
 
 def put(model: nn.Module, old: nn.Module, new: nn.Module) -> nn.Module:
     """`model` with `new` wherever `old` was, under each of its names; `new` if it is the root."""
-    for parent, name, child in children(model):
-        if child is old:
-            parent._modules[name] = new
+    for parent in list(model.modules()):
+        for name, child in parent._modules.items():
+            if child is old:
+                parent._modules[name] = new
     return new if model is old else model
 
 
