@@ -280,3 +280,36 @@ def test_random_networks_are_folded_to_rounding_or_untouched():
         assert same(model, new, x), (seed, model, new.folded, new.kept)
         folded += len(new.folded)
     assert 30 < folded < 90
+
+
+def test_a_converted_network_is_folded_where_it_was_given_its_instances():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second, self.act, self.own = (
+                norm_of(4),
+                norm_of(4),
+                nn.SiLU(),
+                nn.Tanh(),
+            )
+
+        def forward(self, x):
+            return self.own(self.second(self.act(self.act(self.first(x)))))
+
+    x = torch.randn(2, 4, 3, 3)
+    steep = tg.TG(3.0, 0.1, (0, 1), (0, 0))
+    model = tg.convert(Twice().eval(), {"act#1": steep}, inputs=x, strict=False)
+    new = fold_batchnorm(model)
+    assert (new.folded, list(new.kept)) == (("second",), ["first"])
+    assert same(model, new, x)
+    assert same(model, new, x)  # calls are counted anew in each run
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_scales_are_computed_in_float64_whatever_the_norm_is_kept_in(dtype):
+    norm = norm_of(4).to(dtype)
+    new = fold_batchnorm(nn.Sequential(norm, tg.Activation("silu")).eval())
+    tau = new.get_submodule("1").values()[0]
+    var, weight = norm.running_var.double(), norm.weight.detach().double()
+    want = weight.abs() / (var + norm.eps).sqrt()
+    assert torch.equal(tau, want.float())  # rounded once

@@ -190,7 +190,7 @@ def test_importing_loads_no_extra():
 
 
 def test_importing_takes_under_0_3_s_more_than_torch():
-    code = "import time, torch; t = time.perf_counter(); "
-    code += f"import {PACKAGE}; print(time.perf_counter() - t)"
-    # The least of three: a reading is too long for many reasons, and never too short.
+    code = "import time, torch; t = time.process_time(); "
+    code += f"import {PACKAGE}; print(time.process_time() - t)"
+    # Time of the processor, not of a clock: others may use the machine. The least of three.
     assert min(float(_python(code)) for _ in range(3)) < 0.3

@@ -110,13 +110,30 @@ def affine(
         for qk, sk, ck in zip(q, t.s, t.c, strict=True)
     ]
     theta = [(th - gamma) / beta for th in t.theta]
+    anchors = [p and _moved(p, branch, gamma, beta) for p, branch in _anchored(t, branches)]
     taus = [tau * abs(beta) for tau in (t.tau if isinstance(t.tau, tuple) else (t.tau,))]
     owner = t.owner
     if beta < 0:
-        branches, theta, taus = branches[::-1], theta[::-1], taus[::-1]
+        branches, theta, taus, anchors = branches[::-1], theta[::-1], taus[::-1], anchors[::-1]
         owner = owner and tuple("hi" if o == "lo" else "lo" for o in reversed(owner))
     q, s, c = zip(*branches, strict=True)
-    return TG(taus if len(taus) > 1 else taus[0], theta, s, c, form=t.form, owner=owner, q=q)
+    options: Any = {"form": t.form, "owner": owner, "q": q, "anchor": anchors if t.hard else None}
+    return TG(taus if len(taus) > 1 else taus[0], theta, s, c, **options)
+
+
+def _anchored(
+    t: TG, branches: list[tuple[float, float, float]]
+) -> Iterator[tuple[Anchor, tuple[float, float, float]]]:
+    return zip(t.anchor or (None,) * t.K, branches, strict=True)
+
+
+def _moved(
+    p: tuple[float, float], branch: tuple[float, float, float], gamma: float, beta: float
+) -> Anchor:
+    """An anchor after an affine map; none on a branch that the map made constant."""
+    q, s, c = branch
+    a = (p[0] - gamma) / beta
+    return None if q == s == 0 else (a, (q * a + s) * a + c)
 
 
 def softplus(beta: float) -> TG:
@@ -128,9 +145,9 @@ def softplus(beta: float) -> TG:
 # a branch of constant height e^far behind it is e^x, off by e^(2x - far): 6e-7 at 13. Further out
 # the rounding of x - far in float32 would be the larger error.
 _FAR = 13.0
-# Nearly a switch, for the corner at 0. A sharper one would magnify the rounding of the branches,
-# which it subtracts, in the gradient near 0.
-_SHARP = 2.0**18
+# The switch to the line at 0: as blunt as it may be where f' does not jump there, because it magnifies
+# the rounding of the branches in the gradient near 0, and nearly hard where it does.
+_SMOOTH, _SHARP = 2.0**12, 2.0**18
 
 
 def elu(alpha: float, scale: float = 1.0) -> TG:
@@ -139,9 +156,10 @@ def elu(alpha: float, scale: float = 1.0) -> TG:
     Three branches: -1, the exponential, and x from 0 on. The second threshold lies below 0 by as
     much as the first gate takes away, so that the upper branch takes over at 0.
     """
-    theta = (_FAR, -_FAR / _SHARP)
+    sharp = _SMOOTH if alpha == 1 else _SHARP
+    theta = (_FAR, -_FAR / sharp)
     rising = alpha * math.exp(_FAR)
-    return TG((1, _SHARP), theta, (0, 0, scale), (-scale * alpha, scale * rising, 0))
+    return TG((1, sharp), theta, (0, 0, scale), (-scale * alpha, scale * rising, 0))
 
 
 def celu(alpha: float) -> TG:

@@ -82,10 +82,7 @@ def _plan(network: Network, node: fx.Node) -> dict[fx.Node, nn.Module] | str:
         return "a channel has the scale 0, so that its input is gone"
     plan: dict[fx.Node, nn.Module] = {}
     for reader in readers:
-        gated = reader.op == "call_module" and (
-            type(_part(network, reader)) in (*_BEHIND[type(norm)], Activation)
-        )
-        if not gated:
+        if reader.op != "call_module" or not _is_gated(_part(network, reader), type(norm)):
             return f"{reader.target} reads it, which has no gates per channel"
         new = _obstacle(network, reader) or _folded(_part(network, reader), a, d)
         if isinstance(new, str):
@@ -96,6 +93,11 @@ def _plan(network: Network, node: fx.Node) -> dict[fx.Node, nn.Module] | str:
             expect_axes(new, _BEHIND[type(norm)][type(new)])
         plan[reader] = new
     return plan
+
+
+def _is_gated(part: nn.Module, norm: type[nn.Module]) -> bool:
+    """Whether its channels are where `norm` has them, or it does what `Activation` does."""
+    return type(part) in _BEHIND[norm] or type(part).forward is Activation.forward
 
 
 def _obstacle(network: Network, node: fx.Node) -> str | None:

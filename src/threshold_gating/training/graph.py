@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 from threshold_gating import sites
 from threshold_gating.conversion import recognise
 from threshold_gating.conversion.answering import disown
-from threshold_gating.conversion.rewrite import PerCall
+from threshold_gating.conversion.rewrite import PerCall, count_calls
 from threshold_gating.dense import TIERED
 from threshold_gating.instance import TG
 from threshold_gating.layers import Activation
@@ -94,6 +94,8 @@ def trace(model: nn.Module) -> Network:
     module = fx.GraphModule(own, graph, type(model).__name__)
     for name, part in module.named_modules():  # torch makes new containers, in training mode
         part.training = own.get_submodule(name).training
+    if any(isinstance(part, PerCall) for part in module.modules()):
+        count_calls(module)  # the hooks that do it were the root's
     return Network(module, dict(_acts(module, plans)))
 
 
