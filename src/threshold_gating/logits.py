@@ -64,9 +64,12 @@ def softmax(
         raise ValueError(f"softmax: a masked row becomes nan or 0; got masked={masked!r}.")
     logits = input if dtype is None else input.to(dtype)
     z = wide(logits)
-    # Dynamo refuses a function that has a forward mode; there it is left out.
-    gates = _Gates if torch.compiler.is_compiling() else _DualGates
-    p = gates.apply(z, dim, masked) if z.numel() else z.clone()  # type: ignore[no-untyped-call]
+    if torch.compiler._is_exporting_flag and z.numel():
+        p = _exported(z, dim, masked)
+    else:
+        # Dynamo refuses a function that has a forward mode; there it is left out.
+        gates = _Gates if torch.compiler.is_compiling() else _DualGates
+        p = gates.apply(z, dim, masked) if z.numel() else z.clone()  # type: ignore[no-untyped-call]
     return p if dtype is None and _autocast_widens(logits) else p.to(logits.dtype)
 
 
@@ -181,6 +184,18 @@ class _Gates(torch.autograd.Function):
     def backward(ctx: Any, dp: Tensor) -> tuple[Tensor, None, None]:
         (p,) = ctx.saved_tensors
         return _times_jacobian(p, dp, ctx.dim), None, None
+
+
+def _exported(z: Tensor, dim: int, masked: float) -> Tensor:
+    """The same for a graph that keeps no backward of ours: its steps have the right derivative.
+
+    The thresholds are constants to autograd, so p is too, and what it is multiplied by is 1 and has
+    the slope of log p: z_i - sum_j p_j z_j. Of first order; a second derivative is not in it.
+    """
+    p = _Gates.forward(z, dim, masked).detach()
+    live = z.masked_fill(z.isinf(), 0.0)
+    rise = live - live.detach()  # 0
+    return p * (1 + rise - (p.nan_to_num() * rise).sum(dim, keepdim=True))
 
 
 class _DualGates(_Gates):

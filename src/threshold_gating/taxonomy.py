@@ -24,6 +24,7 @@ from torch import Tensor
 
 from threshold_gating._fitted import BY_RELATIVE, FITTED
 from threshold_gating.instance import TG
+from threshold_gating.primitive import Anchor
 
 INF = math.inf
 LN2 = math.log(2)

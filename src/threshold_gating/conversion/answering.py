@@ -73,9 +73,10 @@ def watched() -> Iterator[None]:
 
 def _is_torchs(site: Site | None) -> bool:
     """Whether the native answer to a call is the call itself."""
-    return site is None or (
-        site.op is None if site.t is None else site.exact and site.op is not None
-    )
+    if site is None or site.t is None:
+        return site is None or site.op is None
+    # torch's rrelu has a backward of its own, which checkpointing gets wrong
+    return site.exact and site.op is not None and site.kind != "rrelu"
 
 
 def _path(module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -347,7 +348,9 @@ def answer(site: Site, func: Any, args: Any, kwargs: Any) -> Any:
             site.name,
         )
     inplace = inplace or asked
-    # The gate keeps its input for the backward, so what is overwritten must not be that.
-    y = kernels.evaluate(site.t, x.clone() if inplace and x.requires_grad else x, op=site.op)
+    # The gate keeps its input for the backward, so what is overwritten must not be that. A graph
+    # that is exported may be trained later.
+    keep = inplace and (x.requires_grad or kernels.exporting())
+    y = kernels.evaluate(site.t, x.clone() if keep else x, op=site.op)
     out = x if inplace else out
     return y if out is None else out.copy_(y)

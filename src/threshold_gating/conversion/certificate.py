@@ -108,7 +108,7 @@ class Certificate:
         done, verdict = sum(row.ok is not None for row in self.rows), f"{len(self.failed)} failed"
         always = sum(row.scope == "every input" for row in self.rows)
         said.append(
-            f"holds for every input: {always} of {done} sites (exact, element by element); on "
+            f"holds for every input: {always} of {done} sites (on record, see tg prove); on "
             f"these inputs: {done - always}, and the output"
         )
         said += [f"not seen on these inputs: {', '.join(self.unseen)}"] if self.unseen else []
@@ -241,7 +241,7 @@ def _row(name: str, error: Error, seen: AuditedSite | None) -> Row:
         elements=error.elements,
         calls=error.calls,
         ok=ok,
-        scope="every input" if ok and site.exact and site.t is not None else "these inputs",
+        scope="every input" if ok and error.proven else "these inputs",
         note=f"accepted by tol={error.tol:g}" if accepted else "",
     )
 
@@ -254,15 +254,27 @@ def _not_evaluated(rows: tuple[Row, ...], seen: Audit) -> dict[str, str]:
         if site.native:
             failed[site.name] = f"{site.name} was not evaluated: torch's own op ran."
         elif not site.calls and site.name in reached:
-            failed[site.name] = f"{site.name} was not evaluated: converted does not call it."
+            failed[site.name] = (
+                f"{site.name} was not evaluated: converted does not call it. {_SELF}"
+            )
         elif site.calls and site.name not in reached:
-            failed[site.name] = f"{site.name} was not compared: model does not call it."
+            failed[site.name] = f"{site.name} was not compared: model does not call it. {_SELF}"
     for op in seen.left:
         if not op.asked:
             where = op.module or "the network itself"
             key, calls = f"{op.module}:{op.op}", f"calls: {op.calls}"
-            failed[key] = f"{op.op} ran outside the gates, in {where} ({calls})."
+            failed[key] = (
+                f"{op.op} ran outside the gates, in {where} ({calls}). Write it as a function of "
+                "torch that is one (F.relu, torch.sigmoid), or as a module of its own, which can "
+                "stay as it is; strict=False converts the rest unproven."
+            )
     return failed
+
+
+_SELF = (
+    "A function that closes over the network (a lambda with self) calls the one it was made for, "
+    "not the copy; make it a method."
+)
 
 
 def _nothing(rows: tuple[Row, ...], errors: Mapping[str, Error]) -> dict[str, str]:

@@ -26,6 +26,7 @@ from threshold_gating import sites
 from threshold_gating.conversion import ops
 from threshold_gating.conversion.answering import LEAVE, answer, as_it_comes
 from threshold_gating.conversion.audit import described, gate_of, is_gate
+from threshold_gating.conversion.enumeration import FORMATS
 from threshold_gating.conversion.plan import Site
 from threshold_gating.conversion.running import Run, Running, fresh
 
@@ -57,6 +58,7 @@ class Error:
         self.ulps, self.grain = 0, 0.0  # what rounding is allowed, and that of values near 1
         self.bitwise, self.exceeds = True, False
         self.tried: Error | None = None  # at points of our own
+        self.proven = True  # for every input of the types that it was called with
         element = site.t is not None or site.kind in ("glu", "prelu")
         self.law = "element" if element else "softmax" if "softm" in site.kind else "sum"
 
@@ -209,7 +211,7 @@ class Local(TorchFunctionMode):
 
         self._busy = True  # what is called here is not the original's
         have = gate.forward(*given, **kwargs)
-        self._add(run.site, site, want, have, original, gate.forward, (given, kwargs))
+        self._add(run.site, site, want, have, original, gate.forward, (given, kwargs), run.module)
         self._busy = False
 
     def _add(
@@ -221,11 +223,13 @@ class Local(TorchFunctionMode):
         original: Callable[..., Any],
         gate: Callable[..., Any],
         given: tuple[Any, Any],
+        replaced: str | nn.Module,
     ) -> None:
         """Note one call: what it gave and, once, what it gives elsewhere."""
         args, kwargs = given
         error = self.errors.setdefault(name, Error(name, site, self.tol))
         error.calls += 1
+        error.proven = error.proven and _is_proven(site, replaced, want)
         error.add(want, have, lambda: original(*widened(args), **widened(kwargs)))
         if site.t is not None and error.tried is None and args:
             x, rest = points(site, args[0]), args[1:]
@@ -254,7 +258,7 @@ class Local(TorchFunctionMode):
         x, options = _kept(*given)
         have = gate(*x, **options)
         want = func(*args, **kwargs)
-        self._add(name, site, want, have, func, gate, given)
+        self._add(name, site, want, have, func, gate, given, kind)
         return want
 
     def _site(self, name: str, kind: str, args: Any, kwargs: Any) -> Site | str | None:
@@ -269,6 +273,17 @@ class Local(TorchFunctionMode):
                 call = name.removeprefix(f"{run.where}:")
                 return run.where if LEAVE in plan else plan.get(call)
         return None
+
+
+def _is_proven(site: Site, replaced: str | nn.Module, y: Any) -> bool:
+    """Whether a complete proof is on record that the site's instance is what it replaced."""
+    from threshold_gating.conversion.proof import holds_for_every_input  # it imports this module
+
+    kinds = {(t.dtype, t.device.type) for t in floats(y)}
+    return site.t is not None and all(
+        dtype in FORMATS and holds_for_every_input(site.t, replaced, dtype, device) is not None
+        for dtype, device in kinds
+    )
 
 
 def _kept(args: Any, kwargs: Any) -> tuple[Any, Any]:

@@ -233,12 +233,13 @@ def places(model: nn.Module) -> dict[nn.Module, Place]:
 class _Converted(nn.Module):
     """What a module is that has become a gate, in the same object: whoever holds it sees the gate.
 
-    `replaced` is what it was. An attribute of that cannot be set any more: it would do nothing.
+    `replaced` is what it was. Its attributes can be read here, too (`borrowed`), but not set: it
+    would do nothing.
     """
 
     def __setattr__(self, name: str, value: Any) -> None:
         original = self.__dict__.get("replaced")
-        if original is not None and name not in self.__dict__ and _is_data(original, name):
+        if original is not None and _is_data(original, name, self.__dict__["borrowed"]):
             raise AttributeError(
                 f"{type(original).__name__}.{name} cannot be set: the module is a gate now, which "
                 "would not change with it. Set it before `convert`, or call `revert` first."
@@ -246,10 +247,10 @@ class _Converted(nn.Module):
         super().__setattr__(name, value)
 
 
-def _is_data(module: nn.Module, name: str) -> bool:
-    """Whether an attribute is a module's own and no method."""
-    own = not hasattr(nn.Module, name) and hasattr(type(module), name)
-    return name in vars(module) or (own and not callable(getattr(type(module), name)))
+def _is_data(module: nn.Module, name: str, borrowed: frozenset[str]) -> bool:
+    """Whether an attribute is data of what a module was and not of what it is."""
+    own = not hasattr(Activation, name) and hasattr(type(module), name)
+    return name in borrowed or (own and not callable(getattr(type(module), name)))
 
 
 class Gate(_Converted, Activation):
@@ -373,6 +374,7 @@ def become(
     # Beside the registered parts: what was replaced is not a part of the network any more.
     original = object.__new__(type(module))
     object.__setattr__(original, "__dict__", module.__dict__)
-    new.__dict__["replaced"] = original
+    borrowed = {k: v for k, v in vars(module).items() if k not in vars(new)}
+    vars(new).update(borrowed, borrowed=frozenset(borrowed), replaced=original)
     module.__class__ = type(new)
     object.__setattr__(module, "__dict__", new.__dict__)
