@@ -77,7 +77,7 @@ def _check_triton() -> None:
         )
 
 
-choice.Process.default = checked(os.environ.get("TG_BACKEND", "auto"))
+choice.start_from(checked(os.environ.get("TG_BACKEND", "auto")))
 
 
 def lowered(op: Op | None) -> Op | None:

@@ -39,6 +39,12 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
+def start_from(name: str) -> None:
+    """Let this thread and those that start from now on begin with `name`."""
+    Process.default = _thread.start = name
+    _thread.compiled = _chosen()
+
+
 def backend() -> str:
     """The name of the backend in force."""
     if torch.compiler.is_compiling():
@@ -95,7 +101,7 @@ class use:  # noqa: N801  (called like a function, as torch.set_grad_enabled is)
         """A `with` block enters what it is given; nobody enters a statement's."""
         if not self._entered:
             self._entered = True
-            Process.default = _thread.start = self._name
+            start_from(self._name)
 
     def __del__(self) -> None:
         if hasattr(self, "_entered"):  # else the name was refused
