@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from threshold_gating import TAXONOMY, TG, taxonomy
+from threshold_gating import TAXONOMY, TG, sites, taxonomy
 from threshold_gating.kernels.lowering import native, overwriting
 
 X = torch.cat([torch.linspace(-8, 8, 641), torch.tensor([-0.0, 1e-30, -1e-30, 40.0, -40.0])])
@@ -29,6 +29,9 @@ KNOWN = {
     "hardshrink 0": (taxonomy.hardshrink(0.0), lambda x: F.hardshrink(x, 0.0)),
     "softshrink": (taxonomy.softshrink(0.7), lambda x: F.softshrink(x, 0.7)),
     "softshrink 0": (taxonomy.softshrink(0.0), lambda x: F.softshrink(x, 0.0)),
+    "clamp": (sites.of_call("clamp", (-0.5, 2.0)).t, lambda x: x.clamp(-0.5, 2.0)),
+    "clamp below": (sites.of_call("clamp", (-0.5, None)).t, lambda x: x.clamp(min=-0.5)),
+    "clamp above": (sites.of_call("clamp", (None, 2.0)).t, lambda x: x.clamp(max=2.0)),
 }
 
 
@@ -40,6 +43,15 @@ def test_an_instance_has_the_op_of_its_function(name):
     x = X.clone()
     assert torch.equal(overwriting(op, x), function(X))
     assert torch.equal(x, function(X))
+
+
+@pytest.mark.parametrize("name", ["clamp", "clamp below", "clamp above", "hardtanh"])
+def test_at_a_bound_the_gradient_is_that_of_torchs_function(name):
+    t, function = KNOWN[name]
+    x = torch.tensor([-1.0, -0.5, 0.0, 2.0, 3.0], requires_grad=True)
+    have, want = (torch.autograd.grad(f(x).sum(), x)[0] for f in (native(t), function))
+    assert torch.equal(have, want)
+    assert have.tolist() == torch.autograd.grad(t(x).sum(), x)[0].tolist()
 
 
 @pytest.mark.parametrize("name", KNOWN)
