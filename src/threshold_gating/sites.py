@@ -75,6 +75,8 @@ def _clamp(low: float | None, high: float | None) -> TG:
     """torch's clamp: its gradient at a bound is that of the inside, unlike hardtanh's."""
     below = [low] if low is not None and low != -math.inf else []
     above = [high] if high is not None and high != math.inf else []
+    if below and above and below[0] > above[0]:  # everything becomes the upper bound, as in torch
+        return TG(math.inf, [], [0], above)
     return TG(
         math.inf,
         [*below, *above],

@@ -146,8 +146,8 @@ def softplus(beta: float) -> TG:
 # a branch of constant height e^far behind it is e^x, off by e^(2x - far): 6e-7 at 13. Further out
 # the rounding of x - far in float32 would be the larger error.
 _FAR = 13.0
-# The switch to the line at 0: as blunt as it may be where f' does not jump there, because it magnifies
-# the rounding of the branches in the gradient near 0, and nearly hard where it does.
+# The switch to the line at 0, nearly hard where f' jumps there. Where it does not, the switch is as
+# blunt as it may be: it magnifies the rounding of the branches in the gradient near 0.
 _SMOOTH, _SHARP = 2.0**12, 2.0**18
 
 

@@ -347,10 +347,8 @@ def answer(site: Site, func: Any, args: Any, kwargs: Any) -> Any:
             f"{parameters}; convert it with inputs that take the same path.",
             site.name,
         )
-    inplace = inplace or asked
-    # The gate keeps its input for the backward, so what is overwritten must not be that. A graph
-    # that is exported may be trained later.
-    keep = inplace and (x.requires_grad or kernels.exporting())
-    y = kernels.evaluate(site.t, x.clone() if keep else x, op=site.op)
-    out = x if inplace else out
+    evaluate = functools.partial(kernels.evaluate, site.t, op=site.op)
+    if inplace or asked:
+        return kernels.overwritten(x, evaluate)
+    y = evaluate(x)
     return y if out is None else out.copy_(y)

@@ -90,8 +90,12 @@ def overwriting(op: Op, x: Tensor) -> Tensor:
 
 
 def overwritten(x: Tensor, f: Op) -> Tensor:
-    """`f(x)`, written over x. With gradients f is given a copy, for it may keep what it reads."""
-    return x.copy_(f(x.clone() if torch.is_grad_enabled() else x))
+    """`f(x)`, written over x. With gradients f is given a copy, for it may keep what it reads.
+
+    So it is in a graph, which may be differentiated later.
+    """
+    kept = torch.is_grad_enabled() or torch.compiler.is_compiling()
+    return x.copy_(f(x.clone() if kept else x))
 
 
 def _op(name: str, *parameters: float) -> Op:
