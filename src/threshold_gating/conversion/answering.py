@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,8 @@ from threshold_gating.conversion import recomputing
 from threshold_gating.conversion.plan import ConversionError, Site
 
 LEAVE = "*"  # in a plan: every call is left alone
-_OWNED: WeakKeyDictionary[type, type] = WeakKeyDictionary()
+# Values and not keys are weak: a subclass keeps its base alive, so weak keys would never go.
+_OWNED: WeakValueDictionary[type, type] = WeakValueDictionary()
 
 
 def own(module: nn.Module, plan: Mapping[str, Site | None] | None) -> None:
@@ -97,21 +98,24 @@ def _path(module: nn.Module, args: Any, kwargs: Any) -> Any:
     plan = module.__dict__["tg_sites"]
     if plan is None or not all(map(_is_torchs, plan.values())):
         return None
-    own = [v for v in vars(module).values() if type(v) in _SIMPLE]
     try:
-        return hash((torch.is_grad_enabled(), *map(_form, (own, args, kwargs))))
-    except TypeError:
+        own = tuple([_form(v) for k, v in vars(module).items() if k not in _NO_SETTINGS])
+        path = torch.is_grad_enabled(), own, _form(args), _form(kwargs)
+        hash(path)
+    except (TypeError, RecursionError):
         return None
+    return path  # and not its hash, which is the same for -1 and -2
 
 
-_SIMPLE = (bool, int, float, str, type(None))
+_SIMPLE = frozenset((bool, int, float, str, type(None)))
+_NO_SETTINGS = {*vars(nn.Module()), "tg_sites", "tg_paths"} - {"training"}
 _FEW = 64  # paths that an owner remembers; sizes may grow for ever
 
 
 def _form(value: Any) -> Any:
     """An argument without the values of tensors."""
     if isinstance(value, Tensor):
-        return value.shape, value.dtype, value.requires_grad
+        return value.shape, value.dtype, value.device, value.requires_grad
     if isinstance(value, list | tuple):
         return tuple(map(_form, value))
     if isinstance(value, dict):
@@ -122,7 +126,7 @@ def _form(value: Any) -> Any:
 def _answered(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Run the forward of an owner with its calls answered."""
     path = _path(module, args, kwargs)
-    seen: set[int] = module.__dict__["tg_paths"]
+    seen: set[Any] = module.__dict__["tg_paths"]
     if path is not None and path in seen:
         return forward(*args, **kwargs)
     mode = Answering(module.__dict__["tg_sites"])
@@ -136,7 +140,8 @@ def _answered(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs:
 
 def _owned(base: type) -> type:
     """The subclass of `base` whose forward has its calls answered; one for each class."""
-    if base not in _OWNED:
+    owned = _OWNED.get(base)
+    if owned is None:
 
         @functools.wraps(base.forward)  # type: ignore[attr-defined]
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -146,20 +151,24 @@ def _owned(base: type) -> type:
             return _answered(self, bound, args, kwargs)
 
         def reduce(self: Any, protocol: Any) -> Any:
-            state = {k: v for k, v in self.__getstate__().items() if k != "tg_paths"}
-            return _rebuild, (base,), {**state, "tg_paths": set()}
+            state = self.__getstate__()  # whatever the class makes of itself
+            if isinstance(state, dict):
+                state = {k: v for k, v in state.items() if k not in ("tg_sites", "tg_paths")}
+            return _rebuild, (base, self.__dict__["tg_sites"]), state
 
         body = {"forward": forward, "__reduce_ex__": reduce, "tg_base": base}
         if any(each.__module__ == "torch.fx.graph_module" for each in base.__mro__):
             body |= _GRAPH
         names = {k: getattr(base, k) for k in ("__module__", "__qualname__", "__doc__")}
-        _OWNED[base] = type(base.__name__, (base,), {**body, **names})
-    return _OWNED[base]
+        owned = _OWNED[base] = type(base.__name__, (base,), {**body, **names})
+    return owned
 
 
-def _rebuild(base: type) -> Any:
+def _rebuild(base: type, plan: Any) -> Any:
     owned: Any = _owned(base)
-    return owned.__new__(owned)
+    module = owned.__new__(owned)
+    module.__dict__.update(tg_sites=plan, tg_paths=set())
+    return module
 
 
 # A graph module has a class of its own, which its copies and its recompilation make anew: they are
