@@ -26,7 +26,6 @@ from threshold_gating import sites
 from threshold_gating.conversion import ops
 from threshold_gating.conversion.answering import LEAVE, answer, as_it_comes
 from threshold_gating.conversion.audit import described, gate_of, is_gate
-from threshold_gating.conversion.enumeration import FORMATS
 from threshold_gating.conversion.plan import Site
 from threshold_gating.conversion.running import Run, Running, fresh
 
@@ -296,7 +295,7 @@ def _is_proven(site: Site, replaced: str | nn.Module, y: Any) -> bool:
 
     kinds = {(t.dtype, t.device.type) for t in floats(y)}
     return site.t is not None and all(
-        dtype in FORMATS and holds_for_every_input(site.t, replaced, dtype, device) is not None
+        holds_for_every_input(site.t, replaced, dtype, device) is not None
         for dtype, device in kinds
     )
 

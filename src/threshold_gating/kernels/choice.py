@@ -20,7 +20,6 @@ from typing import Any, ClassVar
 import torch
 
 _choice: ContextVar[str | None] = ContextVar("threshold_gating_backend", default=None)
-_NOTES = "threshold_gating_backends"
 _MOST_NOTES = 4096
 
 
@@ -34,6 +33,7 @@ class _Thread(threading.local):
     def __init__(self) -> None:  # not in the class: a compiled graph would keep that value
         self.start = Process.default
         self.compiled = Process.default
+        self.notes: _Notes | None = None
 
 
 _thread = _Thread()
@@ -134,24 +134,24 @@ class _Notes:
         return self.names[max(0, bisect_right(self.nodes, node) - 1)]
 
 
-def _notes() -> _Notes | None:
-    # Autograd's own threads, which run a backward pass on a GPU, see those of who called it.
-    has: bool = torch._C._is_key_in_tls(_NOTES)
-    return torch._C._get_obj_in_tls(_NOTES) if has else None
+# Autograd's own threads, which run the backward pass on a GPU, choose no backend and have no notes:
+# they go by those of the thread that was the last to make any, the one that trains.
+_last: list[_Notes] = []
 
 
 def _note(name: str) -> None:
-    notes = _notes()
+    notes = _thread.notes
     if notes is None:
-        notes = _Notes()
+        notes = _thread.notes = _Notes()
         notes.names[0] = name
-        torch._C._stash_obj_in_tls(_NOTES, notes)
     notes.add(name)
+    _last[:] = [notes]
 
 
 def _of_forward() -> str:
     """The backend in force when the node that autograd runs now was made."""
-    notes, node = _notes(), _current_node()
+    node = _current_node()
+    notes = _thread.notes or next(iter(_last), None)
     return _chosen() if notes is None or node is None else notes.at(node._sequence_nr())
 
 
