@@ -179,8 +179,7 @@ def _graph_copy(self: Any, memo: dict[int, Any]) -> Any:
     plan = copy.deepcopy(self.tg_sites, memo)
     with _disowned(self):
         new = copy.deepcopy(self, memo)
-    own(new, plan)
-    return new
+    return _owned_as(new, plan)
 
 
 def _graph_reduce(self: Any, protocol: Any) -> Any:
@@ -190,8 +189,15 @@ def _graph_reduce(self: Any, protocol: Any) -> Any:
 
 
 def _owned_again(plain: bytes, plan: Any) -> Any:
-    module = pickle.loads(plain)
+    return _owned_as(pickle.loads(plain), plan)
+
+
+def _owned_as(module: Any, plan: Any) -> Any:
+    """A new graph module, which has not the hooks of the one that it was made from."""
+    from threshold_gating.conversion.rewrite import count_calls  # it imports this module
+
     own(module, plan)
+    count_calls(module)
     return module
 
 

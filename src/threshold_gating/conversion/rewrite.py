@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.fx import GraphModule
 
 from threshold_gating.conversion import hub, recomputing
 from threshold_gating.conversion.answering import LEAVE, disown, own
@@ -183,6 +184,8 @@ def count_calls(model: nn.Module) -> None:
     """Let every run of `model` count the calls of activations with an instance for each."""
     _stop_counting(model)
     if any(isinstance(module, PerCall) for module in model.modules()):
+        if isinstance(model, GraphModule) and "tg_sites" not in model.__dict__:
+            own(model, {})  # its own copies lose hooks, an owner's do not
         before = model.register_forward_pre_hook(_restart, prepend=True)
         after = model.register_forward_hook(_finish)
         model.__dict__["tg_counting"] = (before, after)
