@@ -1,5 +1,7 @@
 """Owners look at the calls they make only where someone has to."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -147,3 +149,17 @@ def test_an_instance_of_ones_own_in_place_has_the_gradients_of_its_gates(x):
     have, want = gated(x), t(2 * x)
     torch.testing.assert_close(have, want)
     torch.testing.assert_close(*(torch.autograd.grad(y.square().sum(), x) for y in (have, want)))
+
+
+def test_a_call_that_changes_nothing_gives_a_tensor_of_its_own():
+    class Same(nn.Module):
+        def forward(self, x):
+            h = x + 0
+            F.hardshrink(h, -0.5).add_(1)
+            return h.clamp(-math.inf, math.inf).add_(2) + h
+
+    x = torch.linspace(-2, 2, 9)
+    gated = tg.convert(Same(), inputs=x)
+    for backend in ("reference", "auto"):
+        with tg.kernels.use(backend):
+            assert torch.equal(gated(x), Same()(x))
