@@ -163,3 +163,36 @@ def test_a_call_that_changes_nothing_gives_a_tensor_of_its_own():
     for backend in ("reference", "auto"):
         with tg.kernels.use(backend):
             assert torch.equal(gated(x), Same()(x))
+
+
+OUT = {
+    "element": torch.sigmoid,
+    "whole": lambda x, out: torch.softmax(x, -1, out=out),
+    "two": lambda x, out: torch.maximum(x, x.flip(0), out=out),
+}
+
+
+@pytest.mark.parametrize("backend", ["reference", "auto"])
+@pytest.mark.parametrize("kind", OUT)
+def test_out_is_written_as_torch_writes_it(kind, backend):
+    class Out(nn.Module):
+        def forward(self, x, out):
+            y = OUT[kind](x, out=out)
+            assert y is out
+            return y * 1
+
+    x = torch.randn(4, 6)
+    gated = tg.convert(Out(), inputs=(x, torch.zeros(4, 6)))
+    with tg.kernels.use(backend), torch.no_grad():
+        for make in (lambda: torch.zeros(3, 4, 6), lambda: torch.zeros(24)):
+            with pytest.warns(UserWarning, match="was resized since it had shape"):
+                torch.testing.assert_close(gated(x, make()), Out()(x, torch.empty(0)))
+        for out in (torch.empty(0), torch.zeros(6, 4).t()):
+            strides = out.stride()
+            torch.testing.assert_close(gated(x, out), Out()(x, torch.empty(0)))
+            assert out.shape == (4, 6)
+            assert out.stride() == (strides if len(strides) == 2 else (6, 1))
+        with pytest.raises(RuntimeError):
+            gated(x, torch.zeros(4, 6, dtype=torch.int64))
+    with pytest.raises(RuntimeError, match="don't support automatic differentiation"):
+        gated(x.clone().requires_grad_(), torch.zeros(4, 6))

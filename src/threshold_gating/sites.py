@@ -165,8 +165,10 @@ def _promoted(x: Tensor, *others: Tensor) -> Tensor:
 
 
 def _clamp_by_tensors(kind: str) -> Callable[..., Tensor]:
-    """A clamp whose bounds are tensors: a hard gate for each, whose threshold is data. The upper one
-    comes second, so that of crossed bounds it is the answer."""
+    """A clamp whose bounds are tensors: a hard gate for each, whose threshold is data.
+
+    The upper one comes second, so that of crossed bounds it is the answer, as in torch.
+    """
 
     def clamp(*args: Any, **kwargs: Any) -> Tensor:
         x, (low, high), _ = KINDS[kind].read(*args, **kwargs)
