@@ -67,6 +67,18 @@ def test_none_leaves_a_site_alone():
         torch.testing.assert_close(convert(model, {"act": None, "gelu": None})(X), model(X))
 
 
+class Clamped(nn.Module):
+    def forward(self, x):
+        return x.clamp(max=float("inf"), min=float("inf")).reciprocal() + x.relu()
+
+
+def test_none_leaves_a_call_alone_that_no_gate_is():
+    with pytest.raises(ConversionError, match=r":clamp#0: no gate is clamp .* leaves the call"):
+        convert(Clamped(), inputs=X)
+    gated = convert(Clamped(), {":clamp#0": None}, inputs=X)
+    torch.testing.assert_close(gated(X), Clamped()(X))
+
+
 def test_an_instance_of_the_callers_own_is_judged_against_the_function():
     exact, off = TG(1, 0, (0, 1), (0, 0)), TG(1.1, 0, (0, 1), (0, 0))
     plan = make_plan(Net(), {":silu#0": exact, ":silu#1": off}, X)

@@ -58,11 +58,46 @@ def test_the_instance_of_a_call_is_the_function_called(function, args, kwargs):
 def test_clamp_keeps_torchs_gradient_at_its_bounds():
     bounds = torch.tensor([-1.0, 0.0, 2.0])
     inf = float("inf")
-    for low, high in ((-1.0, 2.0), (-1.0, None), (None, 2.0), (-1.0, inf), (-inf, inf)):
+    for low, high in (
+        *((-1.0, 2.0), (-1.0, None), (None, 2.0), (-1.0, inf), (-inf, inf)),
+        *((2.0, -1.0), (0.0, 0.0), (inf, 2.0)),
+    ):
         x, z = bounds.clone().requires_grad_(), bounds.clone().requires_grad_()
         sites.of_call("clamp", (low, high)).t(x).sum().backward()
         torch.clamp(z, low, high).sum().backward()
         assert torch.equal(x.grad, z.grad)
+
+
+@pytest.mark.parametrize(
+    ("function", "parameters"),
+    [
+        *((F.hardtanh, (1.0, 1.0)), (F.hardtanh, (-math.inf, 1.0)), (F.hardtanh, (-1.0, math.inf))),
+        *((F.hardshrink, (-0.5,)), (F.hardshrink, (0.0,)), (F.softshrink, (0.0,))),
+        *((torch.clamp, (2.0, 1.0)), (torch.clamp, (1.0, 1.0)), (F.leaky_relu, (-2.0,))),
+    ],
+)
+def test_parameters_that_leave_no_room_give_torchs_values_and_gradients(function, parameters):
+    points = [-3.0, -1.0, -0.5, 0.0, 0.5, 1.0, 2.0, 3.0]
+    found = []
+    for f in (function, lambda x, *p: sites.of_call(function.__name__, p).t(x)):
+        x = torch.tensor(points, requires_grad=True)
+        y = f(x, *parameters)
+        found.append((y.detach(), torch.autograd.grad((y * 3).sum(), x)[0]))
+    (y, slope), (z, gate_slope) = found
+    assert torch.equal(y, z)
+    assert torch.equal(slope, gate_slope)
+
+
+@pytest.mark.parametrize(
+    ("kind", "parameters"),
+    [
+        *(("clamp", (math.nan, None)), ("clamp", (math.inf, None)), ("softplus", (0.0, 20.0))),
+        *(("threshold", (0.0, math.inf)), ("hardshrink", (math.nan,)), ("celu", (math.inf,))),
+    ],
+)
+def test_parameters_that_no_gate_has_are_refused_with_a_way_out(kind, parameters):
+    with pytest.raises(ValueError, match=rf"no gate is {kind} .*None}} leaves the call to torch"):
+        sites.of_call(kind, parameters)
 
 
 def test_calls_on_integers_are_no_nonlinearity():
@@ -89,6 +124,49 @@ def test_a_clamp_by_tensors_is_a_gate_whose_thresholds_are_data():
             sites.WHOLE[kind](*args, **kwargs).nan_to_num(9),
             function(*args, **kwargs).nan_to_num(9),
         )
+
+
+@pytest.mark.parametrize(("low", "high"), [(2.0, 1.0), (1.0, 1.0), (-1.0, 1.0)])
+def test_crossed_and_equal_bounds_have_torchs_values_and_gradients(low, high):
+    found = []
+    for function in (torch.clamp, sites.WHOLE["clamp_by_tensors"]):
+        x = torch.tensor([-3.0, -1.0, 0.0, 0.5, 1.0, 2.0, 3.0], requires_grad=True)
+        bounds = [torch.full((7,), b, requires_grad=True) for b in (low, high)]
+        y = function(x, *bounds)
+        found.append([y.detach(), *torch.autograd.grad((y * 3).sum(), (x, *bounds))])
+    assert all(torch.equal(want, have) for want, have in zip(*found, strict=True))
+
+
+def test_bounds_that_are_no_number_give_none():
+    x, nan, one = torch.linspace(-3, 3, 7), torch.tensor([math.nan]), torch.tensor([1.0])
+    for bounds in ((nan, one), (one, nan), (nan, None), (None, nan)):
+        assert torch.clamp(x, *bounds).isnan().all()
+        assert sites.WHOLE["clamp_by_tensors"](x, *bounds).isnan().all()
+    mixed = torch.tensor([math.nan] * 3 + [1.0] * 4)
+    want, have = (f(x, mixed) for f in (torch.clamp, sites.WHOLE["clamp_by_tensors"]))
+    torch.testing.assert_close(have, want, rtol=0, atol=0, equal_nan=True)
+
+
+TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@pytest.mark.parametrize("axes", [(1, 1), (1, 0), (0, 1), (0, 0)])
+@pytest.mark.parametrize("first", TYPES)
+@pytest.mark.parametrize("second", [*TYPES, torch.int64])
+def test_tensors_of_two_types_are_promoted_as_torch_does_it(first, second, axes):
+    generator = torch.Generator().manual_seed(0)
+    x, b = (
+        (torch.randn((64,) * k, generator=generator, dtype=torch.float64) * 3).to(t)
+        for k, t in zip(axes, (first, second), strict=True)
+    )
+    calls = [(torch.clamp, (x, b)), (torch.clamp, (x, b, b.double())), (torch.clamp, (x, None, b))]
+    if second.is_floating_point:
+        calls += [(torch.maximum, (x, b)), (torch.minimum, (x, b))]
+    for function, args in calls:
+        want = function(*args)
+        have = sites.WHOLE[sites.read(function, args, {})](*args)
+        assert have.dtype == want.dtype
+        assert torch.equal(have, want)
 
 
 def test_the_larger_of_two_tensors_is_a_gate_and_a_reduction_is_none():

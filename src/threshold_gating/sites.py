@@ -8,6 +8,7 @@ evaluated as a whole by `WHOLE`.
 
 from __future__ import annotations
 
+import functools
 import math
 import types
 from collections.abc import Callable
@@ -71,19 +72,34 @@ def _rrelu(lower: float, upper: float, training: float) -> TG:
     return taxonomy.leaky_relu((lower + upper) / 2)
 
 
-def _clamp(low: float | None, high: float | None) -> TG:
-    """torch's clamp: its gradient at a bound is that of the inside, unlike hardtanh's."""
+def _bounded(low: float | None, high: float | None, owner: tuple[str, str]) -> TG:
+    """x between two bounds, of which any may be missing; of crossed ones torch gives the upper."""
     below = [low] if low is not None and low != -math.inf else []
     above = [high] if high is not None and high != math.inf else []
-    if below and above and below[0] > above[0]:  # everything becomes the upper bound, as in torch
+    no_room = below == above and owner == ("lo", "hi")  # a bound belongs to what is outside
+    if below and above and (below[0] > above[0] or no_room):
         return TG(math.inf, [], [0], above)
     return TG(
         math.inf,
         [*below, *above],
         [0] * len(below) + [1] + [0] * len(above),
         [*below, 0, *above],
-        owner=["hi"] * len(below) + ["lo"] * len(above),
+        owner=[owner[0]] * len(below) + [owner[1]] * len(above),
     )
+
+
+def _clamp(low: float | None, high: float | None) -> TG:
+    """torch's clamp: its gradient at a bound is that of the inside, unlike hardtanh's."""
+    return _bounded(low, high, ("hi", "lo"))
+
+
+def _hardtanh(low: float, high: float) -> TG:
+    return _bounded(low, high, ("lo", "hi"))
+
+
+def _hardshrink(width: float) -> TG:
+    """No x is between crossed bounds."""
+    return TAXONOMY["identity"] if width < 0 else taxonomy.hardshrink(width)
 
 
 def _row(key: str) -> Callable[[], TG]:
@@ -99,9 +115,9 @@ KINDS: dict[str, Kind] = {
         )
     },
     "leaky_relu": _with(taxonomy.leaky_relu, negative_slope=0.01),
-    "hardtanh": _with(taxonomy.hardtanh, min_val=-1.0, max_val=1.0),
+    "hardtanh": _with(_hardtanh, min_val=-1.0, max_val=1.0),
     "threshold": _with(taxonomy.threshold, threshold=0.0, value=0.0),
-    "hardshrink": _with(taxonomy.hardshrink, lambd=0.5),
+    "hardshrink": _with(_hardshrink, lambd=0.5),
     "softshrink": _with(taxonomy.softshrink, lambd=0.5),
     "elu": _with(taxonomy.elu, alpha=1.0),
     "celu": _with(taxonomy.celu, alpha=1.0),
@@ -138,20 +154,35 @@ def _prelu(input: Tensor, weight: Tensor) -> Tensor:
     return kernels.blend(input, float("inf"), (0.0,), (slope, 1.0), (0.0, 0.0))
 
 
+def _promoted(x: Tensor, *others: Tensor) -> Tensor:
+    """`x` in the type that torch's op gives for all of them: those without axes decide nothing,
+    unless the rest are whole numbers."""
+    types = [t.dtype for t in (x, *others) if t.dim()]
+    common = functools.reduce(torch.promote_types, types) if types else None
+    if common is None or not common.is_floating_point:
+        common = functools.reduce(torch.promote_types, (t.dtype for t in (x, *others)))
+    return x.to(common)
+
+
 def _clamp_by_tensors(kind: str) -> Callable[..., Tensor]:
-    """A clamp whose bounds are tensors: a hard gate with thresholds that are data."""
+    """A clamp whose bounds are tensors: a hard gate for each, whose threshold is data.
+
+    The upper one comes second, so that of crossed bounds it is the answer, as in torch.
+    """
 
     def clamp(*args: Any, **kwargs: Any) -> Tensor:
         x, (low, high), _ = KINDS[kind].read(*args, **kwargs)
-        below, above = ([] if b is None else [b] for b in (low, high))
-        return kernels.blend(
-            x,
-            math.inf,
-            [*below, *above],
-            [0.0] * len(below) + [1.0] + [0.0] * len(above),
-            [*below, 0.0, *above],
-            owner=["hi"] * len(below) + ["lo"] * len(above),
-        )
+        given = [b for b in (low, high) if b is not None]
+        y = _promoted(x, *given)
+        if len(given) == 2:
+            low = torch.where(low == high, low.detach(), low)  # no gradient, as torch gives it
+        if low is not None:
+            y = kernels.blend(y, math.inf, [low], (0.0, 1.0), (low, 0.0), owner=["hi"])
+        if high is not None:
+            y = kernels.blend(y, math.inf, [high], (1.0, 0.0), (0.0, high), owner=["lo"])
+        for bound in given:
+            y = torch.where(bound.isnan(), math.nan, y)
+        return y
 
     return clamp
 
@@ -160,6 +191,7 @@ def _extreme(side: int) -> Callable[..., Tensor]:
     """The larger (or smaller) of two tensors: a hard gate at the other one."""
 
     def extreme(input: Tensor, other: Tensor) -> Tensor:
+        input, other = _promoted(input, other), _promoted(other, input)
         s, c, owner = (
             ((0.0, 1.0), (other, 0.0), "hi") if side > 0 else ((1.0, 0.0), (0.0, other), "lo")
         )
@@ -253,7 +285,13 @@ def function(kind: str, parameters: tuple[Any, ...]) -> Callable[[Tensor], Tenso
 
 def of_call(kind: str, parameters: tuple[Any, ...]) -> Recognised:
     """The instance of a call; its error is on record where its row is, else it is measured."""
-    t = KINDS[kind].make(*parameters)
+    try:
+        t = KINDS[kind].make(*parameters)
+    except (ValueError, ArithmeticError) as error:
+        raise ValueError(
+            f"no gate is {kind} with the parameters {parameters}; sites={{name: None}} leaves the "
+            "call to torch."
+        ) from error
     return (
         Recognised(t, True, 0.0)
         if kind not in APPROXIMATE

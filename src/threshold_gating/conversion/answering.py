@@ -382,8 +382,9 @@ def answer(site: Site, func: Any, args: Any, kwargs: Any) -> Any:
         x = args[0] if args else None
         gated = site.op or (func if kernels.takes_native() else sites.WHOLE[site.kind])
         y = gated(*args, **kwargs)
-        out = x if inplace else out
-        return y if out is None or y is out else out.copy_(y)
+        if inplace:
+            return y if y is x else x.copy_(y)
+        return _written(y, out)
     x, parameters, asked = sites.KINDS[site.kind].read(*args, **kwargs)
     if parameters != site.parameters:
         raise ConversionError(
@@ -395,4 +396,11 @@ def answer(site: Site, func: Any, args: Any, kwargs: Any) -> Any:
     if inplace or asked:
         return kernels.overwritten(x, evaluate)
     y = evaluate(x)
-    return y if out is None else out.copy_(y)
+    y = y.clone() if y is x else y  # an instance that changes nothing: torch gives a new tensor
+    return _written(y, out)
+
+
+def _written(y: Any, out: Tensor | None) -> Any:
+    """`y` in `out`, if there is one, by an op of torch's: that resizes `out`, with torch's warning,
+    and refuses a type that does not hold it, or gradients, in torch's words."""
+    return y if out is None or y is out else torch.mul(y, 1, out=out)

@@ -363,6 +363,8 @@ def _collector(
 def _call_site(name: str, kind: str, args: Any, kwargs: Any, chosen: Choices) -> Site | None:
     if kind in sites.WHOLE:
         return None if chosen.leaves(name) else Site(name, kind)
+    if chosen.leaves_alone(name):
+        return None
     parameters = sites.KINDS[kind].read(*args, **kwargs).parameters
     try:
         known = sites.of_call(kind, parameters)

@@ -104,8 +104,9 @@ def _is_the_same_everywhere(module: nn.Module) -> bool:
     want, over = _called(module, x)
     for shape in _SHAPES:
         some = torch.linspace(-9, 9, torch.Size(shape).numel(), dtype=torch.float64, device="cpu")
-        values = _called(module, some)[0]
-        if not torch.equal(values, _called(module, some.view(shape))[0].flatten()):
+        few = _called(module, some[::97].contiguous())[0]
+        y = _called(module, some.view(shape))[0].flatten()
+        if not (torch.equal(y, _called(module, some)[0]) and torch.equal(y[::97], few)):
             return False
     for training in (False, True):
         for grad in (False, True):
