@@ -8,6 +8,7 @@ evaluated as a whole by `WHOLE`.
 
 from __future__ import annotations
 
+import functools
 import math
 import types
 from collections.abc import Callable
@@ -253,12 +254,14 @@ def function(kind: str, parameters: tuple[Any, ...]) -> Callable[[Tensor], Tenso
 
 def of_call(kind: str, parameters: tuple[Any, ...]) -> Recognised:
     """The instance of a call; its error is on record where its row is, else it is measured."""
-    t = KINDS[kind].make(*parameters)
-    return (
-        Recognised(t, True, 0.0)
-        if kind not in APPROXIMATE
-        else judged(t, function(kind, parameters))
-    )
+    if kind in APPROXIMATE:
+        return _approximate(kind, parameters)
+    return Recognised(KINDS[kind].make(*parameters), True, 0.0)
+
+
+@functools.lru_cache(256)
+def _approximate(kind: str, parameters: tuple[Any, ...]) -> Recognised:
+    return judged(KINDS[kind].make(*parameters), function(kind, parameters))
 
 
 def judged(t: TG, f: Callable[[Tensor], Tensor]) -> Recognised:
