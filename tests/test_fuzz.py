@@ -9,12 +9,13 @@ import torch.nn.functional as F
 
 import threshold_gating as tg
 from tests.fuzz import oracle
-from tests.fuzz.__main__ import heavy, reduced
+from tests.fuzz.__main__ import reduced
 from tests.fuzz.cases import CASES, MAY_BE_REFUSED
 from tests.fuzz.check import ALL, FAST, check
 from tests.fuzz.network import Made, Network, draw, shrunk, text
 from tests.fuzz.parts import KINDS, Part
 from tests.fuzz.printing import program
+from tests.fuzz.workers import heavy
 from threshold_gating.conversion import rewrite
 
 RELU = Network((Part("module", (("act", "relu"), ("over", False))),))
