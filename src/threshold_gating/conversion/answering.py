@@ -145,7 +145,8 @@ def _owned(base: type) -> type:
 
         @functools.wraps(base.forward)  # type: ignore[attr-defined]
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if "forward" in self.__dict__:  # through the wrapper, which answers already
+            # through the wrapper, which answers already; or an object that was made of this class
+            if "forward" in self.__dict__ or "tg_sites" not in self.__dict__:
                 return base.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
             bound = functools.partial(base.forward, self)  # type: ignore[attr-defined]
             return _answered(self, bound, args, kwargs)
@@ -297,7 +298,8 @@ class Answering(TorchFunctionMode):
             known = ", ".join(self.plan) or "none"
             raise ConversionError(
                 f"the call {name} was not made when the network was converted (then: {known}); "
-                "convert it with inputs that take the same path.",
+                "convert it with inputs that take the same path, or without inputs, so that calls "
+                "are answered as they come.",
                 name,
             )
         site = self.plan[name]

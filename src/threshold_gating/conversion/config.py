@@ -25,6 +25,7 @@ from threshold_gating.conversion.files import (
     unreadable,
 )
 from threshold_gating.conversion.plan import Site
+from threshold_gating.conversion.purity import probing
 from threshold_gating.conversion.rewrite import Gate, PerCall
 from threshold_gating.instance import TG
 from threshold_gating.layers import Activation
@@ -38,11 +39,13 @@ class Entry(NamedTuple):
     """A module on record, under all its names, and what it holds.
 
     Of a module that is a site: (site, how its Activation is made) for each of its calls. Of an
-    owner: the plan of its calls, None for "as they come". Of a recurrent layer: its gates.
+    owner: the plan of its calls, None for "as they come". Of a recurrent layer: its gates. `was`
+    are values of what the module was, by which it is known again; None where that is unknown.
     """
 
     names: tuple[str, ...]
     holds: Any
+    was: list[Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -97,7 +100,9 @@ def structure(model: nn.Module) -> dict[str, Any]:
             gates: list[Any] = list(module.calls) if isinstance(module, PerCall) else [module]
             inside.update(gates)
             calls = [_call(gate, name) for gate in gates]
-            found["modules"].append({**where, "calls": calls})
+            replaced = vars(module).get("replaced")
+            was = None if replaced is None else values_of(replaced)
+            found["modules"].append({**where, "calls": calls, "was": was})
         elif isinstance(module, recurrent._Gated):
             instances = {gate: _plain(t.to_dict()) for gate, t in module.gates.items()}
             found["recurrent"].append({**where, "gates": instances})
@@ -107,6 +112,13 @@ def structure(model: nn.Module) -> dict[str, Any]:
             answered = _AS_THEY_COME if plan is None else answers
             found["owners"].append({**where, "calls": answered})
     return found
+
+
+def values_of(module: nn.Module) -> list[Any]:
+    """What an element-wise module gives at a few points, as JSON values."""
+    x = torch.tensor([-4.0, -1.5, -0.7, -0.2, 0.0, 0.3, 0.8, 2.0, 7.0], device="cpu").double()
+    with probing(module), torch.no_grad():
+        return [_plain(v) for v in module.forward(x).tolist()]
 
 
 def names_of(model: nn.Module) -> dict[nn.Module, list[str]]:
@@ -355,7 +367,7 @@ def _module(path: Path, data: Any) -> Entry:
         for site, make in calls:
             if site is not None:
                 activation(site, make, torch.device("meta"))  # it can be made
-        return Entry(names, calls)
+        return Entry(names, calls, None if data.get("was") is None else _part(data, "was", list))
 
 
 def _owner(path: Path, data: Any) -> Entry:

@@ -63,7 +63,8 @@ def _probe() -> Tensor:
     fine = torch.arange(-600, 601) / 50
     kinks = torch.tensor([-6, -3, -1, -0.5, 0, 0.1, 0.5, 1, 3, 6])
     far = torch.logspace(-30, 30, 241)
-    return torch.cat([fine, kinks, fine * 1e-3, far, -far]).double()
+    between = 4 * torch.randn(3000, generator=torch.Generator().manual_seed(0))
+    return torch.cat([fine, kinks, fine * 1e-3, far, -far, between]).double()
 
 
 def is_elementwise(f: Callable[[Tensor], Any]) -> bool:
@@ -397,6 +398,18 @@ def trains_as_it_computes(f: Function) -> bool:
     # the difference quotient has 1e-16 of the values over the step
     size = float(f(x.detach()).abs().nan_to_num(0, 0, 0).max()) + float(measured[known].abs().max())
     return bool(((slope - measured)[known].abs() <= 1e-7 * size).all())
+
+
+def specials_apart(f: Function, t: TG) -> list[float]:
+    """NaN, the infinities and the largest numbers of float32, where f and t differ.
+
+    Where f itself is NaN at one of them, the gate may have the limit.
+    """
+    x = torch.tensor([math.nan, -math.inf, math.inf, -3e38, 3e38], dtype=torch.float64)
+    with torch.no_grad():
+        y, z = f(x.clone()), t(x)
+    same = torch.isclose(y, z, rtol=1e-9, atol=0, equal_nan=True) | (y.isnan() & ~x.isnan())
+    return [v for v, ok in zip(x.tolist(), same.tolist(), strict=True) if not ok]
 
 
 def kinks_apart(f: Function, t: TG) -> list[float]:
