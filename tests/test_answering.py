@@ -1,13 +1,10 @@
 """Owners look at the calls they make only where someone has to."""
 
-<<<<<<< HEAD
 import copy
 import gc
+import math
 import pickle
 import weakref
-=======
-import math
->>>>>>> w-cert
 
 import pytest
 import torch
@@ -158,7 +155,6 @@ def test_an_instance_of_ones_own_in_place_has_the_gradients_of_its_gates(x):
     torch.testing.assert_close(*(torch.autograd.grad(y.square().sum(), x) for y in (have, want)))
 
 
-<<<<<<< HEAD
 class ByIndex(nn.Module):
     """Which calls it makes is decided by a number that it is given, or by a setting of its own."""
 
@@ -210,7 +206,8 @@ class Packed(Inner):
 def test_an_owner_with_a_state_of_its_own_making_is_copied_with_its_gates(copied, x):
     gated = copied(tg.convert(Packed(), inputs=x))
     assert [site.kind for site in tg.audit(gated, x).sites] == ["relu", "sigmoid"]
-=======
+
+
 def test_a_call_that_changes_nothing_gives_a_tensor_of_its_own():
     class Same(nn.Module):
         def forward(self, x):
@@ -256,4 +253,3 @@ def test_out_is_written_as_torch_writes_it(kind, backend):
             gated(x, torch.zeros(4, 6, dtype=torch.int64))
     with pytest.raises(RuntimeError, match="don't support automatic differentiation"):
         gated(x.clone().requires_grad_(), torch.zeros(4, 6))
->>>>>>> w-cert

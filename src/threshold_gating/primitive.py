@@ -418,7 +418,7 @@ def settled(v: Tensor, slope: Tensor) -> Tensor:
 
     So ELU and Softplus have their limits there, as torch's have. Two gates follow torch's SiLU.
     """
-    return v.masked_fill(v.isinf() & (slope == 0), 0.0)
+    return torch.where(v.isinf() & (slope == 0), 0.0, v)
 
 
 def _within_range(t: Tensor) -> Tensor:

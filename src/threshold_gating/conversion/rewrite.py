@@ -33,7 +33,7 @@ from threshold_gating.conversion.plan import (
     arguments,
     make_plan,
 )
-from threshold_gating.conversion.purity import probing
+from threshold_gating.conversion.purity import is_torchs, probing
 from threshold_gating.conversion.recognise import overwrites
 from threshold_gating.layers import Activation
 
@@ -175,7 +175,15 @@ def _certify(
     for site, message in certificate.failed.items():
         others = len(certificate.failed) - 1
         raise ConversionError(message + (f" {others} more failed." if others else ""), site)
-    return certificate.unseen
+    return tuple(name for name in certificate.unseen if not _is_sure(model, name))
+
+
+def _is_sure(model: nn.Module, name: str) -> bool:
+    """Whether a site needs no input to be right: the exact instance of a module of torch's."""
+    parts = dict(model.named_modules(remove_duplicate=False))
+    gate = parts.get(name)
+    site = None if gate is None else vars(gate).get("site")
+    return site is not None and site.exact and is_torchs(vars(gate)["replaced"])
 
 
 def apply_plan(model: nn.Module, plan: Plan) -> None:
