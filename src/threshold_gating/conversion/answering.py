@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from threshold_gating import kernels, sites
 from threshold_gating.conversion import recomputing
-from threshold_gating.conversion.plan import ConversionError, Site
+from threshold_gating.conversion.plan import ConversionError, Site, calling_line
 
 LEAVE = "*"  # in a plan: every call is left alone
 # Values and not keys are weak: a subclass keeps its base alive, so weak keys would never go.
@@ -179,8 +179,7 @@ def _graph_copy(self: Any, memo: dict[int, Any]) -> Any:
     plan = copy.deepcopy(self.tg_sites, memo)
     with _disowned(self):
         new = copy.deepcopy(self, memo)
-    own(new, plan)
-    return new
+    return _owned_as(new, plan)
 
 
 def _graph_reduce(self: Any, protocol: Any) -> Any:
@@ -190,8 +189,15 @@ def _graph_reduce(self: Any, protocol: Any) -> Any:
 
 
 def _owned_again(plain: bytes, plan: Any) -> Any:
-    module = pickle.loads(plain)
+    return _owned_as(pickle.loads(plain), plan)
+
+
+def _owned_as(module: Any, plan: Any) -> Any:
+    """A new graph module, which has not the hooks of the one that it was made from."""
+    from threshold_gating.conversion.rewrite import count_calls  # it imports this module
+
     own(module, plan)
+    count_calls(module)
     return module
 
 
@@ -252,6 +258,7 @@ class Answering(TorchFunctionMode):
         self.counts: dict[str, int] = dict(counts or {})
         self.asks = False
         self.region = recomputing.region()
+        self.unlike: dict[str, bool] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # Nearly every call is none of ours: that is found out first, with as little as possible.
@@ -261,6 +268,7 @@ class Answering(TorchFunctionMode):
         kwargs = kwargs or {}
         kind = sites.read(func, args, kwargs)
         if kind is None:
+            _refuse_tracing(args, kwargs)
             return func(*args, **kwargs)
         self._follow()
         count = self.counts.get(kind, 0)
@@ -292,20 +300,47 @@ class Answering(TorchFunctionMode):
                 "convert it with inputs that take the same path.",
                 name,
             )
-        return self.plan[name]
+        site = self.plan[name]
+        if site is not None and site.line and self._is_told_apart(kind):
+            line = calling_line()
+            if line != site.line:
+                raise ConversionError(
+                    f"the call {name} is made by {line} and was made by {site.line} when the "
+                    "network was converted, and its instance is for that one; convert it with "
+                    "inputs that take the same path.",
+                    name,
+                )
+        return site
+
+    def _is_told_apart(self, kind: str) -> bool:
+        """Whether calls of a kind have unlike instances, so that it matters which is which."""
+        if torch.compiler.is_compiling():  # a graph is one path
+            return False
+        if kind not in self.unlike:
+            same = [s for n, s in (self.plan or {}).items() if n.partition("#")[0] == kind]
+            self.unlike[kind] = len({s and (s.t, s.parameters) for s in same}) > 1
+        return self.unlike[kind]
 
     def finish(self) -> None:
         """The run is over: fewer calls than planned may have had each other's instances."""
         for kind, made in self.counts.items() if self.plan else ():
-            planned = {n: s for n, s in (self.plan or {}).items() if n.partition("#")[0] == kind}
-            unlike = len({s and (s.t, s.parameters) for s in planned.values()}) > 1
-            if made < len(planned) and unlike:
+            planned = [name for name in self.plan or () if name.partition("#")[0] == kind]
+            if made < len(planned) and self._is_told_apart(kind):
                 raise ConversionError(
                     f"{kind} was called {made} times and {len(planned)} times when the network "
                     f"was converted ({', '.join(planned)}), so its instances may be at the wrong "
                     "calls; convert it with inputs that take the same path.",
                     kind,
                 )
+
+
+def _refuse_tracing(args: Any, kwargs: Any) -> None:
+    """torch.fx records calls as they are, past the gates that would answer them."""
+    if any(type(x).__module__ == "torch.fx.proxy" for x in (*args[:1], *kwargs.values())):
+        raise ConversionError(
+            "torch.fx would record the calls of a converted network without its gates; use "
+            "torch.export or torch.compile, or trace the network before it is converted."
+        )
 
 
 # Sites of calls that no plan has, and the names by which these have them. Attributes and not items:
