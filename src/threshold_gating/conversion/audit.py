@@ -9,6 +9,7 @@ named as not looked at: data that leave torch, other threads, ops of other libra
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 from collections import Counter
@@ -118,15 +119,6 @@ def beside(seen: Audit) -> str:
     bent = f"not linear beside the gates: {', '.join(_counted(seen.bending))}"
     missed = f"not looked at: {', '.join(seen.unseen)}"
     return "; ".join([bent] * bool(seen.bending) + [missed] * bool(seen.unseen))
-
-
-def nonlinear_summary(seen: Audit) -> str:
-    """Everything in a network that is no site and not linear, or was not looked at; "" if nothing.
-
-    For a message about a network in which there is nothing to convert.
-    """
-    left = f"no gate stands for {', '.join(_counted(seen.left))}" if seen.left else ""
-    return "; ".join(filter(None, (left, beside(seen))))
 
 
 def _counted(found: Sequence[Op]) -> list[str]:
@@ -402,6 +394,15 @@ def _cells(site: AuditedSite) -> tuple[str, ...]:
     ran = "native" if site.native else "gates" if site.calls else "never called"
     K = "" if site.K is None else str(site.K)
     return site.name, site.kind, K, what, ran, str(site.calls)
+
+
+def jsonable(value: Any) -> Any:
+    """The same in JSON's terms: lists alone, and texts for the numbers it has not (inf, nan)."""
+    if isinstance(value, dict):
+        return {k: jsonable(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [jsonable(v) for v in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def columns(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -15,6 +15,7 @@ from torch import nn
 
 from threshold_gating import kernels, recurrent, sites
 from threshold_gating._version import __version__
+from threshold_gating.conversion.audit import jsonable
 from threshold_gating.conversion.files import (
     CONFIG,
     DAMAGE,
@@ -104,7 +105,7 @@ def structure(model: nn.Module) -> dict[str, Any]:
             was = None if replaced is None else values_of(replaced)
             found["modules"].append({**where, "calls": calls, "was": was})
         elif isinstance(module, recurrent._Gated):
-            instances = {gate: _plain(t.to_dict()) for gate, t in module.gates.items()}
+            instances = {gate: jsonable(t.to_dict()) for gate, t in module.gates.items()}
             found["recurrent"].append({**where, "gates": instances})
         if "tg_sites" in vars(module):
             plan = vars(module)["tg_sites"]
@@ -176,15 +177,6 @@ def activation(
     return gate.to(getattr(torch, make["dtype"]))
 
 
-def _plain(v: Any) -> Any:
-    """As JSON has it, which knows lists and no infinity."""
-    if isinstance(v, dict):
-        return {k: _plain(w) for k, w in v.items()}
-    if isinstance(v, list | tuple):
-        return [_plain(w) for w in v]
-    return str(v) if isinstance(v, float) and not math.isfinite(v) else v
-
-
 def _site_to_json(site: Site) -> dict[str, Any]:
     if site.t is None and site.op is not None:
         raise CheckpointError(
@@ -199,7 +191,7 @@ def _site_to_json(site: Site) -> dict[str, Any]:
         "sup": site.sup,
         "parameters": site.parameters,
     }
-    return {k: _plain(v) for k, v in data.items()}
+    return dict(jsonable(data))
 
 
 def _site_of_json(data: Any) -> Site:
