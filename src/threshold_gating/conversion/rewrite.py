@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from threshold_gating.conversion import hub, recomputing
 from threshold_gating.conversion.answering import LEAVE, disown, own
 from threshold_gating.conversion.audit import audit
-from threshold_gating.conversion.certificate import verify
+from threshold_gating.conversion.certificate import check_tol, verify
 from threshold_gating.conversion.plan import (
     Choice,
     ConversionError,
@@ -61,6 +61,7 @@ def convert(
             accepts any finite difference, at the sites, too.
     """
     _check_arguments("convert", model, sites, inputs)
+    check_tol(tol, inputs is not None and strict)
     return _converted(model, copy.deepcopy(model), sites, inputs, strict, tol)
 
 
@@ -74,6 +75,7 @@ def convert_(
 ) -> nn.Module:
     """`convert` in place: no weight is copied. If anything fails, `model` is left as it was."""
     _check_arguments("convert_", model, sites, inputs)
+    check_tol(tol, inputs is not None and strict)
     original = model
     if inputs is not None and strict:
         # Its own modules around the same tensors, to compare with.
@@ -157,10 +159,14 @@ def _check_any(model: nn.Module, plan: Plan, inputs: Any) -> None:
 
 def _certify(original: nn.Module, model: nn.Module, inputs: Any, tol: float | None) -> None:
     args, kwargs = arguments(inputs)
-    failed = verify(original, model, *args, tol=tol, **kwargs).failed
+    certificate = verify(original, model, *args, tol=tol, **kwargs)
+    failed = certificate.failed
     for site, message in failed.items():
         more = f" {len(failed) - 1} more failed." if len(failed) > 1 else ""
         raise ConversionError(message + more, site)
+    if missed := certificate.uncompared:
+        said = f"convert: not compared at the output: {', '.join(missed)}."
+        warnings.warn(said, stacklevel=4)
 
 
 def apply_plan(model: nn.Module, plan: Plan) -> None:
