@@ -199,9 +199,9 @@ def test_the_messages_are_pinned():
         converted[2].theta0.add_(0.01)
     x = torch.full((1,), 0.5)
     assert verify(model, converted, x).failed == {
-        "0": "0 (tanh) is exact and is off by 0.00392, 1.32e+05 ulp; its class allows 8, or 1 in 16 bits.",
-        "1": "1 (gelu, K = 5) is off by 0.00296; its instance is off by at most 4.98e-05 over the line.",
-        "2": "2 (relu) is exact and is off by 0.005, 1.07e+07 ulp; its class allows 8, or 1 in 16 bits (near its thresholds; these inputs do not show it).",
+        "0": "0 (tanh) is exact and is off by 0.00392, 1.32e+05 ulp; its class allows 8, or 1 in 16 bits. sites={'0': None} leaves it alone.",
+        "1": "1 (gelu, K = 5) is off by 0.00296; its instance is off by at most 4.98e-05 over the line. sites={'1': None} leaves it alone.",
+        "2": "2 (relu) is exact and is off by 0.005, 1.07e+07 ulp; its class allows 8, or 1 in 16 bits. sites={'2': None} leaves it alone. (Near its thresholds; these inputs do not show it.)",
         "output": "the output is off by 0.0201 of its largest value; 0.01 is allowed (the original's own rounding is 2.4e-08). The sites that are most off: 1 (gelu, K = 5: 0.0094 of what it gives). `tg.calibrate` fits them to your data, sites={'1': K} takes more branches, and tol= is for a bound of your own (math.inf accepts any).",
     }
 

@@ -63,7 +63,7 @@ def softmax(
     if not (masked == 0 or math.isnan(masked)):
         raise ValueError(f"softmax: a masked row becomes nan or 0; got masked={masked!r}.")
     logits = input if dtype is None else input.to(dtype)
-    z = wide(logits)
+    z = wide(logits).contiguous()  # as torch's result is: a dropout draws its mask along strides
     if torch.compiler._is_exporting_flag and z.numel():
         p = _exported(z, dim, masked)
     else:

@@ -78,6 +78,15 @@ CASES: dict[str, Network] = {
     "a slope of 0.2 in float64": one("module", act="leaky_relu", dtype="double"),
     "a slope of 0.2 on a float64 tensor": one("cast", act="leaky_relu", how="module"),
     "celu in float64": one("module", act="celu", dtype="double"),
+    "an instance for each call of a traced network, copied": one(
+        "shared", act="relu", wish="none", at=1, traced=True
+    ),
+    "lines that cancel": one("residual", part("overwritten", act="hardsigmoid")),
+    "a dropout behind a softmax of a view": Network(
+        (part("other", which="softmin"), part("dropout")), inputs="view"
+    ),
+    "softsign as a module": one("inexpressible", which="softsign"),
+    "elu at tiny inputs": one("module", act="elu", second="tiny"),
     "NaN under a causal mask": one("attention", how="causal", second="nan"),
     "attention of large inputs": one("attention", how="module", second="huge"),
     "gradients of a residual with checkpoint": one(

@@ -2,20 +2,40 @@
 
 Nothing of the library is used here but the numbers of an instance. Gates are evaluated in float64
 whatever the type of x, with the logits of Eq. 2 added up and shifted by their largest, and rounded
-once at the end.
+once at the end. `narrow` evaluates them in the type of x: what they round there is their own.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
 import threshold_gating as tg
 
+_narrow = False
+
+
+@contextmanager
+def narrow() -> Iterator[None]:
+    """Gates are evaluated in the type of their input, 16 bits in float32."""
+    global _narrow
+    _narrow = True
+    try:
+        yield
+    finally:
+        _narrow = False
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.double() if not _narrow else x.float() if x.element_size() < 4 else x
+
 
 def evaluated(t: tg.TG, x: Tensor) -> Tensor:
     """y = sum_k g_k(x) (s_k x + c_k) in float64, in the type of x."""
-    z = x.double()
+    z = _wide(x)
     q = t.q or (0.0,) * t.K
     branches = torch.stack([a * z * z + s * z + c for a, s, c in zip(q, t.s, t.c, strict=True)], -1)
     if t.hard:
@@ -38,7 +58,12 @@ def evaluated(t: tg.TG, x: Tensor) -> Tensor:
         y = (torch.stack(logits, -1).softmax(-1) * branches).sum(-1)
     if t.clamp is not None:
         y = y.clamp(*t.clamp)
-    return y.to(x.dtype)
+    return _like(x, y)
+
+
+def _like(x: Tensor, y: Tensor) -> Tensor:
+    """y with the type and the strides of x: a dropout behind it draws its mask along them."""
+    return torch.empty_like(x).copy_(y)
 
 
 def gated(key: str | tg.TG, x: Tensor) -> Tensor:
@@ -47,7 +72,7 @@ def gated(key: str | tg.TG, x: Tensor) -> Tensor:
         return evaluated(key, x)
     name, _, number = key.partition(":")
     p = float(number or 1)
-    z = x.double()
+    z = _wide(x)
     if name == "softplus":
         y = evaluated(tg.TAXONOMY[name], p * z) / p
     elif name == "celu":
@@ -56,7 +81,7 @@ def gated(key: str | tg.TG, x: Tensor) -> Tensor:
         y = -evaluated(tg.TAXONOMY["softplus"], -z)
     else:
         y = evaluated(tg.TAXONOMY[name], z)
-    return y.to(x.dtype)
+    return _like(x, y)
 
 
 def gated_(key: str | tg.TG, x: Tensor) -> Tensor:

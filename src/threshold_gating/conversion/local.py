@@ -106,7 +106,7 @@ class Error:
         eps = torch.finfo(y.dtype).eps
         self.ulps, self.grain = max(self.ulps, ulps), max(self.grain, ulps * eps)
         if self.law == "element":
-            fine, coarse = unit(size.clamp(_SMALLEST), eps), unit(size.clamp(1.0), eps)
+            fine, coarse = unit(size.clamp(self._least), eps), unit(size.clamp(1.0), eps)
         else:
             fine = coarse = unit(size.max().clamp(_SMALLEST), eps)
         self.ulp = max(self.ulp, (d / fine).max().item())
@@ -120,6 +120,15 @@ class Error:
         return not (d <= self.site.sup * _RECORDED + ulps * coarse + of_original).all().item()
 
     @property
+    def _least(self) -> float:
+        """The size below which a value has no digits of its own. A module whose pieces were read
+        off adds up what its lines do, and either of them cancels where they cross 0."""
+        t = self.site.t
+        if t is None or not t.hard or self.site.kind in sites.KINDS:
+            return _SMALLEST
+        return max(_SMALLEST, *map(abs, t.c))
+
+    @property
     def message(self) -> str:
         """What is wrong, if anything is."""
         if not self.site.exact and self.relative > self.bound and not self.exceeds:
@@ -130,20 +139,26 @@ class Error:
                 "tol=math.inf accepts it."
             )
         if not self.exceeds:
-            elsewhere = " (near its thresholds; these inputs do not show it)"
             said = self.tried.message if self.tried is not None else ""
-            return said and said.removesuffix(".") + elsewhere + "."
+            return said and f"{said} (Near its thresholds; these inputs do not show it.)"
         name, kind = self.name, self.site.kind
         if self.site.exact:
             ulps = "{}, or {} in 16 bits".format(*LIMITS[self.law])
             return (
                 f"{name} ({kind}) is exact and is off by {self.max:.3g}, {self.ulp:.3g} ulp; "
-                f"its class allows {ulps}."
+                f"its class allows {ulps}. {self._way_out}"
             )
         return (
             f"{self._what} is off by {self.max:.3g}; its instance is off by at most "
-            f"{self.site.sup:.3g} over the line."
+            f"{self.site.sup:.3g} over the line. {self._way_out}"
         )
+
+    @property
+    def _way_out(self) -> str:
+        alone = f"sites={{{self.name!r}: None}} leaves it alone."
+        if self.max < math.inf:
+            return alone
+        return f"Gates may give NaN at an infinite input: give finite ones, or {alone}"
 
     @property
     def _what(self) -> str:
