@@ -155,6 +155,53 @@ def test_an_instance_of_ones_own_in_place_has_the_gradients_of_its_gates(x):
     torch.testing.assert_close(*(torch.autograd.grad(y.square().sum(), x) for y in (have, want)))
 
 
+def test_a_call_that_changes_nothing_gives_a_tensor_of_its_own():
+    class Same(nn.Module):
+        def forward(self, x):
+            h = x + 0
+            F.hardshrink(h, -0.5).add_(1)
+            return h.clamp(-math.inf, math.inf).add_(2) + h
+
+    x = torch.linspace(-2, 2, 9)
+    gated = tg.convert(Same(), inputs=x)
+    for backend in ("reference", "auto"):
+        with tg.kernels.use(backend):
+            assert torch.equal(gated(x), Same()(x))
+
+
+OUT = {
+    "element": torch.sigmoid,
+    "whole": lambda x, out: torch.softmax(x, -1, out=out),
+    "two": lambda x, out: torch.maximum(x, x.flip(0), out=out),
+}
+
+
+@pytest.mark.parametrize("backend", ["reference", "auto"])
+@pytest.mark.parametrize("kind", OUT)
+def test_out_is_written_as_torch_writes_it(kind, backend):
+    class Out(nn.Module):
+        def forward(self, x, out):
+            y = OUT[kind](x, out=out)
+            assert y is out
+            return y * 1
+
+    x = torch.randn(4, 6)
+    gated = tg.convert(Out(), inputs=(x, torch.zeros(4, 6)))
+    with tg.kernels.use(backend), torch.no_grad():
+        for make in (lambda: torch.zeros(3, 4, 6), lambda: torch.zeros(24)):
+            with pytest.warns(UserWarning, match="was resized since it had shape"):
+                torch.testing.assert_close(gated(x, make()), Out()(x, torch.empty(0)))
+        for out in (torch.empty(0), torch.zeros(6, 4).t()):
+            strides = out.stride()
+            torch.testing.assert_close(gated(x, out), Out()(x, torch.empty(0)))
+            assert out.shape == (4, 6)
+            assert out.stride() == (strides if len(strides) == 2 else (6, 1))
+        with pytest.raises(RuntimeError):
+            gated(x, torch.zeros(4, 6, dtype=torch.int64))
+    with pytest.raises(RuntimeError, match="don't support automatic differentiation"):
+        gated(x.clone().requires_grad_(), torch.zeros(4, 6))
+
+
 class ByIndex(nn.Module):
     """Which calls it makes is decided by a number that it is given, or by a setting of its own."""
 
@@ -206,50 +253,3 @@ class Packed(Inner):
 def test_an_owner_with_a_state_of_its_own_making_is_copied_with_its_gates(copied, x):
     gated = copied(tg.convert(Packed(), inputs=x))
     assert [site.kind for site in tg.audit(gated, x).sites] == ["relu", "sigmoid"]
-
-
-def test_a_call_that_changes_nothing_gives_a_tensor_of_its_own():
-    class Same(nn.Module):
-        def forward(self, x):
-            h = x + 0
-            F.hardshrink(h, -0.5).add_(1)
-            return h.clamp(-math.inf, math.inf).add_(2) + h
-
-    x = torch.linspace(-2, 2, 9)
-    gated = tg.convert(Same(), inputs=x)
-    for backend in ("reference", "auto"):
-        with tg.kernels.use(backend):
-            assert torch.equal(gated(x), Same()(x))
-
-
-OUT = {
-    "element": torch.sigmoid,
-    "whole": lambda x, out: torch.softmax(x, -1, out=out),
-    "two": lambda x, out: torch.maximum(x, x.flip(0), out=out),
-}
-
-
-@pytest.mark.parametrize("backend", ["reference", "auto"])
-@pytest.mark.parametrize("kind", OUT)
-def test_out_is_written_as_torch_writes_it(kind, backend):
-    class Out(nn.Module):
-        def forward(self, x, out):
-            y = OUT[kind](x, out=out)
-            assert y is out
-            return y * 1
-
-    x = torch.randn(4, 6)
-    gated = tg.convert(Out(), inputs=(x, torch.zeros(4, 6)))
-    with tg.kernels.use(backend), torch.no_grad():
-        for make in (lambda: torch.zeros(3, 4, 6), lambda: torch.zeros(24)):
-            with pytest.warns(UserWarning, match="was resized since it had shape"):
-                torch.testing.assert_close(gated(x, make()), Out()(x, torch.empty(0)))
-        for out in (torch.empty(0), torch.zeros(6, 4).t()):
-            strides = out.stride()
-            torch.testing.assert_close(gated(x, out), Out()(x, torch.empty(0)))
-            assert out.shape == (4, 6)
-            assert out.stride() == (strides if len(strides) == 2 else (6, 1))
-        with pytest.raises(RuntimeError):
-            gated(x, torch.zeros(4, 6, dtype=torch.int64))
-    with pytest.raises(RuntimeError, match="don't support automatic differentiation"):
-        gated(x.clone().requires_grad_(), torch.zeros(4, 6))

@@ -240,6 +240,11 @@ def test_whole_numbers_are_not_looked_at():
     assert audit(model, torch.tensor([1, 7])).left == ()
 
 
+def test_a_nonlinearity_that_makes_other_numbers_of_whole_ones_is_left():
+    model = Calls(lambda m, x: torch.sigmoid((x * 3).long()) + (x * 3).long().clamp(min=0))
+    assert audit(model, TOKENS).left == (Op("", "sigmoid", 1),)
+
+
 @torch.library.custom_op("proof::bend", mutates_args=())
 def bend(x: torch.Tensor) -> torch.Tensor:
     return x.relu()

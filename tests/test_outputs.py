@@ -1,8 +1,12 @@
 """Outputs are compared tensor by tensor, each within a bound of its own."""
 
 import dataclasses
+import functools
 import itertools
+import json
 import math
+from collections import deque
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -136,6 +140,74 @@ def test_an_output_that_is_no_real_tensor_is_bounded_too(give):
         convert(model, THREE, inputs=X)
 
 
+class Held:
+    """An output of somebody's own class, which also holds itself."""
+
+    __slots__ = ("__dict__", "slot")
+
+    def __init__(self, y):
+        self.y, self.slot, self.around = y, y + 1, self
+
+
+HOLDING = {
+    "distribution": lambda y: torch.distributions.Normal(y, 1.0),
+    "mixture": lambda y: torch.distributions.Independent(
+        torch.distributions.TransformedDistribution(
+            torch.distributions.Normal(y, 1.0), [torch.distributions.ExpTransform()]
+        ),
+        1,
+    ),
+    "namespace": lambda y: SimpleNamespace(a=[y]),
+    "object": Held,
+    "set": lambda y: {y, y.abs().sum() + 7},
+    "deque": lambda y: deque([y]),
+    "complex": lambda y: complex(0, y.mean()),
+    "complex array": lambda y: torch.complex(y, y).numpy(),
+    "nested": lambda y: torch.nested.nested_tensor([y[0], y[1, :2]]),
+    "jagged": lambda y: torch.nested.nested_tensor([y[0], y[1, :2]], layout=torch.jagged),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("holding", HOLDING)
+def test_what_an_output_holds_is_compared_beside_a_tensor(holding):
+    model = Calls(lambda m, x: (x.relu(), HOLDING[holding](bump(x))))
+    with pytest.raises(ConversionError, match=r"the output \[1\].* is off by 0\.0"):
+        convert(model, THREE, inputs=X)
+    certificate = verify(model, convert(model, inputs=X), X)
+    assert certificate.ok, certificate.table()
+    assert not certificate.uncompared
+
+
+def test_a_set_is_compared_whatever_its_order():
+    a, b = {torch.zeros(3), torch.ones(3), 2, "x"}, {2, "x", torch.ones(3), torch.zeros(3)}
+    first, second = (dict(leaves(each)) for each in (a, b))
+    assert list(first) == list(second)
+    assert all(torch.equal(first[k], second[k]) for k in first)
+
+
+def test_words_must_be_equal():
+    model = Calls(lambda m, x: (x.relu(), {"words": "yes"}, torch.float32))
+    converted = convert(model, inputs=X)
+    assert verify(model, converted, X).ok
+    converted.f = lambda m, x: (x.relu(), {"words": "no"}, torch.float32)
+    assert verify(model, converted, X).failed == {
+        "output": "the outputs [1]['words'] differ: 'yes' and, converted, 'no'."
+    }
+
+
+def test_what_cannot_be_compared_is_listed():
+    model = Calls(lambda m, x: (x.relu(), iter([x]), SimpleNamespace(f=chaotic, g=1)))
+    with pytest.warns(UserWarning, match=r"not compared at the output: \[1\] \(list_iterator\), "):
+        converted = convert(model, inputs=X)
+    certificate = verify(model, converted, X)
+    assert certificate.ok
+    assert certificate.uncompared == ("[1] (list_iterator)", "[2].f (function)")
+    said = "ok; not compared at the output: [1] (list_iterator), [2].f (function)"
+    assert said in " ".join(certificate.table().split())
+    assert json.loads(certificate.to_json())["uncompared"] == list(certificate.uncompared)
+
+
 def test_outputs_of_other_shapes_are_refused():
     model = Calls(lambda m, x: (x.relu(), x))
     converted = convert(model, inputs=X)
@@ -167,10 +239,10 @@ def test_an_output_with_nothing_to_compare_proves_nothing_unless_it_is_accepted(
 # The original's own rounding
 
 
-def chaotic(m, x):
+def chaotic(m, x, rounds=16):
     """Each round doubles what rounding made of the last one."""
     h = F.silu(x).sigmoid()
-    for _ in range(60):
+    for _ in range(rounds):
         h = 3.9 * h * (1 - h)
     return h
 
@@ -179,11 +251,37 @@ def test_a_network_that_amplifies_its_own_rounding_is_not_refused():
     model = Calls(chaotic)
     certificate = verify(model, convert(model, inputs=X), X)
     output = certificate.output
-    assert output.relative > 0.01  # 1024 ulp are 1e-4
+    assert 1024 * 2**-23 < output.relative < 0.1
     assert certificate.ok
     assert output.rounding == pytest.approx(relative(model(X), chaotic(None, X.double())))
     assert output.bound == 2 * output.rounding
     assert "allowed, twice the original's own rounding)" in certificate.table()
+
+
+class OfItsType(nn.Module):
+    """Computes another function in the wider type."""
+
+    def forward(self, x):
+        h = F.gelu(x)
+        return (h * 1e4).sin() if x.dtype == torch.float32 else h * 0
+
+
+@pytest.mark.parametrize(
+    "model", [Calls(functools.partial(chaotic, rounds=60)), OfItsType()], ids=["chaos", "type"]
+)
+def test_a_rounding_that_leaves_no_digit_is_no_excuse(model):
+    with pytest.raises(ConversionError) as caught:
+        convert(model, inputs=X)
+    message = str(caught.value)
+    assert "0.1 is allowed (the original's own rounding is" in message
+    assert ", of which 0.1 at most is allowed for). In a wider type it gives something" in message
+    assert "tol= is for a bound of your own" in message
+    certificate = verify(model, convert(model, inputs=X, tol=math.inf), X)
+    assert not certificate.ok
+    assert certificate.output.bound == 0.1
+    assert certificate.output.rounding > 0.05
+    assert "(0.1 allowed, the most; the original's own rounding is" in certificate.table()
+    assert verify(model, convert(model, inputs=X, tol=math.inf), X, tol=math.inf).ok
 
 
 def relative(y, true):

@@ -381,7 +381,7 @@ def answer(site: Site, func: Any, args: Any, kwargs: Any) -> Any:
     out = kwargs.pop("out", None) if "out" in kwargs else None
     inplace = sites.FUNCTIONS[func][1]
     if site.t is None:
-        x = args[0] if args else None
+        x: Any = args[0] if args else None
         gated = site.op or (func if kernels.takes_native() else sites.WHOLE[site.kind])
         y = gated(*args, **kwargs)
         if inplace:

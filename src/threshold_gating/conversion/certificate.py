@@ -1,26 +1,27 @@
 """`verify`: what a conversion changes, measured with the gates really evaluated (native off).
 
-The original network runs once, and each of its sites is compared by itself (`local`). Then the
-converted network runs, and the error of its output is what all sites make together (`outputs`);
-meanwhile it is audited, so that a site that was not evaluated, or a nonlinearity that is none,
-cannot pass. Nothing compared is not ok.
+The original network runs once as it is used, and once with each of its sites compared by itself
+(`local`). Then the converted network runs, and the error of its output against the first run is
+what all sites make together (`outputs`); meanwhile it is audited, so that a site that was not
+evaluated, or a nonlinearity that is none, cannot pass. Nothing compared is not ok.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from numbers import Real
 from textwrap import fill
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from threshold_gating import kernels
-from threshold_gating.conversion import outputs, paired
+from threshold_gating.conversion import ops, outputs, paired
 from threshold_gating.conversion.audit import (
     WIDTH,
     Audit,
@@ -28,11 +29,13 @@ from threshold_gating.conversion.audit import (
     beside,
     columns,
     execute,
+    is_gate,
     jsonable,
 )
 from threshold_gating.conversion.local import RELATIVE, Error, Local
 from threshold_gating.conversion.outputs import Output
-from threshold_gating.conversion.running import evaluating, fresh
+from threshold_gating.conversion.plan import ConversionError
+from threshold_gating.conversion.running import INTERNAL, evaluating, fresh
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,8 @@ class Certificate:
     """What `verify` measured; `failed` says for each place that is not as it should be why.
 
     `outputs` has one record for each tensor and number that the networks give; `tol` is the bound
-    that the caller gave for them; `beside` names what else bends the data, or was not looked at.
+    that the caller gave for them; `beside` names what else bends the data, or was not looked at;
+    `uncompared` names what the output holds and cannot be compared.
     """
 
     rows: tuple[Row, ...]
@@ -77,6 +81,7 @@ class Certificate:
     failed: Mapping[str, str]
     tol: float | None = None
     beside: str = ""
+    uncompared: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -115,7 +120,10 @@ class Certificate:
         said += [f"not seen on these inputs: {', '.join(self.unseen)}"] if self.unseen else []
         said += [self.beside] if self.beside else []
         count = f"{done} of {len(self.rows)} sites evaluated with native off"
-        said += [f"{count}: {'ok' if self.ok else verdict}", *self.failed.values()]
+        verdict = "ok" if self.ok else verdict
+        if self.uncompared:
+            verdict += f"; not compared at the output: {', '.join(self.uncompared)}"
+        said += [f"{count}: {verdict}", *self.failed.values()]
         return "\n".join([*lines, "", *(fill(s, WIDTH, subsequent_indent="  ") for s in said)])
 
     def __str__(self) -> str:
@@ -156,41 +164,85 @@ def verify(
     """
     check_tol(tol)
     _check_modules(model, converted)
-    local = Local(model, converted, tol or 0.0)
-    given = fresh((args, kwargs))
     with kernels.use("reference"):
+        plain, held = _plain_run(model, args, kwargs)
+        local = Local(model, converted, tol or 0.0)
+        given = fresh((args, kwargs))
         # Each starts from the same random numbers, should it draw any.
         with torch.random.fork_rng(devices=[]), evaluating(model), local.running, local:
-            want = model(*given[0], **given[1])
+            watched = model(*given[0], **given[1])
         with torch.random.fork_rng(devices=[]):
-            have, seen = execute(converted, args, kwargs)
+            have, seen = _executed(converted, args, kwargs)
     rows = _rows(local.errors, seen)
     exact = all(row.exact for row in rows if row.ok is not None)
-    compared = outputs.compare(want, have, exact, tol, lambda: _wide(model, args, kwargs, want))
+    wide = functools.cache(lambda: _wide(model, args, kwargs, plain))
+    compared = outputs.compare(plain, have, exact, tol, wide)
     failed = {
         **{row.site: local.errors[row.site].message for row in rows if row.ok is False},
         **_not_evaluated(rows, seen),
         **_nothing(rows, local.errors),
-        **_weights(model, converted),
+        **_weights(model, converted, held),
     }
     if not failed and all(row.ok is None for row in rows):
         failed["sites"] = (
             f"nothing was compared: none of {len(rows)} sites was evaluated on these inputs; "
             "give inputs with elements that reach the sites."
         )
-    if message := outputs.judged(compared, want, have, tol, _worst(rows)):
+    if message := outputs.judged(compared, plain, have, tol, _worst(rows)):
         failed["output"] = message
-    paired_metric = None if metric is None else paired.compare(metric, want, have)
-    return Certificate(rows, compared, paired_metric, failed, tol, beside(seen))
+    if not outputs.agree(plain, watched, tol, wide):
+        failed = {"watching": _WATCHING, **failed}
+    paired_metric = None if metric is None else paired.compare(metric, plain, have)
+    missed = outputs.uncompared(plain)
+    return Certificate(rows, compared, paired_metric, failed, tol, beside(seen), missed)
 
 
-def check_tol(tol: float | None) -> None:
-    """Refuse what is no bound."""
+_WATCHING = (
+    "model gives another output where its calls are looked at than where it just runs: it, or "
+    "torch, takes another path then, and the gates answer the one that is looked at. That of "
+    "nn.TransformerEncoder is off with torch.backends.mha.set_fastpath_enabled(False), for both."
+)
+
+
+def _plain_run(model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, dict[str, Tensor]]:
+    """The output of a network as it is used, with nobody looking, and the tensors that its modules
+    hold besides weights and buffers and did not change."""
+    given = fresh((args, kwargs))
+    with torch.random.fork_rng(devices=[]), evaluating(model):
+        before = {name: (t, t._version) for name, t in _held(model)}
+        output = model(*given[0], **given[1])
+        after = dict(_held(model))
+        same = {
+            name: t
+            for name, (t, version) in before.items()
+            if after.get(name) is t and t._version == version
+        }
+    return output, same
+
+
+def _executed(converted: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Audit]:
+    try:
+        return execute(converted, args, kwargs)
+    except ConversionError:
+        raise
+    except Exception as error:
+        raise ValueError(
+            f"verify: converted does not run where model does ({type(error).__name__}: {error}); "
+            "give the network that convert made of this model, of its type and on its device."
+        ) from error
+
+
+def check_tol(tol: float | None, used: bool = True) -> None:
+    """Refuse what is no bound, and one that nothing would be held to."""
     is_number = isinstance(tol, Real) and not isinstance(tol, bool)
     if tol is not None and not (is_number and tol >= 0):
         raise ValueError(
             "tol is a number >= 0, the largest max|d|/max|y| at an output that you accept "
             f"(math.inf accepts any), or None; got {tol!r}."
+        )
+    if tol is not None and not used:
+        raise ValueError(
+            f"tol={tol:g} needs inputs= and strict=True: nothing is compared without them."
         )
 
 
@@ -205,6 +257,15 @@ def _check_modules(model: nn.Module, converted: nn.Module) -> None:
         raise ValueError(
             f"verify: converted was not made from model: it has no module {missing[0]!r}."
         )
+    after = dict(converted.named_parameters(remove_duplicate=False))
+    for name, p in model.named_parameters(remove_duplicate=False):
+        q = after.get(name, p)
+        if (p.dtype, p.device) != (q.dtype, q.device):
+            raise ValueError(
+                f"verify: model and converted are not of one type: {name} is {p.dtype} on "
+                f"{p.device} and, converted, {q.dtype} on {q.device}; bring both to one, as by "
+                f"model.to({q.dtype})."
+            )
 
 
 _NEVER, _EMPTY, _NOTHING = "never called", "no values", "nothing finite"
@@ -235,7 +296,7 @@ def _row(name: str, error: Error, seen: AuditedSite | None) -> Row:
         site.exact,
         max=error.max,
         rms=error.rms,
-        rel_rms=math.sqrt(error.squares / error.size) if error.size else math.inf * error.rms,
+        rel_rms=error.rel_rms,
         ulp=error.ulp if site.exact else None,
         bitwise=error.bitwise,
         bound=error.bound,
@@ -266,8 +327,9 @@ def _not_evaluated(rows: tuple[Row, ...], seen: Audit) -> dict[str, str]:
             key, calls = f"{op.module}:{op.op}", f"calls: {op.calls}"
             failed[key] = (
                 f"{op.op} ran outside the gates, in {where} ({calls}). Write it as a function of "
-                "torch that is one (F.relu, torch.sigmoid), or as a module of its own, which can "
-                "stay as it is; strict=False converts the rest unproven."
+                "torch that is one (F.relu, torch.sigmoid), of floating-point numbers, or as a "
+                "module of its own, which can stay as it is; strict=False converts the rest "
+                "unproven."
             )
     return failed
 
@@ -298,25 +360,48 @@ def _worst(rows: tuple[Row, ...]) -> dict[str, str]:
     }
 
 
-def _weights(model: nn.Module, converted: nn.Module) -> dict[str, str]:
-    """Whether the networks differ in what is no site."""
-    after = {**dict(converted.named_parameters()), **dict(converted.named_buffers())}
+def _weights(model: nn.Module, converted: nn.Module, held: Mapping[str, Tensor]) -> dict[str, str]:
+    """Whether the networks differ in what is no site: weights, buffers and what `held` has."""
+    gates = tuple(f"{n}." for n, m in converted.named_modules(remove_duplicate=False) if is_gate(m))
+    before, after = (
+        {n: t for n, t in _tensors(each) if not n.startswith(gates)} for each in (model, converted)
+    )
+    own, other = {**before, **held}, {**dict(_held(converted)), **after}
+    names = [n for n in own if not n.startswith(gates)]
+    lost = [n for n in names if n not in other]
+    more = [n for n in after if n not in own]
     changed = [
-        name
-        for name, t in (*model.named_parameters(), *model.named_buffers())
-        if name in after and not t.is_meta and not _same(t, after[name])
+        n for n in names if n in other and not own[n].is_meta and not _same(own[n], other[n])
     ]
-    if not changed:
-        return {}
-    return {"weights": f"{len(changed)} weights are not the original's, among them {changed[0]}."}
+    said = []
+    if changed:
+        said.append(f"{len(changed)} weights are not the original's, among them {changed[0]}.")
+    said += [f"converted has no {', '.join(lost[:3])}, which model has."] if lost else []
+    said += [f"converted has {', '.join(more[:3])}, which model has not."] if more else []
+    return {"weights": " ".join(said)} if said else {}
 
 
-def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
+
+
+def _held(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The tensors that modules hold as plain attributes, also in lists and dicts."""
+    for path, module in model.named_modules(remove_duplicate=False):
+        for key, value in vars(module).items():
+            if key not in INTERNAL and not key.startswith("tg_"):
+                for k, t in enumerate(ops.tensors(value)):
+                    if not isinstance(t, nn.Parameter):
+                        yield f"{path}.{key}{f'[{k}]' if k else ''}".removeprefix("."), t
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
     """Equal, where NaN is equal to NaN."""
+    if a.shape != b.shape or a.dtype != b.dtype or a.device != b.device:
+        return False
     return torch.equal(a, b) or (
-        a.shape == b.shape
-        and a.is_floating_point()
-        and bool(((a == b) | (a.isnan() & b.isnan())).all())
+        a.is_floating_point() and bool(((a == b) | (a.isnan() & b.isnan())).all())
     )
 
 

@@ -42,6 +42,9 @@ LIMITS = {
 # RMS error of an approximate site over the RMS of its values. GELU with five branches has 5e-5 on
 # N(0, 1), with three 4e-3, with two 1.4e-2.
 RELATIVE = 1e-2
+# Twice the original's own rounding is allowed, up to this share of the values: a network that is
+# off from itself by more has no digit that is sure, and one that asks for its type no measure.
+LARGEST = 0.1
 _RECORDED = 1.005  # errors of instances are on record with three digits
 _SMALLEST = 2.0**-100  # where exp overflows, torch has 0 for what is smaller than this
 
@@ -83,7 +86,12 @@ class Error:
     @property
     def relative(self) -> float:
         """The RMS error over that of the original's values; 0 where rounding near 1 explains it."""
-        if self.rms <= self.grain:
+        return 0.0 if self.rms <= self.grain else self.rel_rms
+
+    @property
+    def rel_rms(self) -> float:
+        """The RMS error over that of the original's values, as it is."""
+        if not self.squares:
             return 0.0
         return math.sqrt(self.squares / self.size) if self.size else math.inf
 
@@ -108,8 +116,8 @@ class Error:
         own = difference(y, wide())
         if self.law == "element" and self.site.exact and (own <= ulps * fine).all():
             return True
-        of_original = 2 * (own / coarse).max()
-        return not (d <= self.site.sup * _RECORDED + (ulps + of_original) * coarse).all().item()
+        of_original = (2 * (own / coarse).max() * coarse).minimum(LARGEST * size.clamp(1.0))
+        return not (d <= self.site.sup * _RECORDED + ulps * coarse + of_original).all().item()
 
     @property
     def _least(self) -> float:

@@ -2,7 +2,8 @@
 
 Each tensor has a bound of its own, so that a small one does not hide beside a large one: the larger
 of `RELATIVE` of its largest value (where every site is exact, 1024 ulp) and twice the original's
-own rounding, which is how far it is from itself in a wider type. Whole numbers and truth values
+own rounding, which is how far it is from itself in a wider type, but never more than `LARGEST`.
+Whole numbers and truth values
 (a choice, a code) are compared by the share of them that differ.
 """
 
@@ -10,14 +11,17 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
+from enum import Enum
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from threshold_gating.conversion.local import RELATIVE, difference, floats, widened
+from threshold_gating.conversion.local import LARGEST, RELATIVE, difference, floats, widened
 from threshold_gating.conversion.running import evaluating, fresh
 
 # Ulp of the largest output that exact sites may make together. Rounding grows with depth: 25 are
@@ -53,27 +57,78 @@ class Output:
 
 
 # By numpy's word for what kind of number a type holds.
-_TYPES = {"f": torch.float64, "i": torch.int64, "u": torch.int64, "b": torch.bool}
+_TYPES = {
+    **{"f": torch.float64, "i": torch.int64, "u": torch.int64, "b": torch.bool},
+    "c": torch.complex128,
+}
+# What is the same or not: it must be, and proves nothing about the data.
+_WORDS = (str, bytes, type, Enum, torch.dtype, torch.device)
+_OPAQUE = (nn.Module, ModuleType, FunctionType, MethodType)  # their attributes are not their value
 
 
-def leaves(tree: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+def leaves(tree: Any) -> Iterator[tuple[str, Tensor]]:
     """Every tensor and number in an output with its place: "['logits']", "[0]", ".loss"."""
-    if isinstance(tree, Tensor):
+    return ((name, leaf) for name, leaf in _walk(tree, "", ()) if isinstance(leaf, Tensor))
+
+
+def uncompared(tree: Any) -> tuple[str, ...]:
+    """What is in an output and cannot be compared, as "[1] (generator)"."""
+    found = ((n, x) for n, x in _walk(tree, "", ()) if not isinstance(x, (Tensor, *_WORDS)))
+    return tuple(f"{n or 'all of it'} ({type(x).__name__})" for n, x in found)
+
+
+def _words(tree: Any) -> dict[str, Any]:
+    return {name: leaf for name, leaf in _walk(tree, "", ()) if isinstance(leaf, _WORDS)}
+
+
+def _walk(tree: Any, name: str, around: tuple[int, ...]) -> Iterator[tuple[str, Any]]:
+    """What an output holds, tensors and numbers as real tensors; `around` are the objects that hold
+    it, of which none is walked again."""
+    if tree is None or id(tree) in around:
+        return
+    if isinstance(tree, Tensor) and not tree.is_nested:
         dense = tree.to_dense() if tree.layout != torch.strided else tree
         yield name, torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense
-    elif isinstance(tree, bool | int | float):
-        yield name, torch.tensor(tree, dtype=torch.float64 if isinstance(tree, float) else None)
-    elif isinstance(tree, Mapping):
-        for key, value in tree.items():
-            yield from leaves(value, f"{name}[{key!r}]")
-    elif isinstance(tree, list | tuple):
-        for k, value in enumerate(tree):
-            yield from leaves(value, f"{name}[{k}]")
-    elif is_dataclass(tree) and not isinstance(tree, type):
-        for field in fields(tree):
-            yield from leaves(getattr(tree, field.name, None), f"{name}.{field.name}")
+    elif isinstance(tree, bool | int | float | complex) and not isinstance(tree, Enum):
+        wide = {float: torch.float64, complex: torch.complex128}.get(type(tree))
+        yield from _walk(torch.tensor(tree, dtype=wide), name, around)
     elif getattr(getattr(tree, "dtype", None), "kind", "") in _TYPES:
-        yield name, torch.tensor(tree.tolist(), dtype=_TYPES[tree.dtype.kind])
+        array = torch.tensor(tree.tolist(), dtype=_TYPES[tree.dtype.kind])
+        yield from _walk(array, name, around)
+    elif (parts := _parts(tree)) is None:
+        yield name, tree
+    else:
+        for place, part in parts:
+            yield from _walk(part, name + place, (*around, id(tree)))
+
+
+def _parts(tree: Any) -> list[tuple[str, Any]] | None:
+    """What an object holds, and where; None for one that cannot be looked into."""
+    if isinstance(tree, Mapping):
+        return [(f"[{key!r}]", value) for key, value in tree.items()]
+    if isinstance(tree, Tensor):  # nested
+        return [(f"[{k}]", value) for k, value in enumerate(tree.unbind())]
+    if isinstance(tree, set | frozenset):  # in no order of their own
+        tree = sorted(tree, key=_order)
+    if isinstance(tree, list | tuple | deque | range):
+        return [(f"[{k}]", value) for k, value in enumerate(tree)]
+    if isinstance(tree, (*_WORDS, *_OPAQUE)):
+        return None
+    if is_dataclass(tree):
+        return [(f".{field.name}", getattr(tree, field.name, None)) for field in fields(tree)]
+    slots = [s for base in type(tree).__mro__ for s in getattr(base, "__slots__", ())]
+    if not hasattr(tree, "__dict__") and not slots:
+        return None
+    held = {slot: getattr(tree, slot) for slot in slots if hasattr(tree, slot)}
+    return [(f".{key}", value) for key, value in {**held, **getattr(tree, "__dict__", {})}.items()]
+
+
+def _order(value: Any) -> Any:
+    """By which the members of a set are sorted: alike in two sets that are nearly the same."""
+    if isinstance(value, Tensor):
+        return "tensor", str(tuple(value.shape)), abs(value.double().sum().item())
+    is_number = isinstance(value, bool | int | float)
+    return type(value).__name__, "" if is_number else repr(value), value if is_number else 0
 
 
 def compare(
@@ -93,6 +148,13 @@ def compare(
         if _shapes(twice) == _shapes(before):
             found = [_rounded(o, before[o.name], twice[o.name]) for o in found]
     return tuple(found)
+
+
+def agree(want: Any, have: Any, tol: float | None, wide: Callable[[], Any]) -> bool:
+    """Whether two outputs of one network are the same to rounding, or within `tol`."""
+    if _shapes(dict(leaves(want))) != _shapes(dict(leaves(have))):
+        return False
+    return all(o.excess <= 1 for o in compare(want, have, True, tol, wide))
 
 
 def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
@@ -124,7 +186,7 @@ def _rounded(o: Output, y: Tensor, wide: Tensor) -> Output:
     d, values = difference(y, wide)[both], y.double()[both].abs()
     share = (d != 0).double().mean().item() if o.whole else 0.0
     own = share if o.whole else d.max().item() / (values.max().item() or 1.0)
-    return replace(o, bound=max(o.bound, 2 * own), rounding=own)
+    return replace(o, bound=max(o.bound, min(2 * own, LARGEST)), rounding=own)
 
 
 def in_wider_type(model: nn.Module, args: Any, kwargs: Any, want: Any) -> Any:
@@ -166,6 +228,11 @@ def judged(
         if a.get(name) != b.get(name):
             first, then = (each.get(name, "nothing") for each in (a, b))
             return f"the outputs{_place(name)} differ in shape: {first} and, converted, {then}."
+    a, b = _words(want), _words(have)
+    for name in {**a, **b}:
+        if a.get(name) != b.get(name):
+            first, then = (each.get(name, "nothing") for each in (a, b))
+            return f"the outputs{_place(name)} differ: {first!r:.40} and, converted, {then!r:.40}."
     if any(not math.isfinite(o.max) for o in found):
         return "the output has infinities or NaN where the original's has not, or the other way."
     if not any(o.elements for o in found):
@@ -184,16 +251,26 @@ def _place(name: str) -> str:
     return f" {name}" if name else ""
 
 
+def _is_capped(o: Output) -> bool:
+    """Whether the original's own rounding is more than any bound allows for."""
+    return o.rounding is not None and 2 * o.rounding > LARGEST
+
+
 def _too_far(bad: Output, tol: float | None, worst: Mapping[str, str]) -> str:
     why = f"{bad.bound:.3g} is {'what tol allows' if tol is not None else 'allowed'}"
     if bad.rounding is not None:
-        why += f" (the original's own rounding is {bad.rounding:.2g})"
+        why += f" (the original's own rounding is {bad.rounding:.2g}"
+        why += f", of which {LARGEST:g} at most is allowed for)" if _is_capped(bad) else ")"
     off = f"{bad.relative:.3g} of its largest value"
     if bad.whole:
         off = f"{round(bad.relative * bad.elements)} of {bad.elements} whole numbers"
     said = f"the output{_place(bad.name)} is off by {off}; {why}."
+    if _is_capped(bad):
+        said += (
+            " In a wider type it gives something else: it amplifies rounding, or asks for its type."
+        )
     if not worst:
-        return f"{said} Every site is exact."
+        return f"{said} Every site is exact; tol= is for a bound of your own."
     first, *_ = worst
     return (
         f"{said} The sites that are most off: {', '.join(list(worst.values())[:3])}. "
@@ -215,6 +292,8 @@ def described(worst: Output | None, found: Sequence[Output], tol: float | None) 
     allowed = f"{worst.bound:.2g} allowed" if tol is None else f"tol {tol:.2g}"
     if tol == math.inf:
         allowed = "accepted by tol=inf"
-    if worst.rounding is not None and worst.bound == 2 * worst.rounding:
+    if _is_capped(worst):
+        allowed += f", the most; the original's own rounding is {worst.rounding:.2g}"
+    elif worst.rounding is not None and worst.bound == 2 * worst.rounding:
         allowed += ", twice the original's own rounding"
     return f"{place}: max {worst.max:.2e}, {error} ({allowed}), rms {worst.rms:.2e}"

@@ -24,7 +24,7 @@ from torch.fx import GraphModule
 from threshold_gating.conversion import hub, recomputing
 from threshold_gating.conversion.answering import LEAVE, disown, own
 from threshold_gating.conversion.audit import audit
-from threshold_gating.conversion.certificate import verify
+from threshold_gating.conversion.certificate import check_tol, verify
 from threshold_gating.conversion.plan import (
     Choice,
     ConversionError,
@@ -63,6 +63,7 @@ def convert(
             accepts any finite difference, at the sites, too.
     """
     _check_arguments("convert", model, sites, inputs)
+    check_tol(tol, inputs is not None and strict)
     return _converted(model, copy.deepcopy(model), sites, inputs, strict, tol)
 
 
@@ -76,6 +77,7 @@ def convert_(
 ) -> nn.Module:
     """`convert` in place: no weight is copied. If anything fails, `model` is left as it was."""
     _check_arguments("convert_", model, sites, inputs)
+    check_tol(tol, inputs is not None and strict)
     original = model
     if inputs is not None and strict:
         # Its own modules around the same tensors, to compare with.
@@ -175,6 +177,9 @@ def _certify(
     for site, message in certificate.failed.items():
         others = len(certificate.failed) - 1
         raise ConversionError(message + (f" {others} more failed." if others else ""), site)
+    if missed := certificate.uncompared:
+        said = f"convert: not compared at the output: {', '.join(missed)}."
+        warnings.warn(said, stacklevel=4)
     return tuple(name for name in certificate.unseen if not _is_sure(model, name))
 
 

@@ -41,7 +41,8 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 # What every module has; of it only what holds its tensors and parts can change in a run.
-_OWN = set(vars(nn.Module())) - {"_parameters", "_buffers", "_modules"}
+INTERNAL = set(vars(nn.Module()))
+_OWN = INTERNAL - {"_parameters", "_buffers", "_modules"}
 
 
 @contextmanager
