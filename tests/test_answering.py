@@ -1,5 +1,10 @@
 """Owners look at the calls they make only where someone has to."""
 
+import copy
+import gc
+import pickle
+import weakref
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -147,3 +152,56 @@ def test_an_instance_of_ones_own_in_place_has_the_gradients_of_its_gates(x):
     have, want = gated(x), t(2 * x)
     torch.testing.assert_close(have, want)
     torch.testing.assert_close(*(torch.autograd.grad(y.square().sum(), x) for y in (have, want)))
+
+
+class ByIndex(nn.Module):
+    """Which calls it makes is decided by a number that it is given, or by a setting of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.options = {"also": False}
+
+    def forward(self, x, k):
+        y = F.relu(x)
+        return torch.sigmoid(y) if k == -2 or self.options["also"] else y
+
+
+def test_a_call_that_was_not_planned_is_refused_however_often_others_were_made(x):
+    """Python has one hash for -1 and -2, so that paths must not be told apart by theirs."""
+    gated = tg.convert(ByIndex(), inputs=(x, -1))
+    for _ in range(2):
+        gated(x, -1)
+    with pytest.raises(tg.conversion.ConversionError, match="sigmoid#0 was not made"):
+        gated(x, -2)
+    gated.options["also"] = True
+    with pytest.raises(tg.conversion.ConversionError, match="sigmoid#0 was not made"):
+        gated(x, -1)
+
+
+def test_the_class_of_an_owner_goes_with_the_last_of_its_networks(x):
+    class Passing(Inner):
+        pass
+
+    kept = weakref.ref(Passing)
+    gated = tg.convert(Passing(), inputs=x)
+    assert copy.deepcopy(gated).__class__ is gated.__class__
+    del Passing, gated
+    gc.collect()
+    gc.collect()  # the subclass went before, and with it what held its base
+    assert kept() is None
+
+
+class Packed(Inner):
+    """Its state is no dict."""
+
+    def __getstate__(self):
+        return [dict(self.__dict__)]
+
+    def __setstate__(self, state):
+        self.__dict__.update(state[0])
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_an_owner_with_a_state_of_its_own_making_is_copied_with_its_gates(copied, x):
+    gated = copied(tg.convert(Packed(), inputs=x))
+    assert [site.kind for site in tg.audit(gated, x).sites] == ["relu", "sigmoid"]

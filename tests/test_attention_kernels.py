@@ -319,11 +319,11 @@ def test_a_compiled_graph_holds_the_operation(device):
 def test_the_backend_triton_evaluates_every_gate(monkeypatch, device):
     (q, k, v), _ = inputs("plain", device, queries=9, keys=9)
     want = attend(q, k, v, way="literal")
-    monkeypatch.setattr(kernels, "_backend", "triton")  # to `use` it a GPU is needed
-    assert torch.equal(attend(q, k, v), want)
-    monkeypatch.delattr(Call, "gates")
-    with pytest.raises(AttributeError, match="gates"):
-        attend(q, k, v)
+    with kernels.use("triton"):
+        assert torch.equal(attend(q, k, v), want)
+        monkeypatch.delattr(Call, "gates")
+        with pytest.raises(AttributeError, match="gates"):
+            attend(q, k, v)
 
 
 def test_what_the_kernels_cannot_do_the_formula_does(monkeypatch):

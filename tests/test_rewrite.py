@@ -274,6 +274,48 @@ def test_a_missing_call_of_a_function_with_other_instances_is_refused():
     assert torch.equal(same(x, skip=True), F.leaky_relu(x, 0.1))
 
 
+def test_a_call_from_another_line_is_refused_where_instances_differ():
+    class Moves(nn.Module):
+        def forward(self, x, skip=False):
+            y = x if skip else F.relu(x - 0.3)
+            y = F.relu(y + 0.1)
+            return F.relu(y - 0.2) if skip else y
+
+    x = torch.randn(5)
+    gated = convert(Moves(), {":relu#0": SLOPES[0]}, inputs=x, tol=math.inf)
+    gated(x)
+    with pytest.raises(ConversionError, match=r"the call relu#0 is made by .* and was made by"):
+        gated(x, skip=True)
+    assert torch.equal(convert(Moves(), inputs=x)(x, skip=True), Moves()(x, skip=True))
+
+
+def test_a_run_that_fails_half_way_leaves_no_count_behind():
+    class Fails(Block):
+        def forward(self, x, fail=False):
+            y = self.act(x)
+            return self.act(y[:, 99] if fail else y)
+
+    x = torch.randn(3, 4)
+    gated = convert(Fails(), {"act#1": SLOPES[0]}, inputs=x, tol=math.inf)
+    with pytest.raises(IndexError):
+        gated(x, fail=True)
+    with pytest.raises(ConversionError, match="call the network as a whole"):
+        gated.act(x)
+    gated(x)
+
+
+def test_what_would_lose_the_gates_is_refused():
+    class Calls(nn.Module):
+        def forward(self, x):
+            return F.gelu(x) * torch.sigmoid(x)
+
+    gated = convert(Calls(), inputs=torch.randn(5))
+    with pytest.raises(ConversionError, match=r"torch.fx would record .* use torch.export"):
+        torch.fx.symbolic_trace(gated)
+    with pytest.raises(ConversionError, match="Calls is converted already"):
+        convert(gated, inputs=torch.randn(5))
+
+
 def test_instances_for_each_call_hold_in_many_threads():
     model, x = Block(), torch.randn(64, 4)
     gated = convert(model, {"act": SLOPES[0], "act#1": SLOPES[1]}, inputs=x, tol=math.inf)

@@ -146,9 +146,10 @@ def softplus(beta: float) -> TG:
 # a branch of constant height e^far behind it is e^x, off by e^(2x - far): 6e-7 at 13. Further out
 # the rounding of x - far in float32 would be the larger error.
 _FAR = 13.0
-# The switch to the line at 0, nearly hard where f' jumps there. Where it does not, the switch is as
-# blunt as it may be: it magnifies the rounding of the branches in the gradient near 0.
-_SMOOTH, _SHARP = 2.0**12, 2.0**18
+# The switch to the line at 0. Where f' jumps there it is nearly hard, and lies beyond 0 by so much
+# that 0 itself is on the lower side, whose slope torch has there. Elsewhere it is blunter, because
+# it magnifies the rounding of the branches in the gradient near 0.
+_SMOOTH, _SHARP, _BEYOND = 2.0**14, 2.0**22, 16.0
 
 
 def elu(alpha: float, scale: float = 1.0) -> TG:
@@ -157,8 +158,8 @@ def elu(alpha: float, scale: float = 1.0) -> TG:
     Three branches: -1, the exponential, and x from 0 on. The second threshold lies below 0 by as
     much as the first gate takes away, so that the upper branch takes over at 0.
     """
-    sharp = _SMOOTH if alpha == 1 else _SHARP
-    theta = (_FAR, -_FAR / sharp)
+    sharp, beyond = (_SMOOTH, 0.0) if alpha == 1 else (_SHARP, _BEYOND)
+    theta = (_FAR, (beyond - _FAR) / sharp)
     rising = alpha * math.exp(_FAR)
     return TG((1, sharp), theta, (0, 0, scale), (-scale * alpha, scale * rising, 0))
 
@@ -426,7 +427,7 @@ NOT_REPRESENTABLE = {
 }
 
 # Made by `elu`, with errors as in `_fitted`.
-_OFF = {"elu": (5.65e-07, 3.16e-07, 3.93e-07), "selu": (9.93e-07, 5.55e-07, 5.55e-07)}
+_OFF = {"elu": (5.65e-07, 3.16e-07, 3.93e-07), "selu": (2.1e-06, 5.55e-07, 5.55e-07)}
 _EXPONENTIAL: dict[str, tuple[TG, Callable[[Tensor], Tensor], tuple[float, float, float], str]] = {
     **{key: (elu(1.0), F.elu, _OFF["elu"], "elu(alpha) makes others") for key in ("elu", "elu_k3")},
     "celu": (celu(1.0), F.celu, _OFF["elu"], "celu(alpha) makes others"),

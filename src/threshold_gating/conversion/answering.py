@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -28,10 +28,11 @@ from torch.utils.checkpoint import checkpoint
 
 from threshold_gating import kernels, sites
 from threshold_gating.conversion import recomputing
-from threshold_gating.conversion.plan import ConversionError, Site
+from threshold_gating.conversion.plan import ConversionError, Site, calling_line
 
 LEAVE = "*"  # in a plan: every call is left alone
-_OWNED: WeakKeyDictionary[type, type] = WeakKeyDictionary()
+# Values and not keys are weak: a subclass keeps its base alive, so weak keys would never go.
+_OWNED: WeakValueDictionary[type, type] = WeakValueDictionary()
 
 
 def own(module: nn.Module, plan: Mapping[str, Site | None] | None) -> None:
@@ -100,21 +101,24 @@ def _path(module: nn.Module, args: Any, kwargs: Any) -> Any:
     plan = module.__dict__["tg_sites"]
     if plan is None or not all(map(_is_torchs, plan.values())):
         return None
-    own = [v for v in vars(module).values() if type(v) in _SIMPLE]
     try:
-        return hash((torch.is_grad_enabled(), *map(_form, (own, args, kwargs))))
-    except TypeError:
+        own = tuple([_form(v) for k, v in vars(module).items() if k not in _NO_SETTINGS])
+        path = torch.is_grad_enabled(), own, _form(args), _form(kwargs)
+        hash(path)
+    except (TypeError, RecursionError):
         return None
+    return path  # and not its hash, which is the same for -1 and -2
 
 
-_SIMPLE = (bool, int, float, str, type(None))
+_SIMPLE = frozenset((bool, int, float, str, type(None)))
+_NO_SETTINGS = {*vars(nn.Module()), "tg_sites", "tg_paths"} - {"training"}
 _FEW = 64  # paths that an owner remembers; sizes may grow for ever
 
 
 def _form(value: Any) -> Any:
     """An argument without the values of tensors."""
     if isinstance(value, Tensor):
-        return value.shape, value.dtype, value.requires_grad
+        return value.shape, value.dtype, value.device, value.requires_grad
     if isinstance(value, list | tuple):
         return tuple(map(_form, value))
     if isinstance(value, dict):
@@ -125,7 +129,7 @@ def _form(value: Any) -> Any:
 def _answered(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Run the forward of an owner with its calls answered."""
     path = _path(module, args, kwargs)
-    seen: set[int] = module.__dict__["tg_paths"]
+    seen: set[Any] = module.__dict__["tg_paths"]
     if path is not None and path in seen:
         return forward(*args, **kwargs)
     mode = Answering(module.__dict__["tg_sites"])
@@ -139,7 +143,8 @@ def _answered(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs:
 
 def _owned(base: type) -> type:
     """The subclass of `base` whose forward has its calls answered; one for each class."""
-    if base not in _OWNED:
+    owned = _OWNED.get(base)
+    if owned is None:
 
         @functools.wraps(base.forward)  # type: ignore[attr-defined]
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -149,20 +154,24 @@ def _owned(base: type) -> type:
             return _answered(self, bound, args, kwargs)
 
         def reduce(self: Any, protocol: Any) -> Any:
-            state = {k: v for k, v in self.__getstate__().items() if k != "tg_paths"}
-            return _rebuild, (base,), {**state, "tg_paths": set()}
+            state = self.__getstate__()  # whatever the class makes of itself
+            if isinstance(state, dict):
+                state = {k: v for k, v in state.items() if k not in ("tg_sites", "tg_paths")}
+            return _rebuild, (base, self.__dict__["tg_sites"]), state
 
         body = {"forward": forward, "__reduce_ex__": reduce, "tg_base": base}
         if any(each.__module__ == "torch.fx.graph_module" for each in base.__mro__):
             body |= _GRAPH
         names = {k: getattr(base, k) for k in ("__module__", "__qualname__", "__doc__")}
-        _OWNED[base] = type(base.__name__, (base,), {**body, **names})
-    return _OWNED[base]
+        owned = _OWNED[base] = type(base.__name__, (base,), {**body, **names})
+    return owned
 
 
-def _rebuild(base: type) -> Any:
+def _rebuild(base: type, plan: Any) -> Any:
     owned: Any = _owned(base)
-    return owned.__new__(owned)
+    module = owned.__new__(owned)
+    module.__dict__.update(tg_sites=plan, tg_paths=set())
+    return module
 
 
 # A graph module has a class of its own, which its copies and its recompilation make anew: they are
@@ -278,6 +287,7 @@ class Answering(TorchFunctionMode):
         self.counts: dict[str, int] = dict(counts or {})
         self.asks = False
         self.region = recomputing.region()
+        self.unlike: dict[str, bool] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # Nearly every call is none of ours: that is found out first, with as little as possible.
@@ -289,6 +299,7 @@ class Answering(TorchFunctionMode):
         kwargs = kwargs or {}
         kind = sites.read(func, args, kwargs)
         if kind is None:
+            _refuse_tracing(args, kwargs)
             return func(*args, **kwargs)
         self._follow()
         count = self.counts.get(kind, 0)
@@ -340,20 +351,47 @@ class Answering(TorchFunctionMode):
                 "convert it with inputs that take the same path.",
                 name,
             )
-        return self.plan[name]
+        site = self.plan[name]
+        if site is not None and site.line and self._is_told_apart(kind):
+            line = calling_line()
+            if line != site.line:
+                raise ConversionError(
+                    f"the call {name} is made by {line} and was made by {site.line} when the "
+                    "network was converted, and its instance is for that one; convert it with "
+                    "inputs that take the same path.",
+                    name,
+                )
+        return site
+
+    def _is_told_apart(self, kind: str) -> bool:
+        """Whether calls of a kind have unlike instances, so that it matters which is which."""
+        if torch.compiler.is_compiling():  # a graph is one path
+            return False
+        if kind not in self.unlike:
+            same = [s for n, s in (self.plan or {}).items() if n.partition("#")[0] == kind]
+            self.unlike[kind] = len({s and (s.t, s.parameters) for s in same}) > 1
+        return self.unlike[kind]
 
     def finish(self) -> None:
         """The run is over: fewer calls than planned may have had each other's instances."""
         for kind, made in self.counts.items() if self.plan else ():
-            planned = {n: s for n, s in (self.plan or {}).items() if n.partition("#")[0] == kind}
-            unlike = len({s and (s.t, s.parameters) for s in planned.values()}) > 1
-            if made < len(planned) and unlike:
+            planned = [name for name in self.plan or () if name.partition("#")[0] == kind]
+            if made < len(planned) and self._is_told_apart(kind):
                 raise ConversionError(
                     f"{kind} was called {made} times and {len(planned)} times when the network "
                     f"was converted ({', '.join(planned)}), so its instances may be at the wrong "
                     "calls; convert it with inputs that take the same path.",
                     kind,
                 )
+
+
+def _refuse_tracing(args: Any, kwargs: Any) -> None:
+    """torch.fx records calls as they are, past the gates that would answer them."""
+    if any(type(x).__module__ == "torch.fx.proxy" for x in (*args[:1], *kwargs.values())):
+        raise ConversionError(
+            "torch.fx would record the calls of a converted network without its gates; use "
+            "torch.export or torch.compile, or trace the network before it is converted."
+        )
 
 
 # Sites of calls that no plan has, and the names by which these have them. Attributes and not items:

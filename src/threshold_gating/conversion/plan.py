@@ -7,9 +7,10 @@ A site is named "layer1.0.act" (a module), "layer1.0.act#1" (its second call), "
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Container, Iterator, Mapping
-from contextlib import contextmanager
+import sys
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,8 @@ from torch.overrides import TorchFunctionMode
 
 from threshold_gating import kernels, sites, taxonomy
 from threshold_gating.conversion import recognise
-from threshold_gating.conversion.running import Running, evaluating, fresh, kept
+from threshold_gating.conversion.purity import obstacle, own_attributes, probing
+from threshold_gating.conversion.running import Running, evaluating, fresh
 from threshold_gating.instance import TG
 from threshold_gating.layers import Activation
 
@@ -51,6 +53,7 @@ class Site:
     sup: float = 0.0
     parameters: tuple[Any, ...] = ()
     op: Callable[[Tensor], Tensor] | None = field(default=None, repr=False, compare=False)
+    line: str = field(default="", repr=False, compare=False)  # of the code that makes the call
 
 
 class Plan(NamedTuple):
@@ -249,7 +252,7 @@ def module_sites(
             found[module] = []
             notes.append(f"{what} stays as it is: {judged.left}")
         elif judged.known is not None:
-            with _probing(module):
+            with probing(module):
                 at = chosen.at(name, judged.known, module.forward)
             kind = taxonomy.name_of(judged.known.t) or _kind(module)
             found[module] = [Site(name, kind, *at) if at is not None else None]
@@ -263,60 +266,49 @@ def _is_bent(module: nn.Module) -> bool:
         return False
     if any(True for _ in module.parameters()) or any(True for _ in module.buffers()):
         return False
-    with _probing(module):
+    with probing(module):
         return recognise.is_bent(module.forward)
-
-
-@contextmanager
-def _probing(module: nn.Module, training: bool = False) -> Iterator[None]:
-    """Call a module on numbers of our own; nothing of it, nor of the random numbers, is changed."""
-    with torch.device("cpu"), torch.random.fork_rng(devices=[]), kept(module):
-        module.training = training  # a dropout is the identity in evaluation
-        yield
 
 
 def _alike(module: nn.Module) -> Any:
     """Equal for modules that compute the same: those of one class with the same numbers."""
-    own = {k: v for k, v in vars(module).items() if k not in _EMPTY or v != _EMPTY[k]}
+    own = own_attributes(module)
     simple = all(isinstance(v, int | float | str | None) for v in own.values())
     return (type(module), tuple(sorted(own.items()))) if simple else None
 
 
-_EMPTY = vars(nn.Module())
-
-
 def _judged(module: nn.Module) -> Judged:
     f = module.forward
-    with _probing(module):
+    with probing(module):
         calls = recognise.nonlinear_calls(f)
-        alone = not recognise.trains_as_it_computes(f)
+        why = obstacle(module) or _trains_differently(module)
+        if why:
+            return Judged(None, left="" if calls else why)
         try:
             known = recognise.recognise(f, fit=not calls)
         except ValueError as error:
             return Judged(None, left="" if calls else f"no gate computes it ({_sentence(error)})")
-        apart = [] if alone else recognise.kinks_apart(f, known.t)
-    if alone or apart or _differs_in_training(module):
-        if calls:
-            return Judged(None)
-        if not alone and apart:
-            at = ", ".join(f"{x:g}" for x in apart)
-            return Judged(known, note=f"the gradient at x = {at} is that of one side, not torch's")
-        return Judged(None, left="it trains as another function than it computes")
-    return Judged(known)
+        apart = recognise.kinks_apart(f, known.t)
+    if apart and calls:
+        return Judged(None)
+    at = ", ".join(f"{x:g}" for x in apart)
+    return Judged(known, note=at and f"the gradient at x = {at} is that of one side, not torch's")
 
 
 def _sentence(error: Exception) -> str:
     return str(error).partition(". ")[0].rstrip(".")
 
 
-def _differs_in_training(module: nn.Module) -> bool:
+def _trains_differently(module: nn.Module) -> str:
     """Whether a module draws random numbers, or computes anything else, in training."""
+    differs = not recognise.trains_as_it_computes(module.forward)
     x = torch.linspace(-8, 8, 257, dtype=torch.float64, device="cpu")
     ys = []
     for training in (False, True, True):
-        with _probing(module, training), torch.no_grad():
+        with probing(module, training), torch.no_grad():
             ys.append(module.forward(x.clone()))
-    return not all(torch.equal(ys[0].nan_to_num(), y.nan_to_num()) for y in ys[1:])
+    differs = differs or not all(torch.equal(ys[0].nan_to_num(), y.nan_to_num()) for y in ys[1:])
+    return "it trains as another function than it computes" if differs else ""
 
 
 def _kind(module: nn.Module) -> str:
@@ -333,7 +325,7 @@ def _name_calls(module: nn.Module, made: list[Site | None], calls: int, chosen: 
     known = sites.Recognised(first.t, first.exact, first.sup)
     for k in range(1, calls):
         name = f"{first.name}#{k}"
-        with _probing(module):
+        with probing(module):
             at = chosen.at(name, known, module.forward)
         made.append(None if at is None else Site(name, first.kind, *at))
 
@@ -379,4 +371,18 @@ def _call_site(name: str, kind: str, args: Any, kwargs: Any, chosen: Choices) ->
     what = chosen.at(name, known, sites.function(kind, parameters))
     if what is None:
         return None
-    return Site(name, kind, *what, parameters, kernels.native(what.t))
+    return Site(name, kind, *what, parameters, kernels.native(what.t), calling_line())
+
+
+def calling_line() -> str:
+    """The line of the network's code that is running, as file:line."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        home = str(frame.f_globals.get("__name__", ""))
+        if home.partition(".")[0] != "torch" and not home.startswith(_HOME):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+_HOME = __name__.rpartition(".")[0]  # of the conversion, which looks on

@@ -9,6 +9,7 @@ module stay as they were.
 from __future__ import annotations
 
 import copy
+import sys
 import threading
 import warnings
 from collections import OrderedDict
@@ -32,8 +33,8 @@ from threshold_gating.conversion.plan import (
     arguments,
     make_plan,
 )
+from threshold_gating.conversion.purity import probing
 from threshold_gating.conversion.recognise import overwrites
-from threshold_gating.conversion.running import kept
 from threshold_gating.layers import Activation
 
 
@@ -144,6 +145,11 @@ def _check_any(model: nn.Module, plan: Plan, inputs: Any) -> None:
     """Refuse a network in which there is nothing to convert, and say what was found instead."""
     if not plan.is_empty:
         return
+    if any(isinstance(m, _Converted) or "tg_sites" in vars(m) for m in model.modules()):
+        raise ConversionError(
+            f"{type(model).__name__} is converted already; for other choices convert the original, "
+            "or what `tg.conversion.revert` gives back."
+        )
     args, kwargs = arguments(inputs)
     seen = audit(model, *args, **kwargs)
     raise ConversionError(
@@ -187,7 +193,7 @@ def count_calls(model: nn.Module) -> None:
         if isinstance(model, GraphModule) and "tg_sites" not in model.__dict__:
             own(model, {})  # its own copies lose hooks, an owner's do not
         before = model.register_forward_pre_hook(_restart, prepend=True)
-        after = model.register_forward_hook(_finish)
+        after = model.register_forward_hook(_finish, always_call=True)
         model.__dict__["tg_counting"] = (before, after)
 
 
@@ -319,7 +325,8 @@ def _finish(model: nn.Module, args: Any, output: Any) -> None:
     for module in model.modules():
         if isinstance(module, PerCall):
             made = _counts.calls.pop(id(module), 0)
-            if 0 < made < len(module.calls):
+            failed = sys.exc_info()[0] is not None  # the run, and says so itself
+            if 0 < made < len(module.calls) and not failed:
                 raise ConversionError(
                     f"{module.name} was called {made} times in a run and {len(module.calls)} times "
                     "when the network was converted, so its instances may be at the wrong calls; "
@@ -347,8 +354,7 @@ def _gates(module: nn.Module, calls: Sequence[Site | None], place: Place) -> lis
 
 def is_inplace(module: nn.Module) -> bool:
     """Whether an activation overwrites its input."""
-    with torch.random.fork_rng(devices=[]), kept(module):
-        module.training = False
+    with probing(module):
         return overwrites(module.forward)
 
 

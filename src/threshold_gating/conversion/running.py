@@ -62,6 +62,17 @@ def kept(model: nn.Module) -> Iterator[None]:
             )
 
 
+@contextmanager
+def changed(module: nn.Module) -> Iterator[list[str]]:
+    """After the block, the names of what ran inside has changed in a module; it stays so."""
+    found: list[str] = []
+    state = _State(module)
+    yield found
+    found += [k for k, v in vars(module).items() if state.own.get(k, found) is not v]
+    found += ["contents" for container, contents in state.held if not _same(container, contents)]
+    found += ["values" for t, version, _ in state.tensors if _version(t) != version]
+
+
 class _State:
     """The attributes of a module, with the contents of containers and of tensors among them."""
 

@@ -148,6 +148,7 @@ def _is_memory(x: Any) -> bool:
         type(x) in (Tensor, torch.nn.Parameter)
         and torch._C._functorch.peek_interpreter_stack() is None
         and torch.autograd.forward_ad._current_level < 0
+        and torch._C._get_tracing_state() is None  # torch.jit.trace
     )
 
 
