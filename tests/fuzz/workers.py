@@ -65,7 +65,7 @@ def tried(seed: int, fast: bool, limit: int = _LIMIT) -> Tried:
 def _work(seeds: range, fast: bool, pipe: Any) -> None:
     """Every network of a process, reported as it is done."""
     torch.set_num_threads(1)
-    logging.getLogger("torch").setLevel(logging.ERROR)  # of graphs that the original has not either
+    logging.disable(logging.ERROR)  # of graphs that the original has not either
     for seed in seeds:
         pipe.send(tried(seed, fast))
     pipe.close()
