@@ -1,5 +1,6 @@
 """The audit sees what runs: every nonlinearity left to torch, however it is written, and no other."""
 
+import cProfile
 import json
 import sys
 import threading
@@ -529,3 +530,9 @@ def test_what_stands_beside_the_gates_is_nothing_where_all_is_linear():
     seen = audit(Calls(lambda m, x: (x * (x > 0)).sin()), TOKENS)
     assert beside(seen) == "not linear beside the gates: sin 1"
     assert [op.op for op in seen.left] == ["gt"]
+
+
+def test_under_a_profiler_the_audit_says_what_it_cannot_see():
+    with cProfile.Profile():
+        seen = audit(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), torch.randn(3, 2))
+    assert seen.unseen == ("numpy, Python's numbers and other threads, because a profiler is on",)

@@ -241,6 +241,12 @@ class _Reader(TorchDispatchMode):  # type: ignore[no-untyped-call]
         By Python's profiler, because a mode for functions would keep torch from its fused paths.
         """
         before, of_threads = sys.getprofile(), threading.getprofile()
+        if not (before is None or callable(before)):  # cProfile's, which cannot be put back
+            self.unseen["numpy, Python's numbers and other threads, because a profiler is on"] = (
+                None
+            )
+            yield
+            return
         own = getattr(threading, "setprofile_all_threads", threading.setprofile)  # from 3.12 on
         own(self._elsewhere)
         sys.setprofile(self._leaving)

@@ -119,7 +119,7 @@ def values_of(module: nn.Module) -> list[Any]:
     """What an element-wise module gives at a few points, as JSON values."""
     x = torch.tensor([-4.0, -1.5, -0.7, -0.2, 0.0, 0.3, 0.8, 2.0, 7.0], device="cpu").double()
     with probing(module), torch.no_grad():
-        return [_plain(v) for v in module.forward(x).tolist()]
+        return [jsonable(v) for v in module.forward(x).tolist()]
 
 
 def names_of(model: nn.Module) -> dict[nn.Module, list[str]]:
