@@ -16,11 +16,13 @@ from torch import Tensor, nn
 import threshold_gating as tg
 
 _narrow = False
+_random = torch.Generator()  # of its own: a dropout must draw the same numbers as before
 
 
 @contextmanager
 def narrow() -> Iterator[None]:
-    """Gates are evaluated in the type of their input, 16 bits in float32."""
+    """Gates are evaluated in the type of their input, 16 bits in float32, and each
+    argument and branch is off by a last place: at one point alone rounding may happen to be none."""
     global _narrow
     _narrow = True
     try:
@@ -33,11 +35,19 @@ def _wide(x: Tensor) -> Tensor:
     return x.double() if not _narrow else x.float() if x.element_size() < 4 else x
 
 
+def _rounded(u: Tensor) -> Tensor:
+    if not _narrow:
+        return u
+    noise = torch.rand(u.shape, generator=_random) * 2 - 1
+    return u * (1 + torch.finfo(u.dtype).eps * noise.to(u.dtype))
+
+
 def evaluated(t: tg.TG, x: Tensor) -> Tensor:
     """y = sum_k g_k(x) (s_k x + c_k) in float64, in the type of x."""
     z = _wide(x)
     q = t.q or (0.0,) * t.K
-    branches = torch.stack([a * z * z + s * z + c for a, s, c in zip(q, t.s, t.c, strict=True)], -1)
+    lines = [a * z * z + s * z + c for a, s, c in zip(q, t.s, t.c, strict=True)]
+    branches = torch.stack([_rounded(line) for line in lines], -1)
     if t.hard:
         owners = t.owner or ("lo",) * (t.K - 1)
         above = [
@@ -54,7 +64,7 @@ def evaluated(t: tg.TG, x: Tensor) -> Tensor:
         taus = t.tau if isinstance(t.tau, tuple) else (t.tau,) * (t.K - 1)
         logits = [torch.zeros_like(z)]
         for tau, at in zip(taus, t.theta, strict=True):
-            logits.append(logits[-1] + tau * (z - at))
+            logits.append(logits[-1] + _rounded(tau * (z - at)))
         y = (torch.stack(logits, -1).softmax(-1) * branches).sum(-1)
     if t.clamp is not None:
         y = y.clamp(*t.clamp)
