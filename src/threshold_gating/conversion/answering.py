@@ -374,7 +374,6 @@ def _made(kind: str, parameters: tuple[Any, ...]) -> str:
 _made.__dict__["_dynamo_marked_constant"] = True
 
 
-@functools.cache
 def _has_functions(kind: type) -> bool:
     """Whether a class of tensors, which torch does not have, does something of its own in calls."""
     own = getattr(kind, "__torch_function__", None)
@@ -386,7 +385,7 @@ def _has_functions(kind: type) -> bool:
 
 def answer(site: Site, func: Any, args: Any, kwargs: Any) -> Any:
     """What the gates say to a call of torch, written where the call would have written it."""
-    first = args[0] if args else None
+    first: Any = args[0] if args else None
     if type(first) is not Tensor and _has_functions(type(first)):
         raise ConversionError(
             f"{site.name} is given a {type(first).__name__}, which has its own __torch_function__: "
@@ -396,11 +395,10 @@ def answer(site: Site, func: Any, args: Any, kwargs: Any) -> Any:
     out = kwargs.pop("out", None) if "out" in kwargs else None
     inplace = sites.FUNCTIONS[func][1]
     if site.t is None:
-        x: Any = first
         gated = site.op or (func if kernels.takes_native() else sites.WHOLE[site.kind])
         y = gated(*args, **kwargs)
         if inplace:
-            return y if y is x else x.copy_(y)
+            return y if y is first else first.copy_(y)
         return _written(y, out)
     x, parameters, asked = sites.KINDS[site.kind].read(*args, **kwargs)
     if parameters != site.parameters:
