@@ -1,5 +1,6 @@
 """The audit sees what runs: every nonlinearity left to torch, however it is written, and no other."""
 
+import cProfile
 import json
 import sys
 import threading
@@ -14,7 +15,7 @@ from torch import nn
 
 from threshold_gating import attention, kernels, recurrent
 from threshold_gating.conversion import convert, ops
-from threshold_gating.conversion.audit import AuditedSite, Op, audit, nonlinear_summary
+from threshold_gating.conversion.audit import AuditedSite, Op, audit, beside
 from threshold_gating.layers import Activation
 
 
@@ -441,7 +442,7 @@ def test_what_no_gate_stands_for_is_in_the_last_line(bending):
     n = len(seen.bending)
     last = f"0 sites, 0 left, {n} other, of which {n} not linear ({said})"
     assert str(seen).splitlines()[-1] == last
-    assert nonlinear_summary(seen) == f"not linear beside the gates: {said}"
+    assert beside(seen) == f"not linear beside the gates: {said}"
 
 
 # Norms, means and pooling do not make a network nonlinear in this sense.
@@ -496,7 +497,7 @@ def test_what_is_not_looked_at_is_named(unseen):
     assert seen.unseen == (said,)
     assert f"not looked at: {said}\n" in str(seen)
     assert str(seen).endswith("1 not looked at")
-    assert nonlinear_summary(seen) == f"not looked at: {said}"
+    assert beside(seen) == f"not looked at: {said}"
     assert seen.to_dict()["unseen"] == [said]
 
 
@@ -524,7 +525,14 @@ def test_an_audit_gives_the_profiler_back():
             threading.setprofile(None)
 
 
-def test_a_summary_has_what_is_left_and_nothing_where_all_is_linear():
-    assert nonlinear_summary(audit(nn.Linear(6, 6), TOKENS)) == ""
+def test_what_stands_beside_the_gates_is_nothing_where_all_is_linear():
+    assert beside(audit(nn.Linear(6, 6), TOKENS)) == ""
     seen = audit(Calls(lambda m, x: (x * (x > 0)).sin()), TOKENS)
-    assert nonlinear_summary(seen) == "no gate stands for gt 1; not linear beside the gates: sin 1"
+    assert beside(seen) == "not linear beside the gates: sin 1"
+    assert [op.op for op in seen.left] == ["gt"]
+
+
+def test_under_a_profiler_the_audit_says_what_it_cannot_see():
+    with cProfile.Profile():
+        seen = audit(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), torch.randn(3, 2))
+    assert seen.unseen == ("numpy, Python's numbers and other threads, because a profiler is on",)

@@ -245,6 +245,16 @@ def test_a_site_that_runs_torchs_own_op_is_not_evaluated(monkeypatch):
     assert [(row.note, row.ok) for row in certificate.rows] == [("not evaluated", None)]
 
 
+WRITE_IT = (
+    "Write it as a function of torch that is one (F.relu, torch.sigmoid), or as a module of its "
+    "own, which can stay as it is; strict=False converts the rest unproven."
+)
+METHOD = (
+    "A function that closes over the network (a lambda with self) calls the one it was made for, "
+    "not the copy; make it a method."
+)
+
+
 def test_a_nonlinearity_that_is_no_site_fails():
     model = Calls(lambda m, x: x.relu() * (x > 0))
     certificate = verify(model, convert(model, inputs=X, strict=False), X)

@@ -1006,3 +1006,16 @@ def test_bad_files_of_weights_are_refused(name, make, message, tmp_path):
     with pytest.raises(CheckpointError) as error:
         load_weights(tmp_path / name)
     assert str(error.value) == f"{tmp_path / name}: {message}"
+
+
+def test_gates_are_put_only_where_the_same_function_was(tmp_path):
+    x = torch.randn(4, 8)
+    save(convert(nn.Sequential(nn.Linear(8, 8), nn.LeakyReLU(0.1)), inputs=x), tmp_path)
+    for other in (nn.Tanh(), nn.Identity(), nn.LeakyReLU(0.3), nn.Softmax(-1)):
+        with pytest.raises(
+            CheckpointError, match=f"'1' is {type(other).__name__}, another function"
+        ):
+            load(tmp_path, nn.Sequential(nn.Linear(8, 8), other))
+    assert isinstance(
+        load(tmp_path, nn.Sequential(nn.Linear(8, 8), nn.LeakyReLU(0.1)))[1], Activation
+    )

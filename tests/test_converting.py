@@ -102,6 +102,15 @@ def test_an_audit_lists_what_is_left(folder, tg):
     assert out.splitlines()[-1] == "0 sites, 2 left, 0 other"
 
 
+def test_json_has_no_number_that_only_python_reads(folder, tg):
+    def refused(word):
+        raise AssertionError(word)
+
+    code, out, _ = tg("convert", "net.py:make_model", "--inputs", "5,4", "--json", "--tol", "inf")
+    assert code == 0
+    assert json.loads(out, parse_constant=refused)["certificate"]["tol"] == "inf"
+
+
 def test_json_is_for_other_programs(folder, tg):
     code, out, err = tg("convert", "net.py:make_model", "--inputs", "5,4", "--json")
     report = json.loads(out)

@@ -9,14 +9,14 @@ import torch
 import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from experiments.evidence import common, whisper
+from experiments.evidence import common, faces, files, text, whisper
 from experiments.evidence import run as evidence
 
 # Torch, torchvision and Pillow warn about themselves.
 pytestmark = pytest.mark.filterwarnings("default")
 
 
-APPROXIMATE = ("whisper", "whisper-60s")
+APPROXIMATE = ("whisper", "whisper-60s", "magika")
 
 
 @pytest.mark.parametrize("name", evidence.CASES)
@@ -77,6 +77,27 @@ def test_words_that_are_wrong_are_counted():
     assert whisper.edits(said, ["had", "he", "married", "a", "more", "a", "amiable", "woman"]) == 1
     assert whisper.edits(["an", "old", "sposed"], ["an", "ill", "disposed"]) == 2
     assert whisper.edits([], said) == whisper.edits(said, []) == len(said)
+
+
+def test_pairs_are_merged_in_the_order_in_which_they_were_learned():
+    merges = [["a", "b"], ["\u2581", "ab"], ["b", "a"]]
+    names = ["<pad>", "<unk>", "<bos>", "<eos>", "a", "b", "\u2581", "ab", "\u2581ab", "ba"]
+    tokens = text.spelled("bab abab\u00e9", ["a", "b", "\u2581"], merges)
+    assert [names[n] for n in tokens] == ["b", "ab", "\u2581ab", "ab", "<unk>"]
+
+
+def test_of_boxes_that_overlap_the_likeliest_stays():
+    boxes = torch.tensor([[0, 0, 10, 10, 0.8], [1, 0, 11, 10, 0.9], [20, 20, 30, 30, 0.7]])
+    assert faces.apart(boxes, 0.7).tolist() == boxes[[1, 2]].tolist()  # 9/11 of both is shared
+    assert faces.apart(boxes, 0.9).tolist() == boxes[[1, 0, 2]].tolist()
+    assert faces.apart(boxes[:0], 0.7).shape == (0, 5)
+
+
+def test_a_file_is_its_first_and_last_bytes():
+    short = files.ends(b"\n abc \n")
+    assert short == [*b"abc \n", *[256] * 2038, *b"\n abc"]
+    long = files.ends(b" " + b"x" * 5000 + b"y" * 1000)
+    assert long == [ord("x")] * 1024 + [ord("x")] * 24 + [ord("y")] * 1000
 
 
 def test_what_cannot_be_fetched_here_is_missing(monkeypatch, tmp_path):

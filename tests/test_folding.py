@@ -271,7 +271,7 @@ def test_batchnorms_behind_convolutions_fold_into_promoted_layers():
 
 def test_random_networks_are_folded_to_rounding_or_untouched():
     folded = 0
-    for seed in range(120):
+    for seed in range(60):
         model, x = network(seed)
         before = copy.deepcopy(model.state_dict())
         new = fold_batchnorm(model)
@@ -279,7 +279,7 @@ def test_random_networks_are_folded_to_rounding_or_untouched():
         assert [*new.folded, *new.kept] == ["norm"], seed
         assert same(model, new, x), (seed, model, new.folded, new.kept)
         folded += len(new.folded)
-    assert 30 < folded < 90
+    assert 15 < folded < 45
 
 
 def test_a_converted_network_is_folded_where_it_was_given_its_instances():

@@ -9,12 +9,13 @@ import torch.nn.functional as F
 
 import threshold_gating as tg
 from tests.fuzz import oracle
-from tests.fuzz.__main__ import heavy, reduced
+from tests.fuzz.__main__ import reduced
 from tests.fuzz.cases import CASES, MAY_BE_REFUSED
 from tests.fuzz.check import ALL, FAST, check
 from tests.fuzz.network import Made, Network, draw, shrunk, text
 from tests.fuzz.parts import KINDS, Part
 from tests.fuzz.printing import program
+from tests.fuzz.workers import heavy
 from threshold_gating.conversion import rewrite
 
 RELU = Network((Part("module", (("act", "relu"), ("over", False))),))
@@ -40,7 +41,8 @@ def told(trial):
 
 @pytest.mark.parametrize("name", CASES)
 def test_what_was_wrong_once_is_not_wrong_again(name):
-    trial = check(CASES[name], FAST | ({"export"} if "export" in name else set()))
+    graphs = {way for way in ("export", "compile") if way in name}
+    trial = check(CASES[name], FAST | graphs)
     assert not trial.failures, told(trial)
     assert not trial.refusal or name in MAY_BE_REFUSED
 

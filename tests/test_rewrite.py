@@ -619,7 +619,8 @@ def test_a_path_that_was_not_run_is_refused_loudly():
         gated(-torch.ones(3))
     assert str(caught.value) == (
         "the call tanh#0 was not made when the network was converted (then: relu#0); "
-        "convert it with inputs that take the same path."
+        "convert it with inputs that take the same path, or without inputs, so that calls are "
+        "answered as they come."
     )
 
 

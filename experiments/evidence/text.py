@@ -1,10 +1,13 @@
-"""Text networks: character LSTM and GRU, graphemes to phonemes, stories260K."""
+"""Text networks: character LSTM and GRU, graphemes to phonemes, stories260K and GlassLM."""
 
 import io
 import json
+import re
 import struct
 import zipfile
+from functools import cache
 from itertools import groupby, pairwise
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -193,22 +196,36 @@ def phonemes(smoke: bool) -> Loaded:
     return Loaded(model, (batches[0],), evaluate)
 
 
-class Layer(nn.Module):
-    """A Llama layer: 8 heads of 8, two of them for each of 4 keys and values; SwiGLU."""
+class Size(NamedTuple):
+    """Of a Llama: a key and its value are shared by two heads."""
 
-    def __init__(self) -> None:
+    vocabulary: int
+    layers: int
+    width: int
+    hidden: int
+    head: int
+    eps: float
+
+
+class Layer(nn.Module):
+    """A Llama layer with SwiGLU."""
+
+    def __init__(self, size: Size) -> None:
         super().__init__()
-        self.norm1, self.norm2 = nn.RMSNorm(64, eps=1e-5), nn.RMSNorm(64, eps=1e-5)
+        width, keys, hidden = size.width, size.width // 2, size.hidden
+        self.head = size.head
+        self.norm1, self.norm2 = (nn.RMSNorm(width, eps=size.eps) for _ in range(2))
         self.q, self.k, self.v, self.o = (
-            nn.Linear(i, o, bias=False) for i, o in ((64, 64), (64, 32), (64, 32), (64, 64))
+            nn.Linear(width, outputs, bias=False) for outputs in (width, keys, keys, width)
         )
         self.w1, self.w2, self.w3 = (
-            nn.Linear(i, o, bias=False) for i, o in ((64, 172), (172, 64), (64, 172))
+            nn.Linear(i, o, bias=False)
+            for i, o in ((width, hidden), (hidden, width), (width, hidden))
         )
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         y = self.norm1(x)
-        q, k, v = (linear(y).unflatten(-1, (-1, 8)) for linear in (self.q, self.k, self.v))
+        q, k, v = (linear(y).unflatten(-1, (-1, self.head)) for linear in (self.q, self.k, self.v))
         q, k = (rotated(z, cos, sin) for z in (q, k))
         q, k, v = (z.transpose(1, 2) for z in (q, k, v))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
@@ -218,20 +235,21 @@ class Layer(nn.Module):
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Each pair (0, 1), (2, 3), ... of x (B, T, heads, 8) turned by its angle."""
+    """Each pair (0, 1), (2, 3), ... of x (B, T, heads, size) turned by its angle."""
     a, b = x[..., 0::2], x[..., 1::2]
     return torch.stack([a * cos - b * sin, a * sin + b * cos], -1).flatten(-2)
 
 
 class Llama(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, size: Size) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(512, 64)
-        self.layers = nn.ModuleList(Layer() for _ in range(5))
-        self.norm = nn.RMSNorm(64, eps=1e-5)
+        self.turns = torch.arange(size.head // 2) / (size.head // 2)
+        self.embedding = nn.Embedding(size.vocabulary, size.width)
+        self.layers = nn.ModuleList(Layer(size) for _ in range(size.layers))
+        self.norm = nn.RMSNorm(size.width, eps=size.eps)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        angles = torch.arange(tokens.shape[1])[:, None] * 10000.0 ** (-torch.arange(4) / 4)
+        angles = torch.arange(tokens.shape[1])[:, None] * 10000.0**-self.turns
         cos, sin = angles.cos()[:, None], angles.sin()[:, None]
         x = self.embedding(tokens)
         for layer in self.layers:
@@ -239,10 +257,17 @@ class Llama(nn.Module):
         return self.norm(x) @ self.embedding.weight.T
 
 
+STORIES260K = Size(512, 5, 64, 172, 8, 1e-5)
+GLASSLM = Size(1024, 4, 128, 341, 32, 1e-6)
+
+
 def stories260k(smoke: bool) -> Loaded:
     data = (DATA / LLAMA).read_bytes()
     assert struct.unpack("<7i", data[:28]) == (64, 172, 5, 8, 4, 512, 512)
-    numbers, model = torch.from_numpy(np.frombuffer(data, "<f4", offset=28).copy()), Llama().eval()
+    numbers, model = (
+        torch.from_numpy(np.frombuffer(data, "<f4", offset=28).copy()),
+        Llama(STORIES260K).eval(),
+    )
     order = [model.embedding.weight]
     for key in ("norm1", "q", "k", "v", "o", "norm2", "w1", "w2", "w3"):
         order += [layer.get_submodule(key).weight for layer in model.layers]
@@ -287,3 +312,57 @@ def tokenised(text: str) -> list[int]:
             return [1, *ids]
         _, n, new = max(found)
         ids[-n : -n + 2] = [new]
+
+
+GLASS = Package(
+    "glassllm==0.1.0",
+    "glassllm-0.1.0-py3-none-any.whl",
+    "1611801c031d0fc300dc89d3c07cd6be56dc1784e38e24422b2242d0761a333b",
+)
+
+
+def glass(smoke: bool) -> Loaded:
+    """GlassLM, English: a novel, 128 tokens at a time."""
+    with zipfile.ZipFile(GLASS.path) as archive:
+        arrays = dict(np.load(io.BytesIO(archive.read("glassllm/weights/en.npz"))))
+        spelling = json.loads(archive.read("glassllm/weights/en.tokenizer.json"))
+    state = {}
+    for key, array in arrays.items():
+        if key != "__config__":
+            name = re.sub(r"(attn|ffn)\.(W_)?", "", key.replace("blocks", "layers"))
+            name = {"E": "embedding", "norm_f.gamma": "norm"}.get(name, name).removesuffix(".gamma")
+            weight = torch.from_numpy(array).float()
+            state[f"{name.lower()}.weight"] = weight.T if ".W" in key else weight
+    model = Llama(GLASSLM).eval()
+    model.load_state_dict(state)
+    novel = (DATA / BRONTE).read_text("utf-8")[:600_000]
+    tokens = torch.tensor(spelled(novel, spelling["alphabet"], spelling["merges"]))
+    pieces = torch.stack(strided(list(tokens.unfold(0, 129, 128)), 2 if smoke else 200))
+
+    def evaluate(model: nn.Module) -> Outcome:
+        logits = torch.cat([model(batch[:, :-1]) for batch in pieces.split(20)])
+        return language(logits, pieces[:, 1:], "perplexity")
+
+    return Loaded(model, (pieces[:1, :32],), evaluate)
+
+
+def spelled(text: str, alphabet: list[str], merges: list[list[str]]) -> list[int]:
+    """Tokens by byte-pair encoding: within a word, the pair that was learned first is merged."""
+    vocabulary = ["<pad>", "<unk>", "<bos>", "<eos>", *alphabet, *(a + b for a, b in merges)]
+    index = {piece: n for n, piece in enumerate(vocabulary)}
+    ranks = {tuple(pair): n for n, pair in enumerate(merges)}
+
+    @cache
+    def pieces(word: str) -> list[str]:
+        parts = list(word)
+        while known := [ranks[pair] for pair in pairwise(parts) if pair in ranks]:
+            pair, merged = merges[min(known)], []
+            while parts:
+                size = 2 if parts[:2] == pair else 1
+                merged.append("".join(parts[:size]))
+                parts = parts[size:]
+            parts = merged
+        return parts
+
+    words = re.findall(r"\n|\u2581*[^\u2581\n]+|\u2581+", text.replace(" ", "\u2581"))
+    return [index.get(piece, 1) for word in words for piece in pieces(word)]

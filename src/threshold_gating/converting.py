@@ -19,6 +19,7 @@ from typing import Any
 from torch import nn
 
 from threshold_gating import conversion, networks, taxonomy
+from threshold_gating.conversion.audit import jsonable
 from threshold_gating.conversion.plan import arguments
 from threshold_gating.networks import SPECS, Network, UsageError, network
 
@@ -274,6 +275,8 @@ def _say(args: argparse.Namespace, text: str) -> None:
 
 def _show(args: argparse.Namespace, report: Mapping[str, Any], text: str, named: Network) -> None:
     """The report, and what was random in what it is about."""
-    print(json.dumps({**report, **named.to_dict()}, indent=2) if args.json else text, flush=True)
+    if args.json:
+        text = json.dumps(jsonable({**report, **named.to_dict()}), indent=2, allow_nan=False)
+    print(text, flush=True)
     for note in named.notes:
         _say(args, note)

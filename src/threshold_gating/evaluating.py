@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from threshold_gating import networks
 from threshold_gating.converting import choices, command
 from threshold_gating.evaluation import COLUMNS, Evaluation
 from threshold_gating.evaluation import evaluate as measured
@@ -138,12 +139,8 @@ def _summary(result: Evaluation) -> str:
 
 
 def _device(name: str) -> torch.device:
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        said = str(error).splitlines()[0]
-        raise UsageError(f"--device {name!r} is not to be had here: {said}") from error
+    """The device of that name; of several GPUs, the one of this process."""
+    device = networks.device(name)
     several = device.type == "cuda" and device.index is None and "LOCAL_RANK" in os.environ
     return torch.device("cuda", int(os.environ["LOCAL_RANK"])) if several else device
 

@@ -355,6 +355,8 @@ def _group(share: str, channels: int | Sequence[int] | None) -> tuple[int, ...]:
         if channels is not None:
             raise ValueError(f"Activation: share={share!r} takes no channels; got {channels}.")
         return (1,)
+    if isinstance(channels, float):
+        raise ValueError(f"Activation: channels is a whole number or a shape; got {channels!r}.")
     shape = (channels,) if isinstance(channels, int) else tuple(channels or ())
     if not shape or min(shape) < 1 or (share != "neuron" and len(shape) > 1):
         want = "their number" if share != "neuron" else "the shape of the positions, as (C, H, W)"

@@ -242,6 +242,16 @@ def _arrays(path: Path) -> dict[str, torch.Tensor]:
     return {k: t.float() if t.dtype == torch.float64 else t for k, t in tensors.items()}
 
 
+def device(name: str) -> torch.device:
+    """The device that --device names, which works."""
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as error:
+        said = str(error).splitlines()[0]
+        raise UsageError(f"--device {name!r} is not available: {said}") from error
+    return torch.device(name)
+
+
 def needed(package: str, extra: str | None = None) -> Any:
     """A package that not everybody has; if it is not there, how to get it."""
     try:

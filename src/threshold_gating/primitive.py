@@ -413,6 +413,14 @@ def times(v: Tensor, slope: Tensor) -> Tensor:
     return y
 
 
+def settled(v: Tensor, slope: Tensor) -> Tensor:
+    """What the branches read, 0 at an infinity where only constant branches are open.
+
+    So ELU and Softplus have their limits there, as torch's have. Two gates follow torch's SiLU.
+    """
+    return torch.where(v.isinf() & (slope == 0), 0.0, v)
+
+
 def _within_range(t: Tensor) -> Tensor:
     """What overflowed as a large number, for infinity times a gate of 0 would be NaN."""
     largest = torch.finfo(t.dtype).max / 2
@@ -629,7 +637,8 @@ def _average(
         curve, slope, constant = mean(curves), mean(slopes), mean(constants)
         y = _polynomial(inputs[0], curve, slope, constant)
         if isinstance(slope, Tensor) and _is_number(curve, 0):
-            y = times(inputs[0], slope)
+            v = inputs[0] if len(slopes) == 2 else settled(inputs[0], slope)
+            y = times(v, slope)
             y = y if _is_number(constant, 0) else y + constant
     else:
         y = mean([_branch(*p) for p in zip(inputs, curves, slopes, constants, strict=True)])

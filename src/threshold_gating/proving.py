@@ -19,10 +19,9 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
-from threshold_gating import kernels, sites, taxonomy
+from threshold_gating import kernels, networks, sites, taxonomy
 from threshold_gating.conversion import Site, config, files, proof
 from threshold_gating.conversion.audit import WIDTH
 from threshold_gating.conversion.enumeration import FORMATS, name_of
@@ -131,7 +130,7 @@ def _proven(args: argparse.Namespace, each: _Instance, dtype: str) -> Proof:
     # A module evaluates its record but for infinite inputs; other backends would run torch's op.
     module = each.is_module and args.backend == "reference"
     whole = dtype != "float32"  # few enough to try them all, here
-    device = _device(args.device)
+    device = networks.device(args.device)
     try:
         return proof.prove(
             each.t,
@@ -150,16 +149,6 @@ def _proven(args: argparse.Namespace, each: _Instance, dtype: str) -> Proof:
     except (ValueError, TypeError, RuntimeError) as error:  # of ours, or of the function itself
         said = str(error).splitlines()[0].removeprefix("prove: ")
         raise UsageError(f"{each.name} in {dtype}: {said}") from error
-
-
-def _device(name: str) -> torch.device:
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        said = str(error).splitlines()[0]
-        raise UsageError(f"--device {name!r} is not available: {said}") from error
-    return device
 
 
 def _progress(what: str) -> Callable[[int, int], None]:

@@ -286,17 +286,19 @@ def function(kind: str, parameters: tuple[Any, ...]) -> Callable[[Tensor], Tenso
 def of_call(kind: str, parameters: tuple[Any, ...]) -> Recognised:
     """The instance of a call; its error is on record where its row is, else it is measured."""
     try:
-        t = KINDS[kind].make(*parameters)
+        if kind in APPROXIMATE:
+            return _approximate(kind, parameters)
+        return Recognised(KINDS[kind].make(*parameters), True, 0.0)
     except (ValueError, ArithmeticError) as error:
         raise ValueError(
             f"no gate is {kind} with the parameters {parameters}; sites={{name: None}} leaves the "
             "call to torch."
         ) from error
-    return (
-        Recognised(t, True, 0.0)
-        if kind not in APPROXIMATE
-        else judged(t, function(kind, parameters))
-    )
+
+
+@functools.lru_cache(256)
+def _approximate(kind: str, parameters: tuple[Any, ...]) -> Recognised:
+    return judged(KINDS[kind].make(*parameters), function(kind, parameters))
 
 
 def judged(t: TG, f: Callable[[Tensor], Tensor]) -> Recognised:

@@ -1,51 +1,26 @@
 """`python -m tests.fuzz --networks 10000 --gates 100000`: prints seeds, shrinks what fails.
 
-A failure ends as a Python program of its own. Failures of the same kind, in networks that hold all
-the parts of one that was shrunk already, are counted and not shrunk again.
+Networks are tried in processes of their own, each with a limit of time: one that hangs, or that
+takes its process with it, is a failure like any other. The seed of a failure is printed at once; at
+the end every cause is shrunk to a Python program. Failures of the same kind, in networks that hold
+all the parts of one that was shrunk already, are counted and not shrunk again.
 """
 
 from __future__ import annotations
 
 import argparse
-import logging
 import multiprocessing
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 
-import torch
-
-from tests.fuzz.check import ALL, FAST, Failure, check, walk
+from tests.fuzz.check import ALL, Failure, check, walk
 from tests.fuzz.network import Network, draw, shrunk
 from tests.fuzz.printing import program
+from tests.fuzz.workers import results, some_gates
 
-_CHUNK = 20
-Found = tuple[int, Failure, Network]
-
-
-def inductor(seed: int) -> bool:
-    """Two networks of a hundred are compiled by Inductor."""
-    return seed % 50 == 0
-
-
-def heavy(seed: int, fast: bool = False) -> frozenset[str]:
-    return FAST if fast else ALL | ({"inductor"} if inductor(seed) else set())
-
-
-def failing(seeds: range, fast: bool) -> tuple[list[Found], Counter[str], int]:
-    """What is wrong with these networks, why convert refused others, and how many it did not."""
-    torch.set_num_threads(1)
-    logging.getLogger("torch").setLevel(logging.ERROR)  # of graphs that the original has not either
-    found: list[Found] = []
-    refused: Counter[str] = Counter()
-    for seed in seeds:
-        network = draw(seed)
-        trial = check(network, heavy(seed, fast))
-        found += [(seed, failure, network) for failure in trial.failures]
-        if trial.refusal:
-            refused[trial.refusal] += 1
-    return found, refused, len(seeds)
+_CAUSES = 20  # shrunk at the end
 
 
 def reduced(network: Network, failure: Failure) -> tuple[Network, Failure]:
@@ -69,33 +44,71 @@ def kinds(network: Network) -> Counter[str]:
 
 
 class Report:
-    """Failures by cause, printed as they come."""
+    """Failures by cause; seeds are printed as they come."""
 
-    def __init__(self, shrink: bool) -> None:
-        self.shrink = shrink
-        self.causes: list[tuple[str, Counter[str], list[int]]] = []
+    def __init__(self) -> None:
+        self.causes: list[tuple[Failure, Network, list[int]]] = []
 
-    def add(self, seed: int, failure: Failure, network: Network) -> None:
-        held = kinds(network)
-        for stage, needed, seeds in self.causes:
-            if stage == failure.stage and needed <= held:
+    def add(self, seed: int, failure: Failure) -> None:
+        print(f"seed {seed}: {failure.stage}: {failure.message[:300]}", flush=True)
+        network = draw(seed)
+        for known, small, seeds in self.causes:
+            if known.stage == failure.stage and kinds(small) <= kinds(network):
                 seeds.append(seed)
                 return
-        if self.shrink:
-            network, failure = reduced(network, failure)
-        self.causes.append((failure.stage, kinds(network), [seed]))
-        print(f"\n# ---- seed {seed}: {failure.stage}\n{program(network, failure)}", flush=True)
+        self.causes.append((failure, network, [seed]))
+
+    def show(self, shrink: bool) -> None:
+        for failure, network, seeds in self.causes[:_CAUSES]:
+            if shrink and not failure.stage.startswith(("too slow", "process lost")):
+                network, failure = reduced(network, failure)
+            print(
+                f"\n# ---- seed {seeds[0]}: {failure.stage}\n{program(network, failure)}",
+                flush=True,
+            )
+        for failure, network, seeds in sorted(self.causes, key=lambda cause: -len(cause[2])):
+            parts = ", ".join(sorted(kinds(network).elements()))
+            print(f"{len(seeds):5} {failure.stage} ({parts}): seeds {seeds[:8]}")
 
 
-def results(seeds: range, jobs: int, fast: bool) -> Iterator[tuple[list[Found], Counter[str], int]]:
-    chunks = [seeds[k : k + _CHUNK] for k in range(0, len(seeds), _CHUNK)]
-    if jobs == 1:
-        yield from (failing(chunk, fast) for chunk in chunks)
-        return
-    # A new process for every few chunks: torch keeps what it compiled.
-    with multiprocessing.get_context("spawn").Pool(jobs, maxtasksperchild=10) as pool:
-        waiting = [pool.apply_async(failing, (chunk, fast)) for chunk in chunks]
-        yield from (result.get() for result in waiting)
+def networks(seeds: range, jobs: int, fast: bool, shrink: bool) -> int:
+    """How many of the networks fail; the whole story is printed."""
+    report, count, start, last = Report(), Counter[str](), time.monotonic(), 0.0
+    for found in results(seeds, jobs, fast):
+        count["done"] += 1
+        count["refused"] += bool(found.refusal)
+        count["converted"] += found.converted
+        count["failed"] += bool(found.failures)
+        for failure in found.failures:
+            report.add(found.seed, failure)
+        if time.monotonic() - last > 10 or count["done"] == len(seeds):
+            last = time.monotonic()
+            said = f"{count['done']} of {len(seeds)} networks, {count['refused']} refused, "
+            said += f"{count['failed']} failed, {(last - start) / 60:.1f} min"
+            print(said, file=sys.stderr, flush=True)
+    report.show(shrink)
+    print(
+        f"{count['done']} networks: converted {count['converted']}, refused {count['refused']}, "
+        f"failed {count['failed']} (seeds {seeds.start} to {seeds.stop - 1}, "
+        f"{len(report.causes)} causes)",
+        flush=True,
+    )
+    return count["failed"]
+
+
+def gates(seed: int, count: int, jobs: int) -> int:
+    """How many gates differ, of so many in each of the processes."""
+    start, parts = time.monotonic(), 4 * jobs
+    sizes = [n for k in range(parts) if (n := count // parts + (k < count % parts))]
+    wrong: list[str] = []
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+        for found in pool.map(some_gates, range(seed, seed + len(sizes)), sizes):
+            for line in found:
+                print(line, flush=True)
+            wrong += found
+    minutes = (time.monotonic() - start) / 60
+    print(f"{count} gates: {len(wrong)} differences, {minutes:.1f} min", flush=True)
+    return len(wrong)
 
 
 def main() -> int:
@@ -107,30 +120,10 @@ def main() -> int:
     parser.add_argument("--fast", action="store_true", help="not compiled, not exported")
     parser.add_argument("--no-shrink", action="store_true")
     asked = parser.parse_args()
-    report, refused, done, start = Report(not asked.no_shrink), Counter[str](), 0, time.time()
     seeds = range(asked.seed, asked.seed + asked.networks)
-    for found, said, count in results(seeds, asked.jobs, asked.fast):
-        refused += said
-        done += count
-        for seed, failure, network in found:
-            report.add(seed, failure, network)
-        minutes = (time.time() - start) / 60
-        print(f"{done} networks, {refused.total()} refused, {minutes:.1f} min", file=sys.stderr)
-    print(f"\nnetworks {seeds.start} to {seeds.stop - 1}: {refused.total()} refused")
-    for stage, needed, which in sorted(report.causes, key=lambda cause: -len(cause[2])):
-        parts = ", ".join(sorted(needed.elements()))
-        print(f"{len(which):5} {stage} ({parts}): seeds {which[:8]}")
-    wrong = [] if not asked.gates else gates(asked.seed, asked.gates)
-    for line in wrong:
-        print(line)
-    print(f"{len(report.causes)} causes in networks, {len(wrong)} gates differ")
-    return 1 if report.causes or wrong else 0
-
-
-def gates(seed: int, count: int) -> list[str]:
-    from tests.fuzz.gates import check_gates
-
-    return check_gates(seed, count)
+    failed = networks(seeds, asked.jobs, asked.fast, not asked.no_shrink) if seeds else 0
+    wrong = gates(asked.seed, asked.gates, asked.jobs) if asked.gates else 0
+    return 1 if failed or wrong else 0
 
 
 if __name__ == "__main__":

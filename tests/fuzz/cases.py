@@ -87,6 +87,11 @@ CASES: dict[str, Network] = {
     ),
     "softsign as a module": one("inexpressible", which="softsign"),
     "elu at tiny inputs": one("module", act="elu", second="tiny"),
+    "a traced network, exported": one("call", act="gelu", traced=True),
+    "a call under checkpoint, compiled": one("checkpointed_call", act="gelu_tanh"),
+    "a view, compiled for every shape": Network(
+        (part("call", act="softplus2"),), inputs="view", weights=1
+    ),
     "NaN under a causal mask": one("attention", how="causal", second="nan"),
     "attention of large inputs": one("attention", how="module", second="huge"),
     "gradients of a residual with checkpoint": one(

@@ -21,7 +21,10 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
+from torch._higher_order_ops.wrap import tag_activation_checkpoint
+from torch.fx import Graph, GraphModule
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 
 from threshold_gating import kernels, sites
 from threshold_gating.conversion import recomputing
@@ -145,7 +148,8 @@ def _owned(base: type) -> type:
 
         @functools.wraps(base.forward)  # type: ignore[attr-defined]
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if "forward" in self.__dict__:  # through the wrapper, which answers already
+            # through the wrapper, which answers already; or an object that was made of this class
+            if "forward" in self.__dict__ or "tg_sites" not in self.__dict__:
                 return base.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
             bound = functools.partial(base.forward, self)  # type: ignore[attr-defined]
             return _answered(self, bound, args, kwargs)
@@ -218,7 +222,19 @@ def _disowned(module: Any) -> Iterator[None]:
         module.__dict__.update(mine)
 
 
+def _graph(self: Any) -> Any:
+    """The graph; to `torch.export`, which runs the nodes of a graph module without its forward,
+    one node that is the network as it is called."""
+    if not torch.compiler._is_exporting_flag:
+        return self._graph
+    whole = Graph()
+    given = [whole.placeholder(node.target) for node in self._graph.find_nodes(op="placeholder")]
+    whole.output(whole.call_function(self.__call__, tuple(given)))
+    return whole
+
+
 _GRAPH = {
+    "graph": property(_graph, lambda self, graph: GraphModule.graph.fset(self, graph)),  # type: ignore[attr-defined]
     "__deepcopy__": _graph_copy,
     "__reduce_ex__": _graph_reduce,
     "__reduce__": lambda self: _graph_reduce(self, 2),
@@ -247,6 +263,20 @@ _ASKING = {
 } | {torch.equal, torch.allclose, torch.nonzero, torch.is_nonzero}
 
 
+# To Dynamo these are calls like others; eager checkpointing is followed by `recomputing`.
+_REGIONS = {tag_activation_checkpoint, checkpoint}
+
+
+def _are_alike(plan: Mapping[str, Site | None]) -> bool:
+    """Whether all calls of one kind have one answer."""
+    found: dict[str, Any] = {}
+    for name, site in plan.items():
+        answer = None if site is None else (site.t, site.parameters)
+        if found.setdefault(name.partition("#")[0], answer) != answer:
+            return False
+    return True
+
+
 class Answering(TorchFunctionMode):
     """Answers the nonlinear calls of one run of an owner's forward by its plan."""
 
@@ -263,6 +293,8 @@ class Answering(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # Nearly every call is none of ours: that is found out first, with as little as possible.
         if func not in sites.FUNCTIONS:
+            if func in _REGIONS:
+                return func(self._inside(args[0]), *args[1:], **(kwargs or {}))
             self.asks = self.asks or func in _ASKING
             return func(*args, **kwargs) if kwargs else func(*args)
         kwargs = kwargs or {}
@@ -278,6 +310,26 @@ class Answering(TorchFunctionMode):
         # nor about the arithmetic of the gates.
         with torch._C.DisableTorchFunction():
             return func(*args, **kwargs) if site is None else answer(site, func, args, kwargs)
+
+    def _inside(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """A checkpointed region of a compiled graph, which is traced without this mode.
+
+        It may change nothing outside of it, so its calls are not counted here; where calls of one
+        kind have different instances, a later one would be taken for another.
+        """
+        plan, counts = self.plan, dict(self.counts)
+        if plan is not None and not _are_alike(plan):
+            raise ConversionError(
+                "a checkpointed region is compiled in a network whose calls of one kind have "
+                "different instances, and cannot be told apart there; compile the network without "
+                "checkpointing, or give these calls one instance."
+            )
+
+        def inside(*args: Any, **kwargs: Any) -> Any:
+            with Answering(plan, counts):
+                return run(*args, **kwargs)
+
+        return inside
 
     def _follow(self) -> None:
         """Answer again what a checkpointed region in this run computes again."""
@@ -297,7 +349,8 @@ class Answering(TorchFunctionMode):
             known = ", ".join(self.plan) or "none"
             raise ConversionError(
                 f"the call {name} was not made when the network was converted (then: {known}); "
-                "convert it with inputs that take the same path.",
+                "convert it with inputs that take the same path, or without inputs, so that calls "
+                "are answered as they come.",
                 name,
             )
         site = self.plan[name]

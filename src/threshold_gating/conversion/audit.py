@@ -9,6 +9,7 @@ named as not looked at: data that leave torch, other threads, ops of other libra
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 from collections import Counter
@@ -120,15 +121,6 @@ def beside(seen: Audit) -> str:
     return "; ".join([bent] * bool(seen.bending) + [missed] * bool(seen.unseen))
 
 
-def nonlinear_summary(seen: Audit) -> str:
-    """Everything in a network that is no site and not linear, or was not looked at; "" if nothing.
-
-    For a message about a network in which there is nothing to convert.
-    """
-    left = f"no gate stands for {', '.join(_counted(seen.left))}" if seen.left else ""
-    return "; ".join(filter(None, (left, beside(seen))))
-
-
 def _counted(found: Sequence[Op]) -> list[str]:
     """Ops with the number of their calls, each once."""
     counts: Counter[str] = Counter()
@@ -228,6 +220,9 @@ def _is_left_alone(frame: FrameType | None) -> bool:
     return False
 
 
+_PROFILED = "numpy, Python's numbers and other threads, because a profiler is on"
+
+
 class _Reader(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Reads the ops of one run."""
 
@@ -249,6 +244,12 @@ class _Reader(TorchDispatchMode):  # type: ignore[no-untyped-call]
         By Python's profiler, because a mode for functions would keep torch from its fused paths.
         """
         before, of_threads = sys.getprofile(), threading.getprofile()
+        if not (before is None or callable(before)):  # cProfile's, which cannot be put back
+            self.unseen["numpy, Python's numbers and other threads, because a profiler is on"] = (
+                None
+            )
+            yield
+            return
         own = getattr(threading, "setprofile_all_threads", threading.setprofile)  # from 3.12 on
         own(self._elsewhere)
         sys.setprofile(self._leaving)
@@ -402,6 +403,15 @@ def _cells(site: AuditedSite) -> tuple[str, ...]:
     ran = "native" if site.native else "gates" if site.calls else "never called"
     K = "" if site.K is None else str(site.K)
     return site.name, site.kind, K, what, ran, str(site.calls)
+
+
+def jsonable(value: Any) -> Any:
+    """The same in JSON's terms: lists alone, and texts for the numbers it has not (inf, nan)."""
+    if isinstance(value, dict):
+        return {k: jsonable(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [jsonable(v) for v in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def columns(rows: Sequence[Sequence[str]]) -> list[str]:

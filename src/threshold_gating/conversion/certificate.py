@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from numbers import Real
@@ -30,6 +29,7 @@ from threshold_gating.conversion.audit import (
     columns,
     execute,
     is_gate,
+    jsonable,
 )
 from threshold_gating.conversion.local import RELATIVE, Error, Local
 from threshold_gating.conversion.outputs import Output
@@ -136,7 +136,7 @@ class Certificate:
 
     def to_json(self) -> str:
         """The same as JSON text; a number that JSON has not (inf, nan) is a string."""
-        return json.dumps(_plain(self.to_dict()), indent=2, allow_nan=False)
+        return json.dumps(jsonable(self.to_dict()), indent=2, allow_nan=False)
 
 
 def verify(
@@ -413,11 +413,3 @@ def _cells(row: Row) -> tuple[str, ...]:
     bound = f"{row.bound:g} ulp" if row.exact else f"{row.bound:.2g} rel"
     what = "FAILED" if not row.ok else row.note or ("exact" if row.exact else "approximate")
     return (row.site, row.kind, K, *errors, ulp, bound, str(row.calls), what)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {k: _plain(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(v) for v in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -11,7 +11,7 @@ import itertools
 import json
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
@@ -223,6 +223,8 @@ def _check_modules(model: nn.Module, saved: Checkpoint) -> None:
             raise wrong(
                 f"{entry.names[0]!r} cannot become an activation: it is the whole or has parts"
             )
+        if entry.was is not None and not isinstance(module, Activation):
+            _check_function(entry, module, wrong)
     for entry in saved.recurrent:
         layer = at[entry.names[0]]
         if not isinstance(layer, recurrent._Gated) or set(layer.gates) != set(entry.holds):
@@ -231,6 +233,25 @@ def _check_modules(model: nn.Module, saved: Checkpoint) -> None:
     for module, (name, *_) in names.items():
         if isinstance(module, Activation | recurrent._Gated) and module not in recorded:
             raise wrong(f"{name!r} has gates of its own and none on record")
+
+
+def _check_function(
+    entry: config.Entry, module: nn.Module, wrong: Callable[[str], CheckpointError]
+) -> None:
+    """The module computes what the one computed that was replaced."""
+    try:
+        have = config.values_of(module)
+    except Exception:  # it is no function of each element
+        have = None
+    want = [float(v) for v in entry.was or ()]
+    if have is None or not torch.allclose(
+        torch.tensor([float(v) for v in have]).double(),
+        torch.tensor(want).double(),
+        rtol=1e-6,
+        atol=1e-9,
+        equal_nan=True,
+    ):
+        raise wrong(f"{entry.names[0]!r} is {type(module).__name__}, another function than saved,")
 
 
 def _become(module: nn.Module, calls: list[Any], place: rewrite.Place) -> None:

@@ -15,6 +15,7 @@ from torch import nn
 
 from threshold_gating import kernels, recurrent, sites
 from threshold_gating._version import __version__
+from threshold_gating.conversion.audit import jsonable
 from threshold_gating.conversion.files import (
     CONFIG,
     DAMAGE,
@@ -25,6 +26,7 @@ from threshold_gating.conversion.files import (
     unreadable,
 )
 from threshold_gating.conversion.plan import Site
+from threshold_gating.conversion.purity import probing
 from threshold_gating.conversion.rewrite import Gate, PerCall
 from threshold_gating.instance import TG
 from threshold_gating.layers import Activation
@@ -38,11 +40,13 @@ class Entry(NamedTuple):
     """A module on record, under all its names, and what it holds.
 
     Of a module that is a site: (site, how its Activation is made) for each of its calls. Of an
-    owner: the plan of its calls, None for "as they come". Of a recurrent layer: its gates.
+    owner: the plan of its calls, None for "as they come". Of a recurrent layer: its gates. `was`
+    are values of what the module was, by which it is known again; None where that is unknown.
     """
 
     names: tuple[str, ...]
     holds: Any
+    was: list[Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -97,9 +101,11 @@ def structure(model: nn.Module) -> dict[str, Any]:
             gates: list[Any] = list(module.calls) if isinstance(module, PerCall) else [module]
             inside.update(gates)
             calls = [_call(gate, name) for gate in gates]
-            found["modules"].append({**where, "calls": calls})
+            replaced = vars(module).get("replaced")
+            was = None if replaced is None else values_of(replaced)
+            found["modules"].append({**where, "calls": calls, "was": was})
         elif isinstance(module, recurrent._Gated):
-            instances = {gate: _plain(t.to_dict()) for gate, t in module.gates.items()}
+            instances = {gate: jsonable(t.to_dict()) for gate, t in module.gates.items()}
             found["recurrent"].append({**where, "gates": instances})
         if "tg_sites" in vars(module):
             plan = vars(module)["tg_sites"]
@@ -107,6 +113,13 @@ def structure(model: nn.Module) -> dict[str, Any]:
             answered = _AS_THEY_COME if plan is None else answers
             found["owners"].append({**where, "calls": answered})
     return found
+
+
+def values_of(module: nn.Module) -> list[Any]:
+    """What an element-wise module gives at a few points, as JSON values."""
+    x = torch.tensor([-4.0, -1.5, -0.7, -0.2, 0.0, 0.3, 0.8, 2.0, 7.0], device="cpu").double()
+    with probing(module), torch.no_grad():
+        return [jsonable(v) for v in module.forward(x).tolist()]
 
 
 def names_of(model: nn.Module) -> dict[nn.Module, list[str]]:
@@ -164,15 +177,6 @@ def activation(
     return gate.to(getattr(torch, make["dtype"]))
 
 
-def _plain(v: Any) -> Any:
-    """As JSON has it, which knows lists and no infinity."""
-    if isinstance(v, dict):
-        return {k: _plain(w) for k, w in v.items()}
-    if isinstance(v, list | tuple):
-        return [_plain(w) for w in v]
-    return str(v) if isinstance(v, float) and not math.isfinite(v) else v
-
-
 def _site_to_json(site: Site) -> dict[str, Any]:
     if site.t is None and site.op is not None:
         raise CheckpointError(
@@ -187,7 +191,7 @@ def _site_to_json(site: Site) -> dict[str, Any]:
         "sup": site.sup,
         "parameters": site.parameters,
     }
-    return {k: _plain(v) for k, v in data.items()}
+    return dict(jsonable(data))
 
 
 def _site_of_json(data: Any) -> Site:
@@ -355,7 +359,7 @@ def _module(path: Path, data: Any) -> Entry:
         for site, make in calls:
             if site is not None:
                 activation(site, make, torch.device("meta"))  # it can be made
-        return Entry(names, calls)
+        return Entry(names, calls, None if data.get("was") is None else _part(data, "was", list))
 
 
 def _owner(path: Path, data: Any) -> Entry:

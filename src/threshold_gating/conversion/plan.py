@@ -71,7 +71,8 @@ class Plan(NamedTuple):
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to convert and nothing was asked to be left alone."""
-        return self.calls is not None and not self.modules and not any(self.calls.values())
+        made = any(any(sites) for sites in self.modules.values())
+        return self.calls is not None and not made and not any(self.calls.values())
 
 
 def make_plan(model: nn.Module, wishes: Mapping[str, Choice] | None, inputs: Any) -> Plan:
@@ -131,6 +132,12 @@ def refuse(model: nn.Module) -> None:
             raise ConversionError(
                 f"the attention of {name or 'the network'} is {attention!r}, with no call of torch "
                 "that could be answered; convert after model.set_attn_implementation('sdpa').",
+                name,
+            )
+        if type(module).__name__ == "OptimizedModule":
+            raise ConversionError(
+                f"{name or 'the network'} is compiled; convert it first, and call torch.compile "
+                "on what comes out.",
                 name,
             )
         if "quantized" in type(module).__module__.split("."):
@@ -274,7 +281,9 @@ def _alike(module: nn.Module) -> Any:
     """Equal for modules that compute the same: those of one class with the same numbers."""
     own = own_attributes(module)
     simple = all(isinstance(v, int | float | str | None) for v in own.values())
-    return (type(module), tuple(sorted(own.items()))) if simple else None
+    # with types: True, 1 and 1.0 are equal, and may be different settings
+    key = tuple((name, type(value), repr(value)) for name, value in sorted(own.items()))
+    return (type(module), key) if simple else None
 
 
 def _judged(module: nn.Module) -> Judged:
@@ -288,11 +297,13 @@ def _judged(module: nn.Module) -> Judged:
             known = recognise.recognise(f, fit=not calls)
         except ValueError as error:
             return Judged(None, left="" if calls else f"no gate computes it ({_sentence(error)})")
-        apart = recognise.kinks_apart(f, known.t)
-    if apart and calls:
+        apart, odd = recognise.kinks_apart(f, known.t), recognise.specials_apart(f, known.t)
+    if (apart or odd) and calls:
         return Judged(None)
-    at = ", ".join(f"{x:g}" for x in apart)
-    return Judged(known, note=at and f"the gradient at x = {at} is that of one side, not torch's")
+    kinks, others = (", ".join(f"{x:g}" for x in each) for each in (apart, odd))
+    notes = [f"the gradient at x = {kinks} is that of one side, not torch's"] * bool(apart)
+    notes += [f"its value at x = {others} is another one"] * bool(odd)
+    return Judged(known, note=" and ".join(notes))
 
 
 def _sentence(error: Exception) -> str:

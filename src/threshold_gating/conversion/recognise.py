@@ -13,6 +13,7 @@ What is none of these is approximate: a row that stands for it, or a fit over th
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -62,7 +63,8 @@ def _probe() -> Tensor:
     fine = torch.arange(-600, 601) / 50
     kinks = torch.tensor([-6, -3, -1, -0.5, 0, 0.1, 0.5, 1, 3, 6])
     far = torch.logspace(-30, 30, 241)
-    return torch.cat([fine, kinks, fine * 1e-3, far, -far]).double()
+    between = 4 * torch.randn(3000, generator=torch.Generator().manual_seed(0))
+    return torch.cat([fine, kinks, fine * 1e-3, far, -far, between]).double()
 
 
 def is_elementwise(f: Callable[[Tensor], Any]) -> bool:
@@ -102,27 +104,31 @@ def overwrites(f: Callable[[Tensor], Any]) -> bool:
         return bool(f(x).data_ptr() == x.data_ptr())
 
 
-class _Values(NamedTuple):
+class _Values:
     """What a function gives on the probe."""
 
-    x: Tensor
-    y: Tensor
+    def __init__(self, x: Tensor, y: Tensor) -> None:
+        self.x, self.y = x, y
+        self.known = y.isfinite()
 
-    @property
+    @functools.cached_property
     def size(self) -> float:
         """The largest value between -12 and 12."""
-        near = self.y[(self.x.abs() <= 12) & self.y.isfinite()]
+        near = self.y[(self.x.abs() <= 12) & self.known]
         return float(near.abs().max()) if len(near) else 0.0
+
+    @functools.cached_property
+    def allowed(self) -> Tensor:
+        """How far another function may be, where this one gives numbers."""
+        # tails that cancel have only the digits of what cancels
+        slack = _EXACT * self.size + 1e-14 * self.x.abs().clamp(max=1e3)
+        return (_EXACT * self.y.abs() + slack)[self.known]
 
     def agree(self, other: Tensor) -> bool:
         """Whether these are the same, wherever they are numbers."""
-        known = self.y.isfinite()
-        if known.sum() < len(known) / 2:
+        if len(self.allowed) < len(self.known) / 2:
             return False
-        y, z = self.y[known], other[known]
-        # tails that cancel have only the digits of what cancels
-        slack = _EXACT * self.size + 1e-14 * self.x[known].abs().clamp(max=1e3)
-        return bool(((y - z).abs() <= _EXACT * y.abs() + slack).all())
+        return bool(((self.y - other)[self.known].abs() <= self.allowed).all())
 
 
 def nonlinear_calls(f: Function) -> list[str]:
@@ -142,14 +148,16 @@ def recognise(f: Function, *, fit: bool = True) -> Recognised:
         with _Calls() as calls:
             seen = _Values(x, f(x.clone()))
         mapped = list(_mapped(calls, seen))
-        exact = (*_rows(), *(found.t for found, _ in mapped if found.exact), *_read_off(f))
-        for t in exact:
+        rows = _rows()
+        for found, values in rows:
+            if found.exact and seen.agree(values):
+                return found
+        for t in (*(found.t for found, _ in mapped if found.exact), *_read_off(f)):
             if seen.agree(t(x)):
                 return Recognised(t, True, 0.0)
-        for key in _APPROXIMATE:
-            row = taxonomy.ROWS[key]
-            if seen.agree(row.f(x)):
-                return Recognised(TAXONOMY[key], False, row.sup)
+        for found, values in rows:
+            if not found.exact and seen.agree(values):
+                return found
         for found, made in mapped:
             if not found.exact and seen.agree(made):
                 return found
@@ -158,15 +166,44 @@ def recognise(f: Function, *, fit: bool = True) -> Recognised:
                 return Recognised(t, True, 0.0)
     if not fit:
         raise ValueError("it is no function that is known")
-    found = sites.fitted(f)
+    found = _fitted(f, seen)
     if not found.sup <= _FAR_OFF * seen.size:
         raise ValueError(f"no gate comes near: the best of five branches is off by {found.sup:.2g}")
     return found
 
 
-def _rows() -> list[TG]:
-    rows = taxonomy.ROWS.items()
-    return [TAXONOMY[key] for key, row in rows if row.exact and TAXONOMY[key].clamp is None]
+@functools.cache
+def _rows() -> tuple[tuple[Recognised, Tensor], ...]:
+    """The rows of the taxonomy that a function may be, with what they are on the probe."""
+    x, rows = _probe(), taxonomy.ROWS
+    exact = [key for key, row in rows.items() if row.exact and TAXONOMY[key].clamp is None]
+    return (
+        *((Recognised(t, True, 0.0), t(x)) for t in map(TAXONOMY.__getitem__, exact)),
+        *((Recognised(TAXONOMY[k], False, rows[k].sup), rows[k].f(x)) for k in _APPROXIMATE),
+    )
+
+
+_FITS: dict[bytes, Recognised | ValueError] = {}
+_MOST_FITS = 256
+
+
+def _fitted(f: Function, seen: _Values) -> Recognised:
+    """`sites.fitted`, which takes seconds, once for what a function gives on the probe.
+
+    Should another one agree on all of it and not elsewhere, its certificate says so.
+    """
+    key = seen.y.numpy().tobytes()
+    if key not in _FITS:
+        if len(_FITS) == _MOST_FITS:
+            _FITS.clear()
+        try:
+            _FITS[key] = sites.fitted(f)
+        except ValueError as error:
+            _FITS[key] = error
+    found = _FITS[key]
+    if isinstance(found, ValueError):
+        raise ValueError(*found.args)
+    return found
 
 
 def _read_off(f: Function) -> Iterator[TG]:
@@ -186,7 +223,7 @@ def _read_off(f: Function) -> Iterator[TG]:
 
 def _mapped(calls: _Calls, seen: _Values) -> Iterator[tuple[Recognised, Tensor]]:
     """For each call of torch between affine maps: the instance of all, and what all compute."""
-    x, y = seen
+    x, y = seen.x, seen.y
     for kind, parameters, z, w in calls.made:
         if kind not in sites.KINDS or z.shape != x.shape or z.dtype != x.dtype:
             continue
@@ -238,7 +275,7 @@ def _two_branches(f: Function, seen: _Values) -> Iterator[TG]:
     low, high = _tail(f, -1.0, seen.size), _tail(f, 1.0, seen.size)
     if low is None or high is None:
         return
-    x, y = seen
+    x, y = seen.x, seen.y
     below = low[0] * x + low[1]
     q = (y - below) / (high[0] * x + high[1] - below)
     between = ((q > 0.1) & (q < 0.9) & (x != 0)).nonzero().flatten()
@@ -361,6 +398,18 @@ def trains_as_it_computes(f: Function) -> bool:
     # the difference quotient has 1e-16 of the values over the step
     size = float(f(x.detach()).abs().nan_to_num(0, 0, 0).max()) + float(measured[known].abs().max())
     return bool(((slope - measured)[known].abs() <= 1e-7 * size).all())
+
+
+def specials_apart(f: Function, t: TG) -> list[float]:
+    """NaN, the infinities and the largest numbers of float32, where f and t differ.
+
+    Where f itself is NaN at one of them, the gate may have the limit.
+    """
+    x = torch.tensor([math.nan, -math.inf, math.inf, -3e38, 3e38], dtype=torch.float64)
+    with torch.no_grad():
+        y, z = f(x.clone()), t(x)
+    same = torch.isclose(y, z, rtol=1e-9, atol=0, equal_nan=True) | (y.isnan() & ~x.isnan())
+    return [v for v, ok in zip(x.tolist(), same.tolist(), strict=True) if not ok]
 
 
 def kinks_apart(f: Function, t: TG) -> list[float]:

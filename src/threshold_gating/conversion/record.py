@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from threshold_gating.conversion.audit import WIDTH, columns
+from threshold_gating.conversion.audit import WIDTH, columns, jsonable
 from threshold_gating.conversion.local import LIMITS
 
 
@@ -109,7 +109,7 @@ class Proof:
 
     def to_dict(self) -> dict[str, Any]:
         """The same as JSON values; a number that JSON has not (inf, nan) is a string."""
-        return {**_plain(asdict(self)), "holds": self.holds}
+        return {**jsonable(asdict(self)), "holds": self.holds}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Proof:
@@ -199,11 +199,3 @@ def _exactly(x: float, dtype: torch.dtype) -> str:
     """The fewest digits that mean this number of a type."""
     texts = (f"{x:.{digits}g}" for digits in range(1, 18))
     return next(s for s in texts if torch.tensor(float(s), dtype=dtype).item() == x)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {k: _plain(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(v) for v in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

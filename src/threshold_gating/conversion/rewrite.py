@@ -33,7 +33,7 @@ from threshold_gating.conversion.plan import (
     arguments,
     make_plan,
 )
-from threshold_gating.conversion.purity import probing
+from threshold_gating.conversion.purity import is_torchs, probing
 from threshold_gating.conversion.recognise import overwrites
 from threshold_gating.layers import Activation
 
@@ -133,13 +133,15 @@ def _converted(
     _check_any(model, plan, inputs)
     try:
         apply_plan(model, plan)
-        if inputs is not None and strict:
-            _certify(original, model, inputs, tol)
+        unseen = _certify(original, model, inputs, tol) if inputs is not None and strict else ()
     except BaseException:
         revert(model)
         raise
-    if plan.notes:
-        warnings.warn("convert: " + "; ".join(plan.notes) + ".", stacklevel=3)
+    notes = [*plan.notes]
+    if unseen:
+        notes.append(f"not reached by these inputs, so not verified: {', '.join(unseen)}")
+    if notes:
+        warnings.warn("convert: " + "; ".join(notes) + ".", stacklevel=3)
     return model
 
 
@@ -157,23 +159,36 @@ def _check_any(model: nn.Module, plan: Plan, inputs: Any) -> None:
     raise ConversionError(
         f"nothing to convert in {type(model).__name__}: "
         + (
-            f"no gate computes what it calls; `tg.audit` found\n{seen}"
+            f"{'; '.join(plan.notes)}."
+            if plan.notes
+            else f"no gate computes what it calls; `tg.audit` found\n{seen}"
             if seen.left or seen.other
             else "it ran without a nonlinearity."
         )
     )
 
 
-def _certify(original: nn.Module, model: nn.Module, inputs: Any, tol: float | None) -> None:
+def _certify(
+    original: nn.Module, model: nn.Module, inputs: Any, tol: float | None
+) -> tuple[str, ...]:
+    """Raise if the certificate is not ok; the names of sites that no input reached."""
     args, kwargs = arguments(inputs)
     certificate = verify(original, model, *args, tol=tol, **kwargs)
-    failed = certificate.failed
-    for site, message in failed.items():
-        more = f" {len(failed) - 1} more failed." if len(failed) > 1 else ""
-        raise ConversionError(message + more, site)
+    for site, message in certificate.failed.items():
+        others = len(certificate.failed) - 1
+        raise ConversionError(message + (f" {others} more failed." if others else ""), site)
     if missed := certificate.uncompared:
         said = f"convert: not compared at the output: {', '.join(missed)}."
         warnings.warn(said, stacklevel=4)
+    return tuple(name for name in certificate.unseen if not _is_sure(model, name))
+
+
+def _is_sure(model: nn.Module, name: str) -> bool:
+    """Whether a site needs no input to be right: the exact instance of a module of torch's."""
+    parts = dict(model.named_modules(remove_duplicate=False))
+    gate = parts.get(name)
+    site = None if gate is None else vars(gate).get("site")
+    return site is not None and site.exact and is_torchs(vars(gate)["replaced"])
 
 
 def apply_plan(model: nn.Module, plan: Plan) -> None:

@@ -160,7 +160,7 @@ def place_of(
     """
     order = tuple(range(len(sizes)))
     if stride:
-        by_stride = sorted(order, key=lambda d: stride[d], reverse=True)
+        by_stride = _from_outer(stride)
         if is_run(sizes, stride, by_stride):
             order = tuple(by_stride)
     group = [d for d in order if shape and shape[d] > 1]
@@ -176,6 +176,17 @@ def place_of(
     parts = (order[:first], group, order[last + 1 :])
     outer, within, inner = (math.prod([sizes[d] for d in part]) for part in parts)
     return order, (outer, within, inner)
+
+
+def _from_outer(stride: Sequence[int]) -> list[int]:
+    """The axes, the widest steps first, by comparisons: Dynamo does not sort sizes that vary."""
+    order: list[int] = []
+    for d in range(len(stride)):
+        at = len(order)
+        while at and stride[order[at - 1]] < stride[d]:
+            at -= 1
+        order.insert(at, d)
+    return order
 
 
 def dense_sizes(

@@ -94,6 +94,8 @@ def _many_traced(
 def _blended(gates: list[Any], u: Tensor, s: list[Value], c: list[Value]) -> Tensor:
     """u sum_k g_k s_k + sum_k g_k c_k."""
     slope, constant = _weighted(gates, s), _weighted(gates, c)
+    if slope is not None and len(gates) > 2:
+        u = primitive.settled(u, slope)
     y = slope if slope is None else primitive.times(u, slope)
     y = constant if y is None else y if constant is None else y + constant
     return gates[-1] * 0 if y is None else y  # which NaN passes

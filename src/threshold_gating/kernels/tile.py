@@ -118,6 +118,8 @@ def forward(
     if form.K > 2:
         parts, share = _parts(x, p.tau, p.theta, room)
         slope, constant = (_mean(parts, w, room, share) for w in (p.s, p.c))
+        if isinstance(slope, Tensor) and not math.isfinite(float(v.sum())):
+            v = primitive.settled(v, slope)
     elif form.centred and all(map(_is_balanced, (p.s, p.c))):
         swing = _tanh_(_argument(x, p.tau[0], p.theta[0], 0.5, room))
         lines = [((w[0] + w[1]) / 2, (w[1] - w[0]) / 2) for w in (p.c, p.s)]
