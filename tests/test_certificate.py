@@ -646,6 +646,7 @@ def test_what_no_input_reached_is_named_in_the_table():
     assert "1 of 2 sites evaluated" in certificate.table()
 
 
+@pytest.mark.filterwarnings("ignore:convert. not reached by these inputs:UserWarning")
 def test_a_site_that_was_called_without_a_value_is_not_seen():
     """As an expert that gets no token."""
     model = Calls(lambda m, x: F.silu(x) + m.act(x[:0]).sum(), act=nn.GELU())
