@@ -253,3 +253,30 @@ class Packed(Inner):
 def test_an_owner_with_a_state_of_its_own_making_is_copied_with_its_gates(copied, x):
     gated = copied(tg.convert(Packed(), inputs=x))
     assert [site.kind for site in tg.audit(gated, x).sites] == ["relu", "sigmoid"]
+
+
+class Plain(torch.Tensor):
+    """A subclass that does nothing of its own."""
+
+
+class Doubling(torch.Tensor):
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        y = super().__torch_function__(func, types, args, kwargs or {})
+        return y * 2 if func is torch.relu else y
+
+
+class Relu(nn.Module):
+    def forward(self, x):
+        return torch.relu(x)
+
+
+@pytest.mark.parametrize("backend", ["reference", "auto"])
+def test_a_tensor_with_functions_of_its_own_is_refused_with_a_way_out(backend):
+    x = torch.randn(8)
+    with tg.kernels.use(backend):
+        gated = tg.convert(Relu(), inputs=x)
+        with pytest.raises(tg.conversion.ConversionError, match=r"as_subclass\(torch\.Tensor\)"):
+            gated(x.as_subclass(Doubling))
+        assert torch.equal(gated(x.as_subclass(Plain)), x.relu())
+        assert torch.equal(gated(x.as_subclass(Doubling).as_subclass(torch.Tensor)), x.relu())

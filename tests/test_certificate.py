@@ -646,6 +646,7 @@ def test_what_no_input_reached_is_named_in_the_table():
     assert "1 of 2 sites evaluated" in certificate.table()
 
 
+@pytest.mark.filterwarnings("ignore:convert. not reached by these inputs:UserWarning")
 def test_a_site_that_was_called_without_a_value_is_not_seen():
     """As an expert that gets no token."""
     model = Calls(lambda m, x: F.silu(x) + m.act(x[:0]).sum(), act=nn.GELU())
@@ -801,3 +802,10 @@ def test_a_nonlinearity_of_whole_numbers_does_not_pass_unseen(f):
 def test_a_tol_that_nothing_would_be_held_to_is_refused(options):
     with pytest.raises(ValueError, match=r"tol=0\.1 needs inputs= and strict=True"):
         convert(nn.Sequential(nn.ReLU()), tol=0.1, **options)
+
+
+def test_a_network_without_a_site_is_not_blamed_on_its_inputs():
+    model = nn.Sequential(nn.Linear(6, 6))
+    assert verify(model, model, X).failed == {
+        "sites": "nothing was compared: converted has no site, all of it stays as it was."
+    }

@@ -217,6 +217,15 @@ def test_outputs_of_other_shapes_are_refused():
     }
 
 
+def test_outputs_of_other_types_are_refused():
+    model = Calls(lambda m, x: (x.relu(), x))
+    converted = convert(model, inputs=X)
+    converted.f = lambda m, x: (x.relu().double(), x)
+    assert verify(model, converted, X, tol=math.inf).failed == {
+        "output": "the outputs [0] differ in type: torch.float32 and, converted, torch.float64."
+    }
+
+
 def test_infinities_where_the_original_has_none_fail_whatever_tol_is():
     model = Calls(lambda m, x: x.relu())
     converted = convert(model, inputs=X)

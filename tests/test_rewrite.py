@@ -552,7 +552,8 @@ def test_the_fused_path_of_an_encoder_does_not_slip_past():
     ).eval()
     x, pad = torch.randn(3, 5, 16), torch.zeros(3, 5, dtype=torch.bool)
     pad[1, 3:] = True
-    gated = convert(encoder, inputs={"src": x, "src_key_padding_mask": pad})
+    # not strict: at padded positions the fused path gives something else, and that is refused
+    gated = convert(encoder, inputs={"src": x, "src_key_padding_mask": pad}, strict=False)
     with torch.no_grad():
         live = ~pad[..., None]
         want = encoder(x)

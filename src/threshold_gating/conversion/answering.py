@@ -427,16 +427,31 @@ def _made(kind: str, parameters: tuple[Any, ...]) -> str:
 _made.__dict__["_dynamo_marked_constant"] = True
 
 
+def _has_functions(kind: type) -> bool:
+    """Whether a class of tensors, which torch does not have, does something of its own in calls."""
+    own = getattr(kind, "__torch_function__", None)
+    inherited = (Tensor.__torch_function__, torch._C._disabled_torch_function_impl)
+    known = {getattr(each, "__func__", each) for each in inherited}
+    foreign = issubclass(kind, Tensor) and kind.__module__.partition(".")[0] != "torch"
+    return foreign and getattr(own, "__func__", own) not in known
+
+
 def answer(site: Site, func: Any, args: Any, kwargs: Any) -> Any:
     """What the gates say to a call of torch, written where the call would have written it."""
+    first: Any = args[0] if args else None
+    if type(first) is not Tensor and _has_functions(type(first)):
+        raise ConversionError(
+            f"{site.name} is given a {type(first).__name__}, which has its own __torch_function__: "
+            "a gate would not run it. Give the network x.as_subclass(torch.Tensor).",
+            site.name,
+        )
     out = kwargs.pop("out", None) if "out" in kwargs else None
     inplace = sites.FUNCTIONS[func][1]
     if site.t is None:
-        x: Any = args[0] if args else None
         gated = site.op or (func if kernels.takes_native() else sites.WHOLE[site.kind])
         y = gated(*args, **kwargs)
         if inplace:
-            return y if y is x else x.copy_(y)
+            return y if y is first else first.copy_(y)
         return _written(y, out)
     x, parameters, asked = sites.KINDS[site.kind].read(*args, **kwargs)
     if parameters != site.parameters:

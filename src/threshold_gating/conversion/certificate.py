@@ -186,6 +186,8 @@ def verify(
         failed["sites"] = (
             f"nothing was compared: none of {len(rows)} sites was evaluated on these inputs; "
             "give inputs with elements that reach the sites."
+            if rows
+            else "nothing was compared: converted has no site, all of it stays as it was."
         )
     if message := outputs.judged(compared, plain, have, tol, _worst(rows)):
         failed["output"] = message
@@ -198,8 +200,9 @@ def verify(
 
 _WATCHING = (
     "model gives another output where its calls are looked at than where it just runs: it, or "
-    "torch, takes another path then, and the gates answer the one that is looked at. That of "
-    "nn.TransformerEncoder is off with torch.backends.mha.set_fastpath_enabled(False), for both."
+    "torch, takes another path then, and the gates answer the one that is looked at. Those of "
+    "nn.TransformerEncoder and nn.MultiheadAttention are off with "
+    "torch.backends.mha.set_fastpath_enabled(False), for both networks."
 )
 
 

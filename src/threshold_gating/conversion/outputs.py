@@ -228,6 +228,11 @@ def judged(
         if a.get(name) != b.get(name):
             first, then = (each.get(name, "nothing") for each in (a, b))
             return f"the outputs{_place(name)} differ in shape: {first} and, converted, {then}."
+    types = {name: t.dtype for name, t in leaves(have)}
+    for name, y in leaves(want):
+        if y.dtype != types[name]:
+            both = f"{y.dtype} and, converted, {types[name]}"
+            return f"the outputs{_place(name)} differ in type: {both}."
     a, b = _words(want), _words(have)
     for name in {**a, **b}:
         if a.get(name) != b.get(name):
