@@ -82,7 +82,7 @@ def test_a_command_like_no_other_gets_the_list(tg):
     code, _, err = tg("qqq")
     assert code == 2
     assert err.endswith(
-        "tg: error: no command 'qqq'; there are table, explain, convert, calibrate, audit, verify, evaluate, bench, env, demo.\n"
+        "tg: error: no command 'qqq'; there are table, explain, convert, calibrate, audit, verify, evaluate, prove, bench, env, demo.\n"
     )
 
 

@@ -169,16 +169,6 @@ def test_a_call_that_came_while_compiling_is_the_same_site_afterwards(monkeypatc
     assert made == answering._NAMES
 
 
-def test_an_owner_of_exact_calls_does_not_look_at_them_when_compiled(monkeypatch):
-    model, x = block()
-    gated = tg.convert(model, inputs=x)
-    monkeypatch.setattr(answering, "Answering", None)  # whoever looks, fails
-    with torch.no_grad():
-        torch.testing.assert_close(Compiled(gated)(x), model(*x))
-        with tg.kernels.use("reference"), pytest.raises(torch._dynamo.exc.TorchDynamoException):
-            Compiled(gated)(x)
-
-
 def test_another_backend_compiles_again_and_is_not_answered_by_the_old_graph(convert):
     model, x = block()
     gated = convert(model, x)

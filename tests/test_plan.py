@@ -183,7 +183,8 @@ def test_what_trains_differently_keeps_that():
     gated.train()
     assert 0.3 < (gated(x) == 0).float().mean() < 0.7
     with pytest.warns(
-        UserWarning, match="0 .Hidden. stays as it is: it trains as another function"
+        UserWarning,
+        match="0 .Hidden. stays as it is: it depends on the shape, the type or the mode",
     ):
         gated = tg.convert(nn.Sequential(Hidden(), nn.ReLU()), inputs=x)
     assert torch.equal(gated.train()(x), 2 * x)

@@ -31,7 +31,7 @@ DECODERS = {
     "gpt2": (WRITES, {}, text, False),
     "gpt_neox": (WRITES, {}, text, False),
     "opt": (WRITES, {"word_embed_proj_dim": 32}, text, True),
-    "bloom": (WRITES, {}, text, False),
+    "bloom": (WRITES, {}, text, True),
     "falcon": (WRITES, {"head_dim": None}, text, False),
     "mamba": (WRITES, {}, text, False),
 }

@@ -124,7 +124,8 @@ def _reading(entries: Iterable[Entry]) -> str:
 
 
 def _number(value: float) -> str:
-    return f"{value + 0.0:.4g}"  # adding 0 turns -0 into 0
+    digits = 4 if 1e-3 <= abs(value) < 1e5 or not value else 3
+    return f"{value + 0.0:.{digits}g}"  # adding 0 turns -0 into 0
 
 
 def _numbers(values: Iterable[float]) -> str:

@@ -204,15 +204,21 @@ def broken(gated, name, damage):
         with mock.patch.object(answering, "answer", answer), answering.watched():
             yield
         return
-    index, count = int(call) if where else 0, 0
+    index, count, kept = int(call) if where else 0, 0, ()
+
+    def before(module, args):
+        nonlocal kept
+        kept = fresh(args)  # it may be in place
 
     def hook(module, args, y):
         nonlocal count
         count += 1
-        return damage(y, args) if count - 1 == index else y
+        return damage(y, kept) if count - 1 == index else y
 
-    handle = gated.get_submodule(where or name).register_forward_hook(hook)
+    module = gated.get_submodule(where or name)
+    handles = [module.register_forward_pre_hook(before), module.register_forward_hook(hook)]
     try:
         yield
     finally:
-        handle.remove()
+        for handle in handles:
+            handle.remove()

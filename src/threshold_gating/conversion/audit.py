@@ -284,7 +284,8 @@ class _Reader(TorchDispatchMode):  # type: ignore[no-untyped-call]
         caller = _caller(frame)
         live = self.trail.is_live((args, kwargs))
         found = self.trail.follow(func, (args, kwargs), out, caller.is_own)
-        if live and ops.name(func) == "_local_scalar_dense" and args[0].is_floating_point():
+        asks = live and ops.name(func) == "_local_scalar_dense" and args[0].is_floating_point()
+        if asks and not caller.is_own:
             self._lost("Python's numbers")
         if caller.is_own:
             site = self._site(caller, live)

@@ -33,7 +33,7 @@ from threshold_gating.conversion.plan import (
     arguments,
     make_plan,
 )
-from threshold_gating.conversion.purity import is_torchs, probing
+from threshold_gating.conversion.purity import probing
 from threshold_gating.conversion.recognise import overwrites
 from threshold_gating.layers import Activation
 
@@ -184,11 +184,11 @@ def _certify(
 
 
 def _is_sure(model: nn.Module, name: str) -> bool:
-    """Whether a site needs no input to be right: the exact instance of a module of torch's."""
+    """Whether a site needs no input to be right: its instance is the function it replaced."""
     parts = dict(model.named_modules(remove_duplicate=False))
     gate = parts.get(name)
     site = None if gate is None else vars(gate).get("site")
-    return site is not None and site.exact and is_torchs(vars(gate)["replaced"])
+    return site is not None and site.exact
 
 
 def apply_plan(model: nn.Module, plan: Plan) -> None:
