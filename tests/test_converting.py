@@ -356,7 +356,7 @@ MESSAGES = [
     (("convert", "net.py:fails", "--inputs", "5,4"), "tg convert: net.py:fails fails in line 43: KeyError: 'weights\\nof mine'"),
     (("convert", "net.py:leaves", "--inputs", "5,4"), "tg convert: net.py:leaves fails in line 46: SystemExit: 3"),
     (("audit", "net.py:make_model", "--inputs", "5,3"), "tg audit: RuntimeError: mat1 and mat2 shapes cannot be multiplied (5x3 and 4x8) (TG_TRACEBACK=1 shows where)"),
-    (("convert", "net.py:make_model", "--inputs", "5,4", "--site", "nope=relu"), "tg convert: sites: 'nope' matches no site of this network; `tg.audit(model, inputs)` lists them."),
+    (("convert", "net.py:make_model", "--inputs", "5,4", "--site", "nope=relu"), "tg convert: sites: 'nope' matches no site of this network; give the name of one, as ':tanh#0', 'act'; `tg.audit(model, inputs)` lists them."),
 ]  # fmt: skip
 
 

@@ -113,8 +113,8 @@ class Quantized(nn.Module):
 
 MESSAGES = [
     (lambda: convert(nn.Linear(4, 4), inputs=X), "nothing to convert in Linear: it ran without a nonlinearity."),
-    (lambda: convert(Net(), {"nothing": "relu"}, inputs=X), "sites: 'nothing' matches no site of this network; `tg.audit(model, inputs)` lists them."),
-    (lambda: convert(Net(), {"re:layer.*": None}), "sites: 're:layer.*' matches no site of this network; `tg.audit(model, inputs)` lists them."),
+    (lambda: convert(Net(), {"nothing": "relu"}, inputs=X), "sites: 'nothing' matches no site of this network; give the name of one, as ':softmax#0', 'act', 'gelu', 'act#1', ':silu#1'; `tg.audit(model, inputs)` lists them."),
+    (lambda: convert(Net(), {"re:layer.*": None}), "sites: 're:layer.*' matches no site of this network; give the name of one, as 'act', 'gelu'; `tg.audit(model, inputs)` lists them."),
     (lambda: convert(Net(), {"act": 1}, inputs=X), "act: sites takes a TG, a key of TAXONOMY, a number of branches K >= 2 or None; got 1."),
     (lambda: convert(Net(), {"act": 2.5}, inputs=X), "act: sites takes a TG, a key of TAXONOMY, a number of branches K >= 2 or None; got 2.5."),
     (lambda: convert(Net(), {":softmax#0": "relu"}, inputs=X), ":softmax#0 is not one element-wise function, so no instance can be chosen for it; give None to leave it alone."),
@@ -217,3 +217,26 @@ def test_a_network_that_fails_half_way_is_left_as_it_was(monkeypatch):
     with pytest.raises(ZeroDivisionError):
         convert_(model, inputs=X)
     assert [type(m) for m in model.modules()] == before
+
+
+def test_a_wish_for_a_module_that_its_calls_answer_is_refused_with_their_names():
+    class Clamped(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.f = Bounds()
+
+        def forward(self, x):
+            return self.f(x)
+
+    class Bounds:
+        def __call__(self, x):
+            return x.clamp(-0.5, 0.5)
+
+    net = nn.Sequential(nn.Linear(4, 4), Clamped())
+    [name] = [site.name for site in tg.audit(tg.convert(net, inputs=X), X).sites]
+    assert name == "1:clamp#0"  # what else an object holds is not known, so its call is answered
+    with pytest.raises(ConversionError, match=f"'1' matches no site .* as '{name}'"):
+        convert(net, {"1": "tanh"}, inputs=X, tol=float("inf"))
+    met = convert(net, {name: "tanh"}, inputs=X, tol=float("inf"))
+    torch.testing.assert_close(met(X), torch.tanh(net[0](X)))
+    torch.testing.assert_close(convert(net, {"1": None}, inputs=X)(X), net(X), rtol=0, atol=0)

@@ -94,6 +94,33 @@ CASES: dict[str, Network] = {
     ),
     "NaN under a causal mask": one("attention", how="causal", second="nan"),
     "attention of large inputs": one("attention", how="module", second="huge"),
+    "a call that was not planned, before a BatchNorm": Network(
+        (part("branch", act="celu", other="hardsigmoid", on="flag"), part("norm")), dtype="double"
+    ),
+    "a branch that NaN decides": Network(
+        (part("call", act="silu"), part("branch", act="hardtanh", other="hardshrink", on="sum")),
+        inputs="grid",
+        second="minus",
+    ),
+    "a wish for a module that is answered by its calls": one(
+        "shared", act="clamp", wish="other", at=0, inputs="grid", dtype="double"
+    ),
+    "a wish for a call of a module that is answered by its calls": one(
+        "shared", act="clamp", wish="none", at=1
+    ),
+    "no_grad under autocast, exported": Network(
+        (part("autocast", part("trained", which="no_grad", act="clamp")),), inputs="wide"
+    ),
+    "an autograd.Function beside a call, compiled": Network(
+        (part("call", act="elu"), part("trained", which="function", act="gelu")), weights=1
+    ),
+    "a counter that the backward computes with, compiled": Network(
+        (part("stateful", which="counter", act="gelu"), part("call", act="gelu", over=True)),
+        width=6,
+        weights=247,
+        inputs="wide",
+    ),
+    "a traced elu at 0": one("module", act="elu", second="zero", traced=True),
     "gradients of a residual with checkpoint": one(
         "checkpoint", part("linear"), _GELU, reentrant=True
     ),
@@ -109,4 +136,6 @@ MAY_BE_REFUSED = (
     ),
     *("an activation held elsewhere: closure", "what no gate can express: atan"),
     "what no gate can express: reciprocal",
+    "a wish for a module that is answered by its calls",
+    "a wish for a call of a module that is answered by its calls",
 )

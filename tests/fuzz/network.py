@@ -61,6 +61,12 @@ from torch import nn
 
 import threshold_gating as tg
 """
+_ORACLE = """import torch.fx
+from tests.fuzz.oracle import Gated, gated, gated_
+
+torch.fx.wrap("gated")
+torch.fx.wrap("gated_")
+"""
 _CLAMP = """class Clamp:
     def __init__(self, low, high):
         self.low, self.high = low, high
@@ -140,7 +146,7 @@ def text(network: Network, oracle: bool = False) -> tuple[str, Program]:
             t is _FUNCTION and "Function(torch.erf" not in whole and "Function(Clamp" not in whole
         )
     ]
-    head = HEAD + ("from tests.fuzz.oracle import Gated, gated, gated_\n" if oracle else "")
+    head = HEAD + (_ORACLE if oracle else "")
     return head + f"\nW = {network.width}\n\n\n" + "\n\n\n".join([*extra, whole]) + "\n", program
 
 

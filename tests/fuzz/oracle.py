@@ -11,10 +11,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+import torch.fx
 from torch import Tensor, nn
 
 import threshold_gating as tg
 
+torch.fx.wrap("gated")  # a traced network asks each time whether its gates are narrow
 _narrow = False
 _random = torch.Generator()  # of its own: a dropout must draw the same numbers as before
 

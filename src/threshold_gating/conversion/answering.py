@@ -295,7 +295,8 @@ class Answering(TorchFunctionMode):
         if func not in sites.FUNCTIONS:
             if func in _REGIONS:
                 return func(self._inside(args[0]), *args[1:], **(kwargs or {}))
-            self.asks = self.asks or func in _ASKING
+            if func in _ASKING:  # nothing is set otherwise: compiled regions may change nothing
+                self.asks = True
             return func(*args, **kwargs) if kwargs else func(*args)
         kwargs = kwargs or {}
         kind = sites.read(func, args, kwargs)

@@ -6,6 +6,7 @@ A site is named "layer1.0.act" (a module), "layer1.0.act#1" (its second call), "
 
 from __future__ import annotations
 
+import difflib
 import re
 import sys
 from collections.abc import Callable, Container, Mapping
@@ -154,9 +155,11 @@ class Choices:
     def __init__(self, given: Mapping[str, Choice] | None) -> None:
         self.given = dict(given or {})
         self.used: set[str] = set()
+        self.seen: dict[str, None] = {}  # the names of the sites, in their order
 
     def at(self, name: str, default: sites.Recognised, f: Function) -> sites.Recognised | None:
         """What stands at the element-wise site `name` for `f`; None leaves it alone."""
+        self.seen[name] = None
         wish = self.wish(name)
         if wish is None:
             return default
@@ -166,12 +169,13 @@ class Choices:
         return default if t == default.t else sites.judged(t, f)
 
     def leaves_alone(self, name: str) -> bool:
-        """Whether a site is to stay as it is."""
-        wish = self.wish(name)
-        return wish is not None and self.given[wish] is None
+        """Whether a site is to stay as it is; another wish is not met by asking."""
+        wish = self._deciding(name)
+        return wish is not None and self.given[wish] is None and self.wish(name) == wish
 
     def leaves(self, name: str) -> bool:
         """Whether a site that is not element-wise is left alone; no other wish can be met there."""
+        self.seen[name] = None
         wish = self.wish(name)
         if wish is not None and self.given[wish] is not None and not wish.startswith("re:"):
             raise ConversionError(
@@ -182,18 +186,23 @@ class Choices:
         return self.leaves_alone(name)
 
     def wish(self, name: str) -> str | None:
-        """The name or pattern among the caller's that decides about a site."""
-        patterns = [k for k in self.given if k.startswith("re:") and re.fullmatch(k[3:], name)]
-        self.used.update(patterns)
-        if name in self.given:
-            self.used.add(name)
-            return name
-        return patterns[-1] if patterns else None
+        """The name or pattern among the caller's that decides about a site, which is met."""
+        self.used.update(self._patterns(name))
+        self.used.update({name} & self.given.keys())
+        return self._deciding(name)
+
+    def _deciding(self, name: str) -> str | None:
+        return name if name in self.given else next(reversed(self._patterns(name)), None)
+
+    def _patterns(self, name: str) -> list[str]:
+        return [k for k in self.given if k.startswith("re:") and re.fullmatch(k[3:], name)]
 
     def check_used(self) -> None:
         if unused := [k for k in self.given if k not in self.used]:
+            near = difflib.get_close_matches(unused[0].removeprefix("re:"), self.seen, 5, 0.0)
+            names = f"give the name of one, as {', '.join(map(repr, near))}; " if near else ""
             raise ConversionError(
-                f"sites: {unused[0]!r} matches no site of this network; "
+                f"sites: {unused[0]!r} matches no site of this network; {names}"
                 "`tg.audit(model, inputs)` lists them.",
                 unused[0],
             )
