@@ -239,7 +239,10 @@ def judged(
             first, then = (each.get(name, "nothing") for each in (a, b))
             return f"the outputs{_place(name)} differ: {first!r:.40} and, converted, {then!r:.40}."
     if any(not math.isfinite(o.max) for o in found):
-        return "the output has infinities or NaN where the original's has not, or the other way."
+        return (
+            "the output has infinities or NaN where the original's has not, or the other way; "
+            "give inputs on which both are finite, or sites={name: None} for what overflows."
+        )
     if not any(o.elements for o in found):
         if not found and tol == math.inf:
             return ""
