@@ -277,6 +277,9 @@ def _are_alike(plan: Mapping[str, Site | None]) -> bool:
     return True
 
 
+_NEVER = object()
+
+
 class Answering(TorchFunctionMode):
     """Answers the nonlinear calls of one run of an owner's forward by its plan."""
 
@@ -287,7 +290,8 @@ class Answering(TorchFunctionMode):
         self.plan = plan
         self.counts: dict[str, int] = dict(counts or {})
         self.asks = False
-        self.region = recomputing.region()
+        # Without gradients from the start there is no backward in which anything is run again.
+        self.region = recomputing.region() if torch.is_grad_enabled() else _NEVER
         self.unlike: dict[str, bool] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -334,7 +338,7 @@ class Answering(TorchFunctionMode):
 
     def _follow(self) -> None:
         """Answer again what a checkpointed region in this run computes again."""
-        where = recomputing.region()
+        where = None if self.region is _NEVER else recomputing.region()
         if where is not None and where is not self.region:
             counts, plan = dict(self.counts), self.plan
             recomputing.again(where, lambda: Answering(plan, counts))
