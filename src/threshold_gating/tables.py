@@ -124,8 +124,9 @@ def _reading(entries: Iterable[Entry]) -> str:
 
 
 def _number(value: float) -> str:
-    digits = 4 if 1e-3 <= abs(value) < 1e5 or not value else 3
-    return f"{value + 0.0:.{digits}g}"  # adding 0 turns -0 into 0
+    if 1e4 <= abs(value) < 1e7:
+        return f"{value:.0f}"  # shorter than 4.424e+05
+    return f"{value + 0.0:.4g}"  # adding 0 turns -0 into 0
 
 
 def _numbers(values: Iterable[float]) -> str:
