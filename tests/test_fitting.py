@@ -262,15 +262,16 @@ def test_more_branches_are_never_worse():
 
 @pytest.mark.parametrize("own_tau", [False, True])
 @pytest.mark.parametrize("f", [F.gelu, F.elu])
-def test_five_branches_take_under_three_seconds(f, own_tau):
-    fit(F.gelu, K=2)  # imports
+def test_five_branches_take_at_most_thirty_times_as_long_as_two(f, own_tau):
+    """Two take 0.1 s, five 0.6 to 2 s: a ratio, because a busy machine slows both of them."""
 
-    def seconds():
+    def seconds(K):
         begin = time.process_time()
-        fit(f, K=5, own_tau=own_tau)
+        fit(f, K=K, own_tau=own_tau)
         return time.process_time() - begin
 
-    assert seconds() < 3 or seconds() < 3  # again where the machine was busy with something else
+    seconds(2)  # imports
+    assert seconds(5) < 30 * max(seconds(2), seconds(2))
 
 
 # fit: promises
