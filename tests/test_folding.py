@@ -1,10 +1,12 @@
 """BatchNorm into gates: the function is kept to rounding, or the network is and says why."""
 
 import copy
+import math
 import random
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import threshold_gating as tg
@@ -313,3 +315,77 @@ def test_scales_are_computed_in_float64_whatever_the_norm_is_kept_in(dtype):
     var, weight = norm.running_var.double(), norm.weight.detach().double()
     want = weight.abs() / (var + norm.eps).sqrt()
     assert torch.equal(tau, want.float())  # rounded once
+
+
+class Calls(nn.Module):
+    """Nonlinearities as calls, of itself and of a part that runs twice, around a norm."""
+
+    class Part(nn.Module):
+        def forward(self, x):
+            return torch.tanh(F.relu(x))
+
+    def __init__(self):
+        super().__init__()
+        self.part, self.norm = self.Part(), nn.BatchNorm1d(4)
+        self.act, self.last = nn.ReLU(), nn.Linear(4, 4)
+
+    def forward(self, x):
+        x = self.act(self.norm(self.part(x))).clamp(max=torch.ones(4))
+        return self.last(F.relu(self.part(x))) + x.softmax(1)
+
+
+def test_calls_are_answered_as_they_were_before():
+    """Also those whose instance is not torch's function: it must not come back."""
+    torch.manual_seed(0)
+    net, x = Calls().eval(), torch.randn(5, 4)
+    net.norm.running_mean.uniform_(-1, 1)
+    chosen = {":relu#0": "silu", "part:relu#0": "gelu"}
+    gated = tg.convert(net, chosen, inputs=x, tol=math.inf)
+    with tg.kernels.use("reference"):
+        want, folded, tiered = gated(x), fold_batchnorm(gated), promote(gated)
+        assert (want - net(x)).abs().max() > 0.01
+        # of 7 calls promotion takes the last relu into a layer
+        for new, number in ((folded, 7), (tiered, 6), (copy.deepcopy(tiered), 6)):
+            torch.testing.assert_close(new(x), want)
+            seen = tg.audit(new, x).sites
+            calls = sum(site.calls for site in seen if site.kind in ("relu", "tanh", "softmax"))
+            assert calls == number
+            assert not any(site.native for site in seen)
+
+
+def test_what_torch_fx_does_not_follow_keeps_its_gates():
+    """Torch's own modules, as attention, are leaves to torch.fx."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm1d(4)
+            self.act, self.attention = nn.ReLU(), nn.MultiheadAttention(4, 2)
+
+        def forward(self, x):
+            x = torch.tanh(self.act(self.norm(x)))
+            return self.attention(x, x, x, need_weights=False)[0]
+
+    x = torch.randn(5, 4)
+    gated = tg.convert(Net().eval(), inputs=x)
+    with tg.kernels.use("reference"):
+        folded = fold_batchnorm(gated)
+        torch.testing.assert_close(folded(x), gated(x))
+        ran = {site.kind: site.native for site in tg.audit(folded, x).sites}
+    assert ran["tanh"] is False and ran["multi_head_attention_forward"] is False and folded.folded == ("norm",)
+
+
+def test_a_call_that_torch_fx_does_not_see_where_it_was_is_refused():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm1d(4)
+
+        def forward(self, x):
+            x = self.norm(F.relu(x))
+            return F.relu(x) if self.training or "twice" in vars(self) else x
+
+    gated = tg.convert(Net().eval(), inputs=torch.randn(5, 4))
+    gated.twice = True
+    with pytest.raises(ValueError, match=r"relu#0, relu#1 in torch.fx, and made relu#0 when"):
+        fold_batchnorm(gated)

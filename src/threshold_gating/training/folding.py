@@ -15,6 +15,7 @@ from threshold_gating.layers import Activation
 from threshold_gating.training.graph import (
     Network,
     expect_axes,
+    finished,
     is_hooked,
     overwrites,
     reads_parameters,
@@ -57,11 +58,8 @@ def fold_batchnorm(model: nn.Module) -> nn.Module:
         node.replace_all_uses_with(node.all_input_nodes[0])
         graph.erase_node(node)
         done.append(str(node.target))
-    graph.lint()
-    network.module.recompile()
-    network.module.delete_all_unused_submodules()
     vars(network.module).update(folded=tuple(reversed(done)), kept=kept)
-    return network.module
+    return finished(network)
 
 
 def _part(network: Network, node: fx.Node) -> Any:

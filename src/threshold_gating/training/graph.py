@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import functools
 import operator
+from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +15,8 @@ from torch import Tensor, fx, nn
 
 from threshold_gating import sites
 from threshold_gating.conversion import recognise
-from threshold_gating.conversion.answering import disown
+from threshold_gating.conversion.answering import LEAVE, as_it_comes, disown, own
+from threshold_gating.conversion.plan import Site
 from threshold_gating.conversion.rewrite import PerCall, count_calls
 from threshold_gating.dense import TIERED
 from threshold_gating.instance import TG
@@ -67,10 +70,11 @@ class Act(NamedTuple):
 
 
 class Network(NamedTuple):
-    """A copy of a network as a graph, and the activations in it."""
+    """A copy of a network as a graph, the activations in it, and what answers its calls."""
 
     module: fx.GraphModule
     acts: dict[fx.Node, Act]
+    calls: dict[fx.Node, Site | None]
 
 
 def trace(model: nn.Module) -> Network:
@@ -80,40 +84,104 @@ def trace(model: nn.Module) -> Network:
             f"{type(model).__name__} has hooks, and torch.fx follows what is inside of them alone; "
             "remove them, and register them on the result."
         )
-    own = copy.deepcopy(model)
-    plans = {name: vars(m).get("tg_sites") for name, m in own.named_modules()}
-    for module in own.modules():
-        disown(module)
+    copied, tracer = copy.deepcopy(model), Tracer()
+    plans = {name: vars(m).get("tg_sites", {LEAVE: None}) for name, m in copied.named_modules()}
+    closed: tuple[str, ...] = ()  # what is not followed keeps the gates that answer its calls
+    for name, part in copied.named_modules():
+        if name.startswith(closed):
+            continue
+        if name and tracer.is_leaf_module(part, name):
+            closed += (f"{name}.",)
+        else:
+            disown(part)
     try:
-        graph = Tracer().trace(own)
+        graph = tracer.trace(copied)
     except Exception as error:
         raise ValueError(
             f"torch.fx cannot follow {type(model).__name__} ({type(error).__name__}: {error}); "
             "give the parts that it can follow, for example model.features, one by one."
         ) from error
-    module = fx.GraphModule(own, graph, type(model).__name__)
+    module = fx.GraphModule(copied, graph, type(model).__name__)
     for name, part in module.named_modules():  # torch makes new containers, in training mode
-        part.training = own.get_submodule(name).training
-    if any(isinstance(part, PerCall) for part in module.modules()):
-        count_calls(module)  # the hooks that do it were the root's
-    return Network(module, dict(_acts(module, plans)))
+        part.training = copied.get_submodule(name).training
+    calls = _calls(module, plans)
+    return Network(module, dict(_acts(module, calls)), calls)
 
 
-def _acts(module: fx.GraphModule, plans: dict[str, Any]) -> Iterator[tuple[fx.Node, Act]]:
+def _calls(module: fx.GraphModule, plans: dict[str, Any]) -> dict[fx.Node, Site | None]:
+    """The nonlinear calls of the graph, and the sites that answer them in the converted network."""
+    runs: dict[tuple[str, str], dict[str, fx.Node]] = {}  # of an owner's forward
+    for node in module.graph.nodes:
+        if (kind := _kind(node)) is not None:
+            stack = list((node.meta.get("nn_module_stack") or {"": ("", None)}).items())
+            run = runs.setdefault((stack[-1][0], str(stack[-1][1][0])), {})
+            count = sum(name.partition("#")[0] == kind for name in run)
+            run[f"{kind}#{count}"] = node
+    found: dict[fx.Node, Site | None] = {}
+    for (_, owner), run in runs.items():
+        plan = plans.get(owner, {})
+        if plan is None:
+            plan = {n: as_it_comes(n.partition("#")[0], c.args, c.kwargs) for n, c in run.items()}
+        elif LEAVE in plan:
+            plan = dict.fromkeys(run)
+        if plan.keys() != run.keys():
+            raise ValueError(
+                f"{owner or 'the network'} makes the calls {', '.join(run)} in torch.fx, and made "
+                f"{', '.join(plan) or 'none'} when it was converted; give the network as it was "
+                "before, or convert it with inputs that take the same path."
+            )
+        found |= {node: plan[name] for name, node in run.items()}
+    return found
+
+
+def _kind(node: fx.Node) -> str | None:
+    """The kind of nonlinearity that a node calls, as far as it can be told without its values."""
+    if node.op not in ("call_function", "call_method"):
+        return None
+    kind = sites.FUNCTIONS.get(function(node), (None, False))[0]
+    if kind in ("maximum", "minimum") and len(node.all_input_nodes) < 2:
+        return None  # a reduction
+    if kind == "rrelu" and sites.KINDS[kind].read(*node.args, **node.kwargs).parameters[-1]:
+        return None
+    by_tensors = kind in ("clamp", "clamp_min", "clamp_max") and len(node.all_input_nodes) > 1
+    return f"{kind}_by_tensors" if by_tensors else kind
+
+
+def finished(network: Network) -> fx.GraphModule:
+    """The module of a graph that was changed, with its calls answered by the gates of before."""
+    module, plan = network.module, dict[str, Site | None]()
+    module.graph.lint()
+    module.recompile()
+    module.delete_all_unused_submodules()
+    for node in module.graph.nodes:
+        if (kind := _kind(node)) is not None:
+            count = sum(name.partition("#")[0] == kind for name in plan)
+            site = network.calls.get(node)
+            # lines are those of the generated text now, and a graph takes one path
+            plan[f"{kind}#{count}"] = site and replace(site, line="")
+    counted = any(isinstance(part, PerCall) for part in module.modules())
+    if counted or any(site is not None for site in plan.values()):
+        own(module, plan)
+        count_calls(module)  # the hooks that did it were the root's
+    return module
+
+
+def _acts(
+    module: fx.GraphModule, calls: dict[fx.Node, Site | None]
+) -> Iterator[tuple[fx.Node, Act]]:
     recognised: dict[nn.Module, Act | None] = {}
-    counts: dict[tuple[str, str], int] = {}
+    counts = Counter[str]()
     for node in module.graph.nodes:
         if node.op == "call_module":
             part = module.get_submodule(node.target)
             if isinstance(part, PerCall):
-                count = counts.get((node.target, ""), 0)
-                counts[node.target, ""] = count + 1
-                part = part.calls[count]
+                part = part.calls[counts[node.target]]
+                counts[node.target] += 1
             if part not in recognised:
                 recognised[part] = _of_module(part)
             found = recognised[part]
         elif node.op in ("call_function", "call_method"):
-            found = _of_call(node, plans, counts)
+            found = _of_call(node, calls.get(node))
         else:
             found = None
         if found is not None:
@@ -129,19 +197,12 @@ def _of_module(part: nn.Module) -> Act | None:
     return Act(recognise.recognise(part).t, None)
 
 
-def _of_call(
-    node: fx.Node, plans: dict[str, Any], counts: dict[tuple[str, str], int]
-) -> Act | None:
-    kind = sites.FUNCTIONS.get(function(node), ("", False))[0]
+def _of_call(node: fx.Node, site: Site | None) -> Act | None:
+    kind = _kind(node)
     if kind not in sites.KINDS or not node.args:
         return None
-    stack = list((node.meta.get("nn_module_stack") or {}).values())
-    owner = str(stack[-1][0]) if stack else ""
-    count = counts.get((owner, kind), 0)
-    counts[owner, kind] = count + 1
-    site = (plans.get(owner) or {}).get(f"{kind}#{count}")
     if site is not None:
-        return Act(site.t, None)
+        return None if site.t is None else Act(site.t, None)
     how = sites.KINDS[kind]
     args: Any = node.args
     return Act(how.make(*how.read(*args, **node.kwargs).parameters), None)

@@ -21,6 +21,7 @@ from threshold_gating.training.graph import (
     Network,
     consumers,
     expect_axes,
+    finished,
     function,
     is_hooked,
     is_move,
@@ -103,10 +104,7 @@ def promote(
         idle = node in network.acts or is_move(network, node)
         if idle and not node.users and not overwrites(network, node):
             network.module.graph.erase_node(node)
-    network.module.graph.lint()
-    network.module.recompile()
-    network.module.delete_all_unused_submodules()
-    return _reported(network.module, Promotion(tuple(done), kept))
+    return _reported(finished(network), Promotion(tuple(done), kept))
 
 
 def _check(model: Any, tier: Any, share: Any) -> None:
