@@ -86,6 +86,14 @@ def test_gates_are_a_partition_of_unity(x, tau, theta, form, hard):
     assert (g.sum(0) - 1).abs().max() <= 4 * torch.finfo(torch.float64).eps
 
 
+@pytest.mark.parametrize("name", ["hardswish", "relu_squared", "star_relu"])
+def test_a_parabola_that_is_not_taken_leaves_no_nan_at_infinity(name):
+    """hardswish is a straight line there, and so is its gradient."""
+    x = torch.tensor([-INF, INF], requires_grad=True)
+    (grad,) = torch.autograd.grad(TAXONOMY[name](x).sum(), x)
+    assert grad.tolist() == [0.0, 1.0 if name == "hardswish" else INF]
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("form", ["softmax", "product"])
 @pytest.mark.parametrize("K", [2, 3, 4, 5])

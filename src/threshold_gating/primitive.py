@@ -133,6 +133,8 @@ def blend(
     inputs = _branch_inputs(z, v, K)
     if _is_hard(taus, thresholds):
         points = (None,) * K if anchor is None else anchor
+        if v is None:
+            inputs = [_reached(z, q_k, k, K) for k, q_k in enumerate(curves)]
         parts = zip(inputs, curves, slopes, constants, points, strict=True)
         branches = [_branch(*p) for p in parts]
         y = _select(z, thresholds, _owners(owner, K - 1), branches, _carrier(curves, slopes))
@@ -669,6 +671,15 @@ def _branch(v: Tensor, q: Value, s: Value, c: Value, anchor: Anchor = None) -> V
     z = (v - a) if q == 0 else (v - a) * _polynomial(v, 0.0, 1.0, a + s / q)
     z = z / (1 / lead) if (1 / lead).is_integer() else z * lead
     return z if y == 0 else z + y
+
+
+def _reached(x: Tensor, q: Value, k: int, K: int) -> Tensor:
+    """x without the infinities that are not in region k: there the gradient of a parabola, which
+    is not taken, would be infinite, and 0 times it NaN."""
+    if _is_number(q, 0) or K == 1:
+        return x
+    end = x.isinf() if 0 < k < K - 1 else x == (math.inf if k == 0 else -math.inf)
+    return torch.where(end, 0.0, x)
 
 
 def _carrier(curves: Sequence[Value], slopes: Sequence[Value]) -> int | None:
