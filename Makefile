@@ -21,7 +21,7 @@ TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
 PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup --durations=15
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all zoo fuzz evidence lint format docs clean
+.PHONY: help demo test test-all test-gpu zoo fuzz evidence lint format docs clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -36,6 +36,10 @@ test: $(VENV)/.dev  ## run the tests, without those marked slow or gpu
 
 test-all: $(VENV)/.dev  ## run the tests marked slow as well
 	$(PYTEST) -m "not gpu"
+
+# Most of the time Triton compiles, so processes help though the GPU is one.
+test-gpu: $(VENV)/.dev  ## run the tests that need a GPU, before any timing on one
+	$(PYTEST) -m "gpu and not slow"
 
 zoo: $(VENV)/.dev  ## convert one network of every family of timm and many of transformers
 	$(TEST_ENV) $(BIN)/python -m tests.zoo --jobs $(JOBS) $(if $(ZOO),--only $(ZOO))
