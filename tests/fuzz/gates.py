@@ -3,7 +3,7 @@
     python -m tests.fuzz.gates --n 100000 --seed 0
 
 A gate is drawn (K, form, one tau or one per threshold, thresholds in any order, hard with owners,
-slopes and intercepts over many decades, what the branches read, dtype) and evaluated at points that
+slopes and intercepts over many decades, parabolas, a clamp, what the branches read, dtype) and evaluated at points that
 include 0, subnormal and huge numbers and its own thresholds. `truth` has the formulas of `tile` in
 long double. The bound, with eps of the dtype that is computed in:
 
@@ -55,6 +55,8 @@ class Gates:
     theta: Tensor
     s: Tensor
     c: Tensor
+    q: Tensor | None  # parabolas
+    clamp: tuple[float, float] | None
     form: str
     owner: tuple[str, ...] | None
     centred: bool
@@ -72,6 +74,7 @@ def drawn(rng: np.random.Generator, count: int, points: int = 12) -> Gates:
     """`count` random gates of one random structure."""
     K = int(rng.choice([2, 2, 2, 3, 3, 4, 5, 6, 8]))
     hard = rng.random() < 0.2
+    curved = rng.random() < 0.1
     own = not hard and K > 2 and rng.random() < 0.5
     form = "product" if not hard and K > 2 and rng.random() < 0.15 else "softmax"
     dtype = _DTYPES[rng.integers(len(_DTYPES))]
@@ -91,8 +94,11 @@ def drawn(rng: np.random.Generator, count: int, points: int = 12) -> Gates:
     if centred and rng.random() < 0.7:
         c, s = np.abs(c[:1]) * [[-1], [1]], s * 0
     tau = np.exp(rng.uniform(-5, 7, (K - 1 if own else 1, count)))
+    q = _spread(rng, (K, count), -3, 1) if curved else None
+    clamp = (-1.5, float(rng.uniform(0, 3))) if rng.random() < 0.05 else None
     x = _spread(rng, (points, count), -1, 2)
     huge = 3e38 if dtype in (torch.float32, torch.bfloat16) else 6e4
+    huge = 1e4 if curved and huge > 1e5 else 9 if curved else huge  # squares are finite
     special = [
         0.0,
         -0.0,
@@ -116,6 +122,8 @@ def drawn(rng: np.random.Generator, count: int, points: int = 12) -> Gates:
         tensor(theta),
         tensor(s),
         tensor(c),
+        None if q is None else tensor(q),
+        clamp,
         form,
         owner,
         centred,
@@ -161,7 +169,8 @@ def truth(g: Gates) -> dict[str, tuple[Array, Array]]:
     v = x if g.v is None else _long(g.v)
     s, c, theta = (_long(w)[:, None] for w in (g.s, g.c, g.theta))
     gate, u = _gates_of(g, x)
-    lines, sizes = s * v + c, np.abs(s * v) + np.abs(c)
+    q = np.zeros_like(s) if g.q is None else _long(g.q)[:, None]
+    lines, sizes = q * v * v + s * v + c, np.abs(q * v * v) + np.abs(s * v) + np.abs(c)
     lower, upper = _masses(gate)
     error = np.full_like(gate, 16 * eps)
     if g.tau is not None:
@@ -177,8 +186,10 @@ def truth(g: Gates) -> dict[str, tuple[Array, Array]]:
         "y": (y, (off * sizes).sum(0)),
         "s": (dy * gate * v, np.abs(dy * v) * off),
         "c": (dy * gate, np.abs(dy) * off),
+        "q": (dy * gate * v * v, np.abs(dy * v * v) * off),
     }
-    slope, slope_off = (gate * s).sum(0), (off * np.abs(s)).sum(0)
+    slope = (gate * (s + 2 * q * v)).sum(0)
+    slope_off = (off * (np.abs(s) + np.abs(2 * q * v))).sum(0)
     if g.tau is None:
         turn, turn_off = np.zeros_like(u), np.zeros_like(u)
         tau = np.zeros_like(u)
@@ -193,6 +204,8 @@ def truth(g: Gates) -> dict[str, tuple[Array, Array]]:
             if one
             else (along, along_off)
         )
+    if g.clamp is not None:  # its gradient is that of one side, or of the other
+        return {"y": (np.clip(y, *g.clamp), found["y"][1])}
     steep, steep_off = (tau * turn).sum(0), (tau * turn_off).sum(0)
     if g.v is None:
         found["x"] = (dy * (slope + steep), np.abs(dy) * (slope_off + steep_off))
@@ -226,9 +239,10 @@ def _turns(
 # --- what the backends say
 
 
-def _parameters(g: Gates, how: str) -> tuple[list[Any], list[Tensor]]:
-    """(tau, theta, s, c) as `blend` takes them, and the tensors among them in that order."""
+def _parameters(g: Gates, how: str) -> tuple[list[Any], dict[str, Any], list[Tensor]]:
+    """(tau, theta, s, c) and options as `blend` takes them; the tensors among them, q last."""
     rows: list[Any] = [[] if g.tau is None else list(g.tau), list(g.theta), list(g.s), list(g.c)]
+    rows += [] if g.q is None else [list(g.q)]
     if how == "numbers":
         given: list[Any] = [[float(r) for r in row] for row in rows]
     else:
@@ -236,7 +250,8 @@ def _parameters(g: Gates, how: str) -> tuple[list[Any], list[Tensor]]:
         given = [[r.reshape(shape).clone().requires_grad_() for r in row] for row in rows]
     tensors = [r for row in given for r in row if isinstance(r, Tensor)]
     tau = given[0] if len(given[0]) > 1 else given[0][0] if given[0] else math.inf
-    return [tau, *given[1:]], tensors
+    options = {"q": given[4] if g.q is not None else None, "clamp": g.clamp}
+    return [tau, *given[1:4]], options, tensors
 
 
 def _traced(x: Tensor, *parameters: Any, v: Tensor | None, **options: Any) -> Tensor | None:
@@ -267,11 +282,11 @@ def backends(compiled: bool = False) -> dict[str, Backend]:
 
 def evaluated(g: Gates, how: str, run: Backend) -> dict[str, Tensor] | None:
     """y and each gradient as a backend has them; None where it leaves the call to another."""
-    parameters, tensors = _parameters(g, how)
+    parameters, options, tensors = _parameters(g, how)
     x = g.x.clone().requires_grad_()
     v = None if g.v is None else g.v.clone().requires_grad_()
     centred = g.centred if how != "numbers" else None
-    y = run(x, *parameters, v=v, form=g.form, owner=g.owner, centred=centred)
+    y = run(x, *parameters, v=v, form=g.form, owner=g.owner, centred=centred, **options)
     if y is None:
         return None
     inputs = [x, *([] if v is None else [v]), *tensors]
@@ -280,8 +295,8 @@ def evaluated(g: Gates, how: str, run: Backend) -> dict[str, Tensor] | None:
     if v is not None:
         found["v"] = grads.pop(0)
     if tensors:
-        names = ("tau", "theta", "s", "c")
-        for name, rows in zip(names, (g.tau, g.theta, g.s, g.c), strict=True):
+        names = ("tau", "theta", "s", "c", "q")
+        for name, rows in zip(names, (g.tau, g.theta, g.s, g.c, g.q), strict=True):
             if rows is not None:
                 found[name] = torch.stack([grads.pop(0).reshape(-1) for _ in rows])
     return found
@@ -307,7 +322,7 @@ def _outside(
     """The first gate whose value is not within the bound."""
     info = torch.finfo(value.dtype)
     size = np.abs(want)
-    if what in ("tau", "theta", "s", "c"):  # summed over the points
+    if what in ("tau", "theta", "s", "c", "q"):  # summed over the points
         rounding = torch.finfo(torch.float64 if g.x.dtype == torch.float64 else torch.float32).eps
         allowed = allowed.sum(1) + len(g.x) * rounding * size.sum(1)
         largest, want, size = size.sum(1), want.sum(1), np.abs(want.sum(1))
@@ -317,7 +332,7 @@ def _outside(
     have = _long(value)
     bad = ~(np.abs(have - want) <= allowed)
     # a sum of infinities may be NaN
-    summed = what in ("tau", "theta", "s", "c")
+    summed = what in ("tau", "theta", "s", "c", "q")
     bad &= ~((largest + allowed > info.max / 8) & (summed | ~np.isnan(have)))
     if not bad.any():
         return None
@@ -337,6 +352,7 @@ def program(g: Gates, how: str, name: str, gate: int) -> str:
     tau = "float('inf')" if g.tau is None else column(g.tau) + ("" if len(g.tau) > 1 else "[0]")
     row = "{}" if number else f"[torch.tensor(w, dtype={wide}, requires_grad=True) for w in {{}}]"
     theta, s, c = (row.format(column(w)) for w in (g.theta, g.s, g.c))
+    q = "None" if g.q is None else row.format(column(g.q))
     v = "None" if g.v is None else f"torch.tensor({column(g.v)}, dtype={g.x.dtype})"
     centred = None if number else g.centred
     run = "primitive.blend" if name == "reference" else "kernels.blend"
@@ -346,7 +362,7 @@ def program(g: Gates, how: str, name: str, gate: int) -> str:
             "from threshold_gating import kernels, primitive",
             f"x = torch.tensor({column(g.x)}, dtype={g.x.dtype}, requires_grad=True)",
             f"y = {run}(x, {tau}, {theta}, {s}, {c}, v={v}, form={g.form!r}, owner={g.owner!r}, "
-            f"centred={centred})  # {name}",
+            f"centred={centred}, q={q}, clamp={g.clamp})  # {name}",
             f"y.backward(torch.tensor({column(g.dy)}, dtype={g.x.dtype})); print(y, x.grad)",
         )
     )
@@ -357,7 +373,7 @@ def _at_infinity(g: Gates, names: dict[str, Backend]) -> list[str]:
     found = []
     x = torch.tensor([[math.nan], [math.inf], [-math.inf]], dtype=g.x.dtype)
     x = x.expand(3, g.x.shape[1]).contiguous()
-    parameters, _ = _parameters(g, "channel")
+    parameters, _, _ = _parameters(g, "channel")
     for name, run in names.items():
         with torch.no_grad():
             y = run(x, *parameters, v=None, form=g.form, owner=g.owner, centred=g.centred)
@@ -404,7 +420,7 @@ def check_gates(seed: int, n: int, compiled: int = 0) -> list[str]:
             names = backends(compiled=compiled > 0)
             compiled -= 1
             found += differences(g, how, names)
-            if how == "channel":
+            if how == "channel" and g.q is None and g.clamp is None:
                 found += _at_infinity(g, names)
     return found
 

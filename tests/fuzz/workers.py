@@ -140,4 +140,4 @@ def results(seeds: range, jobs: int, fast: bool) -> Iterator[Tried]:
 def some_gates(seed: int, count: int) -> list[str]:
     """What differs among so many gates, with a thread of their own."""
     torch.set_num_threads(1)
-    return check_gates(seed, count)
+    return check_gates(seed, count, compiled=8)
