@@ -11,10 +11,7 @@ from __future__ import annotations
 
 import copy
 import functools
-import pickle
-import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 from weakref import WeakValueDictionary
@@ -38,7 +35,6 @@ _OWNED: WeakValueDictionary[type, type] = WeakValueDictionary()
 def own(module: nn.Module, plan: Mapping[str, Site | None] | None) -> None:
     """Let the calls that `module.forward` makes be answered by `plan` (None: as they come)."""
     module.__dict__["tg_sites"] = plan
-    module.__dict__["tg_paths"] = set()
     base = type(module)
     module.__class__ = _owned(base)
     if "forward" in module.__dict__:  # set on the instance, as accelerate does: wrap that one
@@ -49,95 +45,22 @@ def disown(module: nn.Module) -> None:
     base = getattr(type(module), "tg_base", None)
     if base is not None:
         module.__class__ = base
-        del module.__dict__["tg_sites"], module.__dict__["tg_paths"]
+        del module.__dict__["tg_sites"]
         forward = module.__dict__.get("forward")
         if isinstance(forward, _Wrapped):
             module.__dict__["forward"] = forward.original
 
 
-class _Watched(threading.local):
-    """Whether someone who asks looks at what runs in this thread."""
-
-    def __init__(self) -> None:
-        self.on = False
-
-
-_watched = _Watched()
-
-
-@contextmanager
-def watched() -> Iterator[None]:
-    """Inside, every call is intercepted, also where torch's own op runs; used by `audit`."""
-    before, _watched.on = _watched.on, True
-    try:
-        yield
-    finally:
-        _watched.on = before
-
-
-def _is_torchs(site: Site | None) -> bool:
-    """Whether the native answer to a call is the call itself."""
-    if site is None or site.t is None:
-        return site is None or site.op is None
-    # torch's rrelu has a backward of its own, which checkpointing gets wrong
-    return site.exact and site.op is not None and site.kind != "rrelu"
-
-
-def _path(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """What decides which calls a forward makes, unless the values of tensors do; None if unknown.
-
-    Looking at the calls of an owner costs a microsecond for every call of torch, which is half of
-    a small decoding step. Where native would answer each call with the call itself, an owner that
-    was looked at under the same conditions, and did not ask for values, need not be again.
-    """
-    if (
-        torch.compiler.is_compiling()
-        or _watched.on
-        or not kernels.takes_native()
-        # an owner around this one that does look must not see its calls
-        or torch._C._len_torch_function_stack() != 0
-    ):
-        return None
-    plan = module.__dict__["tg_sites"]
-    if plan is None or not all(map(_is_torchs, plan.values())):
-        return None
-    try:
-        own = tuple([_form(v) for k, v in vars(module).items() if k not in _NO_SETTINGS])
-        path = torch.is_grad_enabled(), own, _form(args), _form(kwargs)
-        hash(path)
-    except (TypeError, RecursionError):
-        return None
-    return path  # and not its hash, which is the same for -1 and -2
-
-
-_SIMPLE = frozenset((bool, int, float, str, type(None)))
-_NO_SETTINGS = {*vars(nn.Module()), "tg_sites", "tg_paths"} - {"training"}
-_FEW = 64  # paths that an owner remembers; sizes may grow for ever
-
-
-def _form(value: Any) -> Any:
-    """An argument without the values of tensors."""
-    if isinstance(value, Tensor):
-        return value.shape, value.dtype, value.device, value.requires_grad
-    if isinstance(value, list | tuple):
-        return tuple(map(_form, value))
-    if isinstance(value, dict):
-        return tuple((k, _form(v)) for k, v in value.items())
-    return value if type(value) in _SIMPLE else type(value)
-
-
 def _answered(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Run the forward of an owner with its calls answered."""
-    path = _path(module, args, kwargs)
-    seen: set[Any] = module.__dict__["tg_paths"]
-    if path is not None and path in seen:
-        return forward(*args, **kwargs)
+    """Run the forward of an owner with its calls answered.
+
+    It looks also where every answer is the call itself: whatever decides which calls are made (a
+    setting, a global, a random number), one that the plan does not have is refused.
+    """
     mode = Answering(module.__dict__["tg_sites"])
     with mode:
         output = forward(*args, **kwargs)
     mode.finish()
-    if path is not None and not mode.asks and len(seen) < _FEW:
-        seen.add(path)
     return output
 
 
@@ -157,7 +80,7 @@ def _owned(base: type) -> type:
         def reduce(self: Any, protocol: Any) -> Any:
             state = self.__getstate__()  # whatever the class makes of itself
             if isinstance(state, dict):
-                state = {k: v for k, v in state.items() if k not in ("tg_sites", "tg_paths")}
+                state = {k: v for k, v in state.items() if k != "tg_sites"}
             return _rebuild, (base, self.__dict__["tg_sites"]), state
 
         body = {"forward": forward, "__reduce_ex__": reduce, "tg_base": base}
@@ -171,7 +94,7 @@ def _owned(base: type) -> type:
 def _rebuild(base: type, plan: Any) -> Any:
     owned: Any = _owned(base)
     module = owned.__new__(owned)
-    module.__dict__.update(tg_sites=plan, tg_paths=set())
+    module.__dict__["tg_sites"] = plan
     return module
 
 
@@ -181,19 +104,16 @@ def _rebuild(base: type, plan: Any) -> Any:
 
 def _graph_copy(self: Any, memo: dict[int, Any]) -> Any:
     plan = copy.deepcopy(self.tg_sites, memo)
-    with _disowned(self):
-        new = copy.deepcopy(self, memo)
-    return _owned_as(new, plan)
+    return _owned_as(copy.deepcopy(_as_before(self), memo), plan)
 
 
 def _graph_reduce(self: Any, protocol: Any) -> Any:
-    with _disowned(self):
-        plain = pickle.dumps(self)
-    return _owned_again, (plain, self.tg_sites)
+    return _owned_again, (_as_before(self).__reduce_ex__(protocol)[:2], self.tg_sites)
 
 
-def _owned_again(plain: bytes, plan: Any) -> Any:
-    return _owned_as(pickle.loads(plain), plan)
+def _owned_again(made: tuple[Callable[..., Any], tuple[Any, ...]], plan: Any) -> Any:
+    make, given = made
+    return _owned_as(make(*given), plan)
 
 
 def _owned_as(module: Any, plan: Any) -> Any:
@@ -206,20 +126,19 @@ def _owned_as(module: Any, plan: Any) -> Any:
 
 
 def _graph_recompile(self: Any) -> Any:
-    with _disowned(self):
-        return self.recompile()
+    before = _as_before(self)
+    code = before.recompile()
+    vars(self).update(vars(before))
+    return code
 
 
-@contextmanager
-def _disowned(module: Any) -> Iterator[None]:
-    """The class and the attributes of before, until the end."""
-    owned, mine = type(module), {k: module.__dict__.pop(k) for k in ("tg_sites", "tg_paths")}
-    module.__class__ = owned.tg_base
-    try:
-        yield
-    finally:
-        module.__class__ = owned
-        module.__dict__.update(mine)
+def _as_before(module: Any) -> Any:
+    """A graph module of the class of before around the same parts; other threads may run `module`
+    meanwhile, so that it is not changed itself."""
+    before = object.__new__(type(module).tg_base)
+    own = {k: v for k, v in vars(module).items() if k != "tg_sites"}
+    object.__setattr__(before, "__dict__", own)
+    return before
 
 
 def _graph(self: Any) -> Any:
@@ -253,16 +172,6 @@ class _Wrapped:
         return _answered(self.module, self.original, args, kwargs)
 
 
-# Calls by which Python comes to know the values of a tensor, so that these may decide what is run.
-_ASKING = {
-    getattr(Tensor, name)
-    for name in (
-        *("__bool__", "__int__", "__float__", "__index__", "__len__", "__contains__"),
-        *("item", "tolist", "numpy", "__array__", "nonzero", "equal", "allclose", "is_nonzero"),
-    )
-} | {torch.equal, torch.allclose, torch.nonzero, torch.is_nonzero}
-
-
 # To Dynamo these are calls like others; eager checkpointing is followed by `recomputing`.
 _REGIONS = {tag_activation_checkpoint, checkpoint}
 
@@ -289,7 +198,6 @@ class Answering(TorchFunctionMode):
         super().__init__()
         self.plan = plan
         self.counts: dict[str, int] = dict(counts or {})
-        self.asks = False
         # Without gradients from the start there is no backward in which anything is run again.
         self.region = recomputing.region() if torch.is_grad_enabled() else _NEVER
         self.unlike: dict[str, bool] = {}
@@ -299,8 +207,6 @@ class Answering(TorchFunctionMode):
         if func not in sites.FUNCTIONS:
             if func in _REGIONS:
                 return func(self._inside(args[0]), *args[1:], **(kwargs or {}))
-            if func in _ASKING:  # nothing is set otherwise: compiled regions may change nothing
-                self.asks = True
             return func(*args, **kwargs) if kwargs else func(*args)
         kwargs = kwargs or {}
         kind = sites.read(func, args, kwargs)

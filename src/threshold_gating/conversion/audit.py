@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from threshold_gating import recurrent, taxonomy
 from threshold_gating.conversion import ops
-from threshold_gating.conversion.answering import LEAVE, Answering, answer, watched
+from threshold_gating.conversion.answering import LEAVE, Answering, answer
 from threshold_gating.conversion.plan import Site
 from threshold_gating.conversion.running import Run, Running, evaluating, fresh
 from threshold_gating.layers import Activation
@@ -151,7 +151,7 @@ def execute(model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Audit]:
     """The output of `model`, and the audit of making it."""
     reader = _Reader(getattr(model, "_orig_mod", model))
     args, kwargs = fresh((args, kwargs))
-    with watched(), evaluating(model), reader.running, reader.looking(), reader:
+    with evaluating(model), reader.running, reader.looking(), reader:
         output = model(*args, **kwargs)
     return output, reader.audit()
 
