@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import parametrize
 
 import threshold_gating as tg
 from threshold_gating.conversion import ConversionError, answering
@@ -337,3 +338,40 @@ def test_a_traced_network_has_its_gates_while_it_is_copied(copied, x, monkeypatc
     owned = type(gated)
     copied(gated)
     assert set(classes) == {(owned, True)}
+
+
+class Doubled(nn.Module):
+    def forward(self, w):
+        return 2 * w
+
+
+class Owner(nn.Linear):
+    def forward(self, x):
+        return F.relu(super().forward(x))
+
+
+@pytest.mark.parametrize("kind", [nn.Linear, Owner])
+def test_parametrizations_are_removed_from_a_converted_layer_alone(kind, x):
+    network = nn.Sequential(kind(7, 7), nn.Sigmoid())
+    for name in ("weight", "bias"):
+        parametrize.register_parametrization(network[0], name, Doubled())
+    gated, want = tg.convert(network, inputs=x), network(x)
+    names = [site.name for site in tg.audit(gated, x).sites]
+    for name in ("weight", "bias"):
+        parametrize.remove_parametrizations(gated[0], name)
+        torch.testing.assert_close(gated(x), want)
+        assert torch.equal(network(x), want)
+        assert [site.name for site in tg.audit(gated, x).sites] == names
+    assert set(gated.state_dict()) == {"0.bias", "0.weight"}
+    reverted = tg.conversion.revert(gated)
+    assert type(reverted[0]) is kind
+    torch.testing.assert_close(reverted(x), want)
+
+
+def test_what_was_parametrized_since_stays_so_when_the_conversion_is_undone(x):
+    gated = tg.convert(nn.Sequential(Owner(7, 7)), inputs=x)
+    parametrize.register_parametrization(gated[0], "weight", Doubled())
+    want = gated(x)
+    torch.testing.assert_close(tg.conversion.revert(gated)(x), want)
+    assert parametrize.is_parametrized(gated[0], "weight")
+    assert "tg_sites" not in vars(gated[0])

@@ -496,3 +496,46 @@ def test_what_is_fixed_cannot_be_set_later(name):
     act.inplace = True
     x = torch.randn(3)
     assert act(x) is x
+
+
+LEARNED = [
+    ("silu", "softplus", {"train": ("tau",)}, "K = 2 and not"),
+    ("gelu_k3", "gelu_tanh_k3", {"train": ("theta", "s")}, "tau = 2.21"),
+    ("relu", "hardtanh", {"train": ("s",)}, "K = 2 and not 3"),
+    ("leaky_relu", "relu", {"train": ("theta",)}, r"s = \[0.01, 1.0\] and not \[0.0, 1.0\]"),
+]
+
+
+@pytest.mark.parametrize(("one", "other", "how", "said"), LEARNED)
+def test_a_learned_state_does_not_load_into_another_function(one, other, how, said, tmp_path):
+    first, second = Activation(one, **how), Activation(other, **how)
+    torch.save(first.state_dict(), tmp_path / "state.pt")
+    saved = torch.load(tmp_path / "state.pt", weights_only=True)
+    with pytest.raises(RuntimeError, match=said):
+        nn.ModuleDict({"act": second}).load_state_dict(nn.ModuleDict({"act": first}).state_dict())
+    with pytest.raises(RuntimeError, match="make this one with the init and axis of the other"):
+        second.load_state_dict(saved)
+    assert Activation(one, **how).load_state_dict(saved).missing_keys == []
+
+
+def test_a_state_without_record_loads_as_ever_and_has_the_same_keys():
+    learned = Activation("silu", train=("tau",))
+    assert list(learned.state_dict()) == ["rho", "tau0"]
+    assert Activation("mish", train=("tau",)).load_state_dict(dict(learned.state_dict()))
+    assert not Activation("silu").state_dict()
+
+
+def test_a_state_loads_where_all_that_differs_was_learned():
+    x = torch.linspace(-4, 4, 33)
+    first = Activation(TG(1.0, 0.5, (0, 1), (0, 0.25)), train=("tau", "theta", "s", "c"))
+    second = Activation(TG(2.0, 0.0, (1, 0), (1, 2)), train=("tau", "theta", "s", "c"))
+    second.load_state_dict(first.state_dict())
+    torch.testing.assert_close(second(x), first(x))
+
+
+def test_a_state_of_channels_on_another_axis_is_refused():
+    kwargs = {"share": "channel", "channels": 3, "train": ("tau",)}
+    with pytest.raises(RuntimeError, match="axis = 1 and not -1"):
+        Activation("silu", axis=-1, **kwargs).load_state_dict(
+            Activation("silu", **kwargs).state_dict()
+        )

@@ -55,6 +55,9 @@ class Activation(nn.Module):
     hard gate keeps the values at its thresholds (`v` instead of `c`), which gives theta a gradient;
     where it jumps, theta has that of a soft gate there (`primitive.straight_through`).
     Gate tensors stay float32 under `.half()` and `.bfloat16()` (1.702 would become 1.7031).
+    A state dict of a learned one does not load into one that differs in what is not learned: torch
+    keeps that in its metadata, which `torch.save` writes. One without (a plain dict, safetensors,
+    a file of an earlier version) loads unchecked.
 
     Args:
         init: an instance or a key of `TAXONOMY`.
@@ -151,6 +154,36 @@ class Activation(nn.Module):
             rounded = self._start(name, value.device, torch.float32).double()
             start = self._start(name, value.device, torch.float64)
             value.copy_(torch.where(value == rounded, start, value))
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.learned and hasattr(destination, "_metadata"):
+            destination._metadata.setdefault(prefix[:-1], {})["fixed"] = self._fixed()
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, local_metadata: Any, *others: Any
+    ) -> None:
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *others)
+        own = self._fixed()
+        saved = local_metadata.get("fixed", own)  # files of before, and other formats, have it not
+        if self.learned and saved != own:
+            keys = [k for k in {**saved, **own} if saved.get(k) != own.get(k)]
+            apart = ", ".join(f"{k} = {saved.get(k)} and not {own.get(k)}" for k in keys)
+            errors: list[str] = others[-1]
+            errors.append(
+                f"{prefix[:-1] or 'Activation'} was saved with {apart}, which was not learned and "
+                "is no value of the state dict, so that it would be another function; make this "
+                "one with the init and axis of the other."
+            )
+
+    def _fixed(self) -> dict[str, Any]:
+        """What decides the function beside the values in a state dict. It stands in what torch
+        calls the metadata of a state dict, which has no key and need not be there."""
+        t = self.init
+        fixed = {k: v for k, v in t.to_dict().items() if k not in ("anchor", *self.learned)}
+        if t.hard and "c" in fixed:
+            fixed["c"] = list(_anchored_values(t))  # as `v`, which stays while theta moves
+        return {**fixed, "K": t.K, "axis": None if self.group == (1,) else self.axis}
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _FIXED and name in self.__dict__:

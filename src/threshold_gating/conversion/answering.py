@@ -35,8 +35,7 @@ _OWNED: WeakValueDictionary[type, type] = WeakValueDictionary()
 def own(module: nn.Module, plan: Mapping[str, Site | None] | None) -> None:
     """Let the calls that `module.forward` makes be answered by `plan` (None: as they come)."""
     module.__dict__["tg_sites"] = plan
-    base = type(module)
-    module.__class__ = _owned(base)
+    module.__class__ = _of_base(type(module), _owned)
     if "forward" in module.__dict__:  # set on the instance, as accelerate does: wrap that one
         module.__dict__["forward"] = _Wrapped(module, module.__dict__["forward"])
 
@@ -44,11 +43,34 @@ def own(module: nn.Module, plan: Mapping[str, Site | None] | None) -> None:
 def disown(module: nn.Module) -> None:
     base = getattr(type(module), "tg_base", None)
     if base is not None:
-        module.__class__ = base
+        module.__class__ = _of_base(type(module), lambda _: base)
         del module.__dict__["tg_sites"]
         forward = module.__dict__.get("forward")
         if isinstance(forward, _Wrapped):
             module.__dict__["forward"] = forward.original
+
+
+def unshare(model: nn.Module) -> None:
+    """Give parametrized modules, whose copies torch makes of one class, a class of their own: a
+    parametrization that is removed from one is removed from its class."""
+    for module in model.modules():
+        if _is_parametrized(type(module)):
+            module.__class__ = _of_base(type(module), lambda base: base)
+
+
+def _of_base(kind: type, change: Callable[[type], type]) -> type:
+    """`change(kind)`; of a parametrized module, the same properties over the changed base, so that
+    torch finds them where it looks for them when they are removed."""
+    if not _is_parametrized(kind):
+        return change(kind)
+    body = {k: v for k, v in vars(kind).items() if k not in ("__dict__", "__weakref__")}
+    return type(kind.__name__, (change(kind.__bases__[0]),), body)
+
+
+def _is_parametrized(kind: type) -> bool:
+    """Whether a class is one that torch makes for a parametrized module."""
+    made_there = kind.__module__ == "torch.nn.utils.parametrize"
+    return made_there and kind.__name__.startswith("Parametrized")
 
 
 def _answered(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from threshold_gating.conversion import hub, recomputing
-from threshold_gating.conversion.answering import LEAVE, disown, own
+from threshold_gating.conversion.answering import LEAVE, disown, own, unshare
 from threshold_gating.conversion.audit import audit
 from threshold_gating.conversion.certificate import check_tol, verify
 from threshold_gating.conversion.plan import (
@@ -64,7 +64,9 @@ def convert(
     """
     _check_arguments("convert", model, sites, inputs)
     check_tol(tol, inputs is not None and strict)
-    return _converted(model, copy.deepcopy(model), sites, inputs, strict, tol)
+    new = copy.deepcopy(model)
+    unshare(new)
+    return _converted(model, new, sites, inputs, strict, tol)
 
 
 def convert_(
