@@ -5,8 +5,9 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
+import threshold_gating as tg
 from threshold_gating import sites
 
 
@@ -98,6 +99,28 @@ def test_parameters_that_leave_no_room_give_torchs_values_and_gradients(function
 def test_parameters_that_no_gate_has_are_refused_with_a_way_out(kind, parameters):
     with pytest.raises(ValueError, match=rf"no gate is {kind} .*None}} leaves the call to torch"):
         sites.of_call(kind, parameters)
+
+
+@pytest.mark.parametrize("threshold", [1.0, -1.0, 5.0])
+@pytest.mark.parametrize("beta", [1.0, 2.0])
+def test_a_softplus_that_jumps_is_refused_and_can_be_left_alone(beta, threshold):
+    """torch goes over to x at the threshold, however much softplus differs from x there."""
+    at = torch.tensor([threshold / beta], dtype=torch.float64)
+    jump = float(F.softplus(at, beta, 100.0) - at)
+
+    class Calls(nn.Module):
+        def forward(self, x):
+            return F.softplus(x, beta, threshold) + torch.relu(x)
+
+    x = torch.linspace(-6, 6, 97)
+    said = rf"jumps by {jump:.2g} at x = {threshold / beta:g}\)"
+    with pytest.raises(tg.conversion.ConversionError, match=said):
+        tg.convert(Calls(), inputs=x)
+    with pytest.raises(tg.conversion.ConversionError, match=said):
+        tg.convert(nn.Sequential(nn.Softplus(beta, threshold), nn.ReLU()), inputs=x)
+    left = tg.convert(Calls(), {":softplus#0": None}, inputs=x)
+    assert torch.equal(left(x), Calls()(x))
+    assert sites.of_call("softplus", (beta, 20.0)).t == tg.taxonomy.softplus(beta)
 
 
 def test_calls_on_integers_are_no_nonlinearity():
