@@ -809,3 +809,112 @@ def test_a_network_without_a_site_is_not_blamed_on_its_inputs():
     assert verify(model, model, X).failed == {
         "sites": "nothing was compared: converted has no site, all of it stays as it was."
     }
+
+
+class Around(nn.Module):
+    """A linear layer and what a subclass makes of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+
+class Mapped(Around):
+    def forward(self, x):
+        return torch.vmap(lambda z: F.silu(self.linear(z)))(x) + torch.relu(x)
+
+
+class Jacobian(Around):
+    def __init__(self):
+        super().__init__()
+        self.act = nn.ELU()
+
+    def forward(self, x):
+        return torch.func.jacrev(lambda z: self.act(self.linear(z)))(x[0])
+
+
+@pytest.mark.parametrize("kind", [Mapped, Jacobian])
+def test_a_call_whose_values_a_transform_hides_is_refused_with_ways_out_that_work(kind):
+    x, network = torch.randn(4, 8), kind()
+    with pytest.raises(ConversionError, match=r"Inside torch\.vmap.*strict=False converts"):
+        convert(network, inputs=x)
+    gated = convert(network, inputs=x, strict=False)
+    with kernels.use("reference"):
+        torch.testing.assert_close(gated(x), network(x), atol=1e-4, rtol=1e-4)  # ELU's instance
+    if kind is Mapped:
+        left = convert(network, {":silu#0": None}, inputs=x)
+        assert torch.equal(left(x), network(x))
+
+
+class Forces(Around):
+    """The gradient of an energy, as in molecular dynamics."""
+
+    def forward(self, x):
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            energy = F.silu(self.linear(x)).sum()
+            return torch.autograd.grad(energy, x, create_graph=True)[0]
+
+
+class Slopes(Around):
+    def forward(self, x):
+        return torch.func.grad(lambda z: torch.tanh(self.linear(z)).sum())(x)
+
+
+@pytest.mark.parametrize("kind", [Forces, Slopes])
+def test_a_network_that_differentiates_is_certified_and_says_what_was_not_looked_at(kind):
+    x, network = torch.randn(4, 8), kind()
+    gated = convert(network, inputs=x)
+    certificate = verify(network, gated, x)
+    assert certificate.ok
+    assert [row.calls for row in certificate.rows] == [1]
+    assert "not looked at: derivatives in the network itself" in certificate.beside
+    with kernels.use("reference"):
+        torch.testing.assert_close(gated(x), network(x))
+
+
+class Hooked(Around):
+    def __init__(self, which):
+        super().__init__()
+        if which == "before":
+            self.linear.register_forward_pre_hook(lambda module, args: (torch.tanh(args[0]),))
+        elif which == "after":
+            self.linear.register_forward_hook(lambda module, args, y: torch.tanh(y))
+        else:
+            self.register_forward_hook(lambda module, args, y: torch.tanh(y))
+
+    def forward(self, x):
+        return torch.relu(self.linear(x))
+
+
+@pytest.mark.parametrize("which", ["before", "after"])
+@pytest.mark.parametrize("backend", ["reference", "auto"])
+def test_what_a_hook_of_a_part_calls_is_a_site_of_who_calls_the_part(which, backend):
+    x, network = torch.randn(4, 8), Hooked(which)
+    gated = convert(network, inputs=x)
+    assert {row.site for row in verify(network, gated, x).rows} == {":tanh#0", ":relu#0"}
+    with kernels.use(backend):
+        torch.testing.assert_close(gated(x), network(x))
+
+
+def test_what_no_gate_answers_says_why_and_what_would_help():
+    x = torch.randn(4, 8)
+    with pytest.raises(ConversionError, match=r"tanh ran outside .* not in a hook of the whole"):
+        convert(Hooked("root"), inputs=x)
+    network = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+    (said,) = verify(network, network, x).failed.values()
+    assert said.endswith("has no gate at all: give the one that `tg.convert` made of model.")
+
+
+def test_a_list_that_holds_itself_is_no_obstacle():
+    class Cyclic(Around):
+        def __init__(self):
+            super().__init__()
+            self.steps = [torch.ones(2), {}]
+            self.steps[1]["all"] = self.steps
+
+        def forward(self, x):
+            return torch.relu(self.linear(x))
+
+    x, network = torch.randn(4, 8), Cyclic()
+    assert torch.equal(convert(network, inputs=x)(x), network(x))

@@ -41,6 +41,19 @@ def test_a_statement_is_the_default_of_new_threads():
     assert in_thread(backend) == "auto"
 
 
+def test_a_choice_can_be_entered_again_and_inside_itself():
+    chosen, seen = use("reference"), []
+    for _ in range(2):
+        with chosen:
+            seen.append(backend())
+            with use("native"), chosen:
+                seen.append(backend())
+            seen.append(backend())
+        seen.append(backend())
+    assert seen == ["reference", "reference", "reference", "auto"] * 2
+    assert in_thread(backend) == "auto"
+
+
 def test_a_refused_name_changes_nothing():
     with pytest.raises(BackendError, match="no backend 'cuda'"):
         use("cuda")

@@ -220,3 +220,17 @@ def test_overwriting_is_seen_by_what_happens():
     assert recognise.overwrites(nn.ELU(inplace=True))
     assert recognise.overwrites(torch.relu_)
     assert not recognise.overwrites(nn.ELU())
+
+
+SPECIAL = {
+    "nan": (lambda x: torch.where(x.isnan(), 5.0, torch.relu(x)), [math.nan]),
+    "-0": (lambda x: torch.where(x.signbit() & (x == 0), 3.0, torch.relu(x)), [-0.0]),
+    "large": (lambda x: torch.where(x > 1e31, 1.0, torch.relu(x)), [math.inf, 3e38]),
+    "none": (torch.relu, []),
+}
+
+
+@pytest.mark.parametrize("name", SPECIAL)
+def test_numbers_that_a_function_treats_apart_are_found(name):
+    f, want = SPECIAL[name]
+    assert list(map(repr, recognise.specials_apart(f, TAXONOMY["relu"]))) == list(map(repr, want))

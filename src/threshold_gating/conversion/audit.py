@@ -20,6 +20,7 @@ from textwrap import fill
 from types import FrameType
 from typing import Any, NamedTuple
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -266,6 +267,7 @@ class _Reader(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._lost("numpy" if called.__name__ == "numpy" else "Python's numbers")
 
     def _lost(self, what: str) -> None:
+        """Something is made of the data that is not followed."""
         where = self.running.stack[-1].where if self.running.stack else ""
         self.trail.left_torch = True
         self.unseen[f"{what} in {where or 'the network itself'}"] = None
@@ -280,6 +282,10 @@ class _Reader(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
+        if torch._C._current_graph_task_id() != -1:  # autograd runs, inside of the forward
+            self.trail.follow(func, (args, kwargs), out, inside=True)
+            self._lost("derivatives")
+            return out
         frame = sys._getframe(1)
         caller = _caller(frame)
         live = self.trail.is_live((args, kwargs))

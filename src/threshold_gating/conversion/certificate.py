@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from threshold_gating import kernels
+from threshold_gating import kernels, sites
 from threshold_gating.conversion import ops, outputs, paired
 from threshold_gating.conversion.audit import (
     WIDTH,
@@ -169,7 +169,7 @@ def verify(
         given = fresh((args, kwargs))
         # Each starts from the same random numbers, should it draw any.
         with torch.random.fork_rng(devices=[]), evaluating(model), local.running, local:
-            watched = model(*given[0], **given[1])
+            watched = _looked_at(model, *given)
         with torch.random.fork_rng(devices=[]):
             have, seen = _executed(converted, args, kwargs)
     rows = _rows(local.errors, seen)
@@ -220,6 +220,26 @@ def _plain_run(model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, dict[str,
             if after.get(name) is t and t._version == version
         }
     return output, same
+
+
+def _looked_at(model: nn.Module, args: Any, kwargs: Any) -> Any:
+    """The output of a network that ran on the same inputs with nobody looking."""
+    try:
+        return model(*args, **kwargs)
+    except ConversionError:
+        raise
+    except Exception as error:
+        raise ConversionError(
+            f"{type(model).__name__} runs, but not where its sites are compared "
+            f"({type(error).__name__}: {error}). {_HIDDEN}"
+        ) from error
+
+
+_HIDDEN = (
+    "Inside torch.vmap, torch.func.grad and jacrev a tensor does not show its values: make the "
+    "call outside of them, or leave its site alone (sites={name: None}); strict=False converts "
+    "unproven."
+)
 
 
 def _executed(converted: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Audit]:
@@ -327,13 +347,26 @@ def _not_evaluated(rows: tuple[Row, ...], seen: Audit) -> dict[str, str]:
         if not op.asked:
             where = op.module or "the network itself"
             key, calls = f"{op.module}:{op.op}", f"calls: {op.calls}"
-            failed[key] = (
-                f"{op.op} ran outside the gates, in {where} ({calls}). Write it as a function of "
-                "torch that is one (F.relu, torch.sigmoid), of floating-point numbers, or as a "
-                "module of its own, which can stay as it is; strict=False converts the rest "
-                "unproven."
-            )
+            way_out = _unanswered(op.op, bool(seen.sites))
+            failed[key] = f"{op.op} ran outside the gates, in {where} ({calls}). {way_out}"
     return failed
+
+
+def _unanswered(op: str, has_gates: bool) -> str:
+    """Why no gate answered an op, and what would help."""
+    if not has_gates:
+        return "This network has no gate at all: give the one that `tg.convert` made of model."
+    alone = "or as a module of its own, which can stay as it is; strict=False converts the rest "
+    if op.strip("_") in {*sites.KINDS, *sites.WHOLE}:
+        return (
+            "Gates answer such a call of torch in the forward of a module, of floating-point "
+            "numbers; not in a hook of the whole network, nor as an ATen op. Make it there, "
+            f"{alone}unproven."
+        )
+    return (
+        "Write it as a function of torch that is one (F.relu, torch.sigmoid), of floating-point "
+        f"numbers, {alone}unproven."
+    )
 
 
 _SELF = (

@@ -137,19 +137,23 @@ def is_nonlinear(func: Any) -> bool:
     return name(func) in _NONLINEAR
 
 
-def tensors(tree: Any) -> Iterator[Tensor]:
-    """Every tensor in nested tuples, lists, dicts and dataclasses."""
+def tensors(tree: Any, around: frozenset[int] = frozenset()) -> Iterator[Tensor]:
+    """Every tensor in nested tuples, lists, dicts and dataclasses, which may hold themselves."""
     if isinstance(tree, Tensor):
         yield tree
-    elif isinstance(tree, Mapping):
-        for value in tree.values():
-            yield from tensors(value)
-    elif isinstance(tree, list | tuple | set):
-        for value in tree:
-            yield from tensors(value)
-    elif is_dataclass(tree) and not isinstance(tree, type):
-        for field in fields(tree):
-            yield from tensors(getattr(tree, field.name, None))
+    elif id(tree) not in around:
+        for value in _held(tree):
+            yield from tensors(value, around | {id(tree)})
+
+
+def _held(tree: Any) -> Iterable[Any]:
+    if isinstance(tree, Mapping):
+        return tree.values()
+    if isinstance(tree, list | tuple | set):
+        return tree
+    if is_dataclass(tree) and not isinstance(tree, type):
+        return [getattr(tree, field.name, None) for field in fields(tree)]
+    return ()
 
 
 class Trail:

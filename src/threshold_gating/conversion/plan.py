@@ -71,9 +71,9 @@ class Plan(NamedTuple):
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to convert and nothing was asked to be left alone."""
-        made = any(any(sites) for sites in self.modules.values())
-        return self.calls is not None and not made and not any(self.calls.values())
+        """Whether the network was run and no gate is to stand anywhere."""
+        calls = [] if self.calls is None else [found.values() for found in self.calls.values()]
+        return self.calls is not None and not any(map(any, (*self.modules.values(), *calls)))
 
 
 def make_plan(model: nn.Module, wishes: Mapping[str, Choice] | None, inputs: Any) -> Plan:

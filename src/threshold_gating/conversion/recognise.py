@@ -401,15 +401,18 @@ def trains_as_it_computes(f: Function) -> bool:
 
 
 def specials_apart(f: Function, t: TG) -> list[float]:
-    """NaN, the infinities and the largest numbers of float32, where f and t differ.
+    """NaN, the infinities and the largest numbers of float32, where f and t differ, and -0.0 where
+    f does not take it for 0.
 
     Where f itself is NaN at one of them, the gate may have the limit.
     """
     x = torch.tensor([math.nan, -math.inf, math.inf, -3e38, 3e38], dtype=torch.float64)
     with torch.no_grad():
         y, z = f(x.clone()), t(x)
+        zero, minus = f(torch.tensor([0.0, -0.0], dtype=x.dtype)).tolist()
     same = torch.isclose(y, z, rtol=1e-9, atol=0, equal_nan=True) | (y.isnan() & ~x.isnan())
-    return [v for v, ok in zip(x.tolist(), same.tolist(), strict=True) if not ok]
+    found = [v for v, ok in zip(x.tolist(), same.tolist(), strict=True) if not ok]
+    return found if zero == minus or math.isnan(zero) else [*found, -0.0]
 
 
 def kinks_apart(f: Function, t: TG) -> list[float]:

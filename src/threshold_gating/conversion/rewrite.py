@@ -163,6 +163,8 @@ def _check_any(model: nn.Module, plan: Plan, inputs: Any) -> None:
         + (
             f"{'; '.join(plan.notes)}."
             if plan.notes
+            else "every site that it has was given None; leave one to the gates."
+            if plan.modules or any((plan.calls or {}).values())
             else f"no gate computes what it calls; `tg.audit` found\n{seen}"
             if seen.left or seen.other
             else "it ran without a nonlinearity."

@@ -80,6 +80,7 @@ class _State:
     def __init__(self, module: nn.Module) -> None:
         self.module, self.own = module, dict(vars(module))
         self.held: list[tuple[Any, Any]] = []
+        self.seen: set[int] = set()
         self.tensors: list[tuple[Tensor, int, Tensor]] = []
         for name, value in self.own.items():
             if name not in _OWN:
@@ -89,7 +90,8 @@ class _State:
         if isinstance(value, Tensor):
             if not isinstance(value, nn.Parameter) and not value.is_meta:
                 self.tensors.append((value, _version(value), value.detach().clone()))
-        elif isinstance(value, dict | list | set | deque):
+        elif isinstance(value, dict | list | set | deque) and id(value) not in self.seen:
+            self.seen.add(id(value))  # it may hold itself
             self.held.append((value, copy.copy(value)))
             for each in value.values() if isinstance(value, dict) else value:
                 self._hold(each)
@@ -145,6 +147,7 @@ class Running:
     ) -> None:
         self.names = {module: name for name, module in model.named_modules()}
         self.before, self.after = before, after
+        self.hooked = {module for module in self.names if module._forward_pre_hooks}
         self.stack: list[Run] = []
         self.calls: Counter[nn.Module] = Counter()
 
@@ -153,6 +156,8 @@ class Running:
         self._hooks = [
             module.register_module_forward_pre_hook(self._start),
             module.register_module_forward_hook(self._end, with_kwargs=True, always_call=True),
+            # What a hook before a module calls is called by who calls the module: it starts then.
+            *(each.register_forward_pre_hook(self._begin) for each in self.hooked),
         ]
         return self
 
@@ -163,10 +168,14 @@ class Running:
             nn.modules.module._global_forward_hooks_with_kwargs.pop(hook.id, None)
 
     def _start(self, module: nn.Module, args: Any) -> None:
-        if module in self.names:  # one made on the way counts as part of who made it
-            self.stack.append(Run(module, self.names[module], self.calls[module]))
-            self.calls[module] += 1
-            self.before(self.stack[-1], args)
+        # one made on the way counts as part of who made it
+        if module in self.names and module not in self.hooked:
+            self._begin(module, args)
+
+    def _begin(self, module: nn.Module, args: Any) -> None:
+        self.stack.append(Run(module, self.names[module], self.calls[module]))
+        self.calls[module] += 1
+        self.before(self.stack[-1], args)
 
     def _end(self, module: nn.Module, args: Any, *kwargs_and_output: Any) -> None:
         if self.stack and self.stack[-1].module is module:

@@ -6,7 +6,9 @@ coroutine sees the last choice of its thread. A thread starts from the default o
 
 A forward pass that is repeated in the backward pass (`torch.utils.checkpoint`) has to be what it
 was the first time. Autograd numbers the nodes that a thread makes, so a note of the number at which
-the backend changed tells which one was in force when the node that is running was made.
+the backend changed tells which one was in force when the node that is running was made. The numbers
+are those of a thread: of a forward pass in one and its backward pass in another that has run gates
+itself, only what is repeated in the backward pass goes by the other's choices.
 """
 
 from __future__ import annotations
@@ -76,10 +78,13 @@ class use:  # noqa: N801  (called like a function, as torch.set_grad_enabled is)
         from threshold_gating.kernels import checked
 
         self._name, self._entered = checked(name), False
-        self._before = _choice.get()
+        self._before = [_choice.get()]
         self._set(name)
 
     def __enter__(self) -> use:
+        if self._entered:  # by a block before, or around this one
+            self._before.append(_choice.get())
+            self._set(self._name)
         self._entered = True
         return self
 
@@ -89,7 +94,7 @@ class use:  # noqa: N801  (called like a function, as torch.set_grad_enabled is)
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._set(self._before)
+        self._set(self._before.pop())
 
     def _set(self, name: str | None) -> None:
         _note(_chosen())
