@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import zlib
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,14 +106,11 @@ class Watch:
     def run(self, inputs: Any) -> None:
         """One batch."""
         self.running = Running(self.model)  # calls are counted anew
-        # Hooks of the modules run last, so they see what `forward` gets.
-        hooks = [m.register_forward_pre_hook(self._module, with_kwargs=True) for m in self.modules]
-        try:
-            with self.running, Tracer(self.running, self.modules, self._call):
-                run(self.model, fresh(_without_labels(self.model, inputs)))
-        finally:
-            for hook in hooks:
-                hook.remove()
+        with self.running, ExitStack() as hooks, Tracer(self.running, self.modules, self._call):
+            for module in self.modules:  # these run last, so they see what `forward` gets
+                hook = module.register_forward_pre_hook(self._module, with_kwargs=True)
+                hooks.callback(hook.remove)
+            run(self.model, fresh(_without_labels(self.model, inputs)))
 
     def _module(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         site, name = self.modules[module], self.running.stack[-1].site
