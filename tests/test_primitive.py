@@ -415,6 +415,7 @@ MESSAGES = [
     (TypeError, lambda x: gates([1.0], 1.0, (0.0,)), "gates need a real floating-point tensor, got list; convert it first."),
     (ValueError, lambda x: gates(x, 0.0, (0.0,)), "tau must be positive (inf for a hard gate); got 0.0."),
     (ValueError, lambda x: gates(x, math.nan, (0.0,)), "tau must be positive (inf for a hard gate); got nan."),
+    (ValueError, lambda x: gates(x, (1.0, INF), (0.0, 1.0)), "tau is inf (hard gates) at every threshold or at none; got (1.0, inf)."),
     (ValueError, lambda x: gates(x, 1.0, (0.0,), form="sum"), "form is 'softmax' or 'product'; got 'sum'."),
     (ValueError, lambda x: gates(x, INF, (1.0, 0.0)), "hard and product-form gates need non-decreasing thresholds; got theta=(1.0, 0.0)."),
     (ValueError, lambda x: gates(x, INF, (0.0,), owner=("low",)), "owner is 'lo' or 'hi' for each of the 1 thresholds; got ('low',)."),
@@ -430,3 +431,8 @@ def test_bad_input_is_answered_with_what_would_work(error, call, message):
     with pytest.raises(error) as caught:
         call(torch.zeros(5))
     assert str(caught.value) == message
+
+
+def test_a_slope_of_zero_on_both_sides_meets_no_infinity():
+    x = torch.tensor([-math.inf, 0.0, math.inf])
+    assert blend(x, 2.0, (0.0,), (0.0, 0.0), (-1.0, 1.0)).tolist() == [-1.0, 0.0, 1.0]

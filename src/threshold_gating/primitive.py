@@ -305,6 +305,8 @@ def _thresholds(
         taus = [tau.to(x.dtype) if isinstance(tau, Tensor) else float(tau)] * max(n, 1)
     if any(not isinstance(t, Tensor) and not t > 0 for t in taus):
         raise ValueError(f"tau must be positive (inf for a hard gate); got {tau!r}.")
+    if len({not isinstance(t, Tensor) and t == math.inf for t in taus}) > 1:
+        raise ValueError(f"tau is inf (hard gates) at every threshold or at none; got {tau!r}.")
     thresholds = _rows("theta", theta, x, n)
     numbers = [t for t in thresholds if not isinstance(t, Tensor)]
     if (form == "product" or _is_hard(taus, thresholds)) and numbers != sorted(numbers):

@@ -123,7 +123,7 @@ def _numbers(row: Sequence[Any]) -> Numbers:
 def _is_regular(taus: Numbers, thetas: Numbers) -> bool:
     """Whether numbers are what the reference takes; it has the words for those that are not."""
     sharp = [t for t in taus if t is not None]
-    if not all(t > 0 for t in sharp) or len({t == math.inf for t in sharp}) > 1:
+    if not all(t > 0 for t in sharp) or len({t == math.inf for t in taus}) > 1:
         return False
     known = [t for t in thetas if t is not None]
     return sharp[0] != math.inf or known == sorted(known) if sharp else True
