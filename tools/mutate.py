@@ -11,34 +11,44 @@ from __future__ import annotations
 
 import argparse
 import ast
+import json
+import multiprocessing
 import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
+
+import pytest
 
 ROOT = Path(__file__).parents[1]
-# The tests of each file of the core, the quickest first.
+_FORKS = multiprocessing.get_context("forkserver")
+_LONG = 5.0  # seconds: a change that only a longer test notices is one that survives
+# The tests of each file of the core.
 TESTS = {
-    "primitive.py": ("primitive", "kernels", "taxonomy", "layers"),
-    "instance.py": ("instance", "taxonomy", "fitting"),
-    "sites.py": ("sites", "plan", "rewrite", "audit"),
-    "conversion/plan.py": ("plan", "rewrite", "answering"),
-    "conversion/rewrite.py": ("rewrite", "answering", "plan", "calibration"),
+    "primitive.py": ("primitive", "kernels", "taxonomy", "gates"),
+    "instance.py": ("instance", "taxonomy"),
+    "sites.py": ("sites", "recognise", "plan", "rewrite", "audit"),
+    "conversion/plan.py": ("plan", "recognise", "rewrite", "answering"),
+    "conversion/rewrite.py": ("rewrite", "answering", "plan"),
     "conversion/answering.py": ("answering", "rewrite", "audit"),
-    "conversion/local.py": ("certificate", "rewrite"),
-    "conversion/certificate.py": ("certificate", "rewrite", "converting"),
+    "conversion/local.py": ("certificate", "outputs", "rewrite"),
+    "conversion/certificate.py": ("certificate", "outputs", "rewrite"),
     "conversion/running.py": ("plan", "rewrite", "certificate", "audit"),
-    "kernels/tile.py": ("kernels", "pairs", "layers"),
-    "kernels/fused.py": ("kernels", "pairs", "layers", "dense"),
+    "conversion/recomputing.py": ("rewrite", "answering"),
+    "conversion/outputs.py": ("outputs", "certificate"),
+    "conversion/recognise.py": ("recognise", "plan"),
+    "conversion/purity.py": ("purity", "recognise", "plan"),
+    "conversion/proof.py": ("proof", "proving", "certificate"),
+    "kernels/tile.py": ("kernels", "pairs", "gates"),
+    "kernels/fused.py": ("kernels", "pairs", "gates"),
     "kernels/lowering.py": ("lowering",),
-    "kernels/form.py": ("kernels", "pairs", "layers", "halves"),
+    "kernels/form.py": ("kernels", "pairs", "gates", "halves"),
     "training/folding.py": ("folding",),
 }
 _SWAPS: dict[type[ast.AST], type[ast.AST]] = {
@@ -121,28 +131,57 @@ def _changed(node: ast.expr | ast.stmt) -> Iterator[str]:
             yield lines.replace("\n", "\n" + " " * node.col_offset)
 
 
+class _Quickest:
+    """Orders tests by how long each took at first, and leaves out those that took too long."""
+
+    def __init__(self, file: Path) -> None:
+        self.file, self.new = file, dict[str, float]()
+        self.took: dict[str, float] = json.loads(file.read_text()) if file.exists() else {}
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        short = [item for item in items if self.took.get(item.nodeid, 0.0) < _LONG]
+        items[:] = [i for i in short if "step_by_step" not in getattr(i, "fixturenames", ())]
+        items.sort(key=lambda item: self.took.get(item.nodeid, 0.0))
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.new[report.nodeid] = self.new.get(report.nodeid, 0.0) + report.duration
+
+    def pytest_sessionfinish(self) -> None:
+        self.file.write_text(json.dumps({**self.new, **self.took}))
+
+
+def _test(root: Path, folder: Path, tests: tuple[str, ...]) -> None:
+    """Run the tests of `root` with the library in `folder`; the exit status says how it went."""
+    os.setsid()
+    os.chdir(root)
+    sys.path.insert(0, str(folder))
+    os.environ["PYTHONPATH"] = str(folder)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1), os.dup2(nowhere, 2)
+    quickest = _Quickest(folder / "took.json")
+    command = [
+        *("-x", "-q", "--assert=plain", "-p", "no:cacheprovider"),
+        *("-m", "not slow and not gpu and not compile"),
+        *(f"tests/test_{name}.py" for name in tests),
+    ]
+    sys.exit(pytest.main(command, plugins=[quickest]))
+
+
 def survives(file: str, text: bytes, folder: Path, tests: tuple[str, ...], limit: float) -> bool:
     """Whether the tests pass with `text` as that file. A run that hangs is a failed one."""
     path = folder / "threshold_gating" / file
     before = path.read_bytes()
     path.write_bytes(text)
-    command = [
-        *(sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"),
-        *("-m", "not slow and not gpu and not compile"),
-        *(f"tests/test_{name}.py" for name in tests),
-    ]
-    env = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    process = subprocess.Popen(
-        command, cwd=ROOT, env={**env, "PYTHONDONTWRITEBYTECODE": "1"}, start_new_session=True,
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
+    # Each run is forked from a process that has imported what takes long, and nothing of ours.
+    process = _FORKS.Process(target=_test, args=(ROOT, folder, tests))
+    process.start()
     try:
-        return process.wait(limit) == 0
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        return False
+        process.join(limit)
+        return process.exitcode == 0
     finally:
+        if process.exitcode is None:
+            os.killpg(cast(int, process.pid), signal.SIGKILL)
+            process.join()
         path.write_bytes(before)
 
 
@@ -152,16 +191,22 @@ def main() -> int:
     parser.add_argument("--n", type=int, default=20, help="mutants of each file, drawn at random")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
+    os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", PYTHONDONTWRITEBYTECODE="1")
+    _FORKS.set_forkserver_preload(["torch", "torch._dynamo", "timm", "scipy.optimize"])
     killed = survived = 0
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+    took: dict[str, float] = {}  # seconds of each test file with nothing changed
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
         shutil.copytree(ROOT / "src", folder, dirs_exist_ok=True)
         for file in given.files:
             source = (folder / "threshold_gating" / file).read_bytes()
-            start = time.monotonic()
-            if not survives(file, source, folder, TESTS[file], 1800):
-                raise SystemExit(f"{file}: its tests fail without a mutant, too")
-            limit = 60 + 5 * (time.monotonic() - start)
+            for name in TESTS[file]:
+                if name not in took:
+                    start = time.monotonic()
+                    if not survives(file, source, folder, (name,), 1800):
+                        raise SystemExit(f"tests/test_{name}.py fails without a mutant, too")
+                    took[name] = time.monotonic() - start
+            limit = 60 + 2 * sum(took[name] for name in TESTS[file])
             every = list(mutants(source))
             drawn = random.Random(given.seed).sample(every, min(given.n, len(every)))
             alive = []
@@ -170,7 +215,8 @@ def main() -> int:
                     alive.append(mutant)
                     print(f"survived  {file} {mutant}", flush=True)
             killed, survived = killed + len(drawn) - len(alive), survived + len(alive)
-            print(f"{file}: {len(drawn) - len(alive)} of {len(drawn)} killed ({len(every)} in all)")
+            done = f"{len(drawn) - len(alive)} of {len(drawn)} killed"
+            print(f"{file}: {done} ({len(every)} in all)", flush=True)
     print(f"killed {killed}, survived {survived}; seed {given.seed}")
     return int(survived > 0)
 
