@@ -375,3 +375,19 @@ def test_what_was_parametrized_since_stays_so_when_the_conversion_is_undone(x):
     torch.testing.assert_close(tg.conversion.revert(gated)(x), want)
     assert parametrize.is_parametrized(gated[0], "weight")
     assert "tg_sites" not in vars(gated[0])
+
+
+class Twice(nn.Module):
+    def forward(self, x):
+        return F.gelu(F.gelu(x) - 0.1)
+
+
+def test_a_region_that_is_compiled_by_itself_is_answered_if_its_calls_are_alike(x):
+    gated = tg.convert(Twice(), inputs=x)
+    with tg.kernels.use("reference"):
+        for plan in (gated.tg_sites, None):
+            run = answering.Answering(plan)._inside(Twice().forward)
+            assert torch.equal(run(x), gated(x))
+    unlike = tg.convert(Twice(), {":gelu#1": 2}, inputs=x, tol=math.inf).tg_sites
+    with pytest.raises(tg.conversion.ConversionError, match="cannot be told apart there"):
+        answering.Answering(unlike)._inside(Twice().forward)

@@ -11,9 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from threshold_gating import TG, kernels
+from threshold_gating import TAXONOMY, TG, kernels
 from threshold_gating.conversion import ConversionError, convert, local
 from threshold_gating.conversion.certificate import verify
+from threshold_gating.conversion.plan import Site
 from threshold_gating.layers import Activation
 
 SEED = torch.Generator().manual_seed(0)
@@ -220,6 +221,26 @@ def test_a_site_is_not_blamed_for_digits_that_the_original_loses():
     with torch.no_grad():
         converted[0].tau0.mul_(1.01)
     assert not verify(model, converted, x).ok
+
+
+ULP = 2.0**-23  # of a value near 1
+
+
+@pytest.mark.parametrize(
+    ("value", "off", "own", "exceeds"),
+    [
+        (1000.0, 0.5, 0.6, False),
+        (1000.0, 1.3, 0.6, True),
+        (1000.0, 90.0, 400.0, False),
+        (1000.0, 120.0, 400.0, True),  # of an original without a digit a tenth, not all
+        (1.0, 10 * ULP, 9 * ULP, False),
+        (1.0, 10 * ULP, 8 * ULP, True),  # the original is as good as its class: so is a gate
+    ],
+)
+def test_a_site_may_be_off_by_twice_the_originals_own_error(value, off, own, exceeds):
+    error, y = local.Error("a", Site("a", "silu", TAXONOMY["silu"])), torch.tensor([value])
+    error.add(y, y + off, lambda: y.double() + own)
+    assert error.exceeds is exceeds
 
 
 def test_what_is_left_alone_on_request_is_listed_as_not_evaluated():
@@ -590,6 +611,22 @@ def test_softmax_and_sums_are_held_to_their_ulp(kind, monkeypatch):
         certificate = verify(model, converted, X)
         assert set(certificate.failed) == names
         assert certificate.rows[0].bound == {"softmax": 16}.get(kind, 64)
+
+
+# In 16 bits, where the original rounds as coarsely: (ulp allowed, an error within, one beyond)
+HALF = {"softmax": (2, 4e-3, 0.06), "scaled_dot_product_attention": (4, 8e-3, 0.15)}
+
+
+@pytest.mark.parametrize("kind", HALF)
+def test_softmax_and_sums_are_held_to_their_ulp_in_16_bits(kind, monkeypatch):
+    ulps, within, beyond = HALF[kind]
+    model, x = Calls(WHOLE[kind][0]).bfloat16(), X.bfloat16()
+    converted, answer = convert(model, inputs=x), local.answer
+    for error, names in ((within, set()), (beyond, {f":{kind}#0"})):
+        monkeypatch.setattr(local, "answer", lambda *call, e=error: answer(*call) * (1 + e))
+        certificate = verify(model, converted, x)
+        assert set(certificate.failed) == names
+        assert certificate.rows[0].bound == ulps
 
 
 # Nothing seen

@@ -174,3 +174,10 @@ def test_an_anchor_a_little_off_its_branch_is_refused(off):
     with pytest.raises(ValueError, match="anchor 1 must be a point"):
         TG(float("inf"), (0,), (0, 2), (0, 3), anchor=(None, (1, 5 + off)))
     TG(float("inf"), (0,), (0, 2), (0, 3), anchor=(None, (1, 5 + 5e-13)))  # rounding is not
+
+
+def test_a_constant_branch_has_no_anchor():
+    with pytest.raises(
+        ValueError, match=r"anchor 0 must be a point of its \(not constant\) branch"
+    ):
+        TG(float("inf"), (0,), (0, 2), (1, 3), anchor=((-1, 1), None))

@@ -257,6 +257,7 @@ def test_an_op_takes_every_layout_and_copies_only_what_is_not_dense():
         ((1, 6, 1, 1), (5, 6, 32, 32), (5, 6, 1, 1)),  # an image is a stretch
         ((1, 6, 1, 1), (5, 6, 65, 64), (5, 6, 65, 1)),  # one line of it, where it is too long
         ((1, 6, 1, 1), (5, 6, 2, 8192), (1, 6, 1, 1)),  # not even that
+        ((1, 2, 1, 1), (5, 2, 8, 8), (5, 2, 1, 1)),
         ((6,), (5, 7, 6), (6,)),  # tokens: the sum goes across memory
         ((1,), (5, 6, 7), (1,)),  # one for all
         ((6, 1, 1), (5, 6, 8, 8), (5, 6, 1, 1)),
@@ -292,6 +293,23 @@ def test_a_threshold_belongs_to_its_owner_on_a_cpu(owner):
     assert y.tolist() == [-want[0], want[1], 0.0]
 
 
+@pytest.mark.parametrize("most", [1, 4, 13, 32, 1000])
+@pytest.mark.parametrize("sizes", [(7, 3, 5), (4, 5, 6), (1, 1, 100), (9, 1, 1), (1, 9, 2)])
+def test_tiles_cover_memory_once_and_none_is_too_large(sizes, most):
+    count = torch.zeros(sizes)
+    for part in fused._parts(sizes, most):
+        count[part] += 1
+        assert count[part].numel() <= most
+    assert (count == 1).all()
+
+
+@pytest.mark.parametrize("c", [(-1.0, 2.0), (-1.0, 0.5, 3.0)])
+def test_more_than_a_tile_is_computed_in_several(c):
+    x = torch.randn(2 * max(fused._TILE.values()) + 3)
+    given = (2.0, (-0.5, 0.5)[: len(c) - 1], (0.1, 1.0, 0.3)[: len(c)], c)
+    torch.testing.assert_close(*both(x, *given))
+
+
 def test_far_below_all_thresholds_the_first_branch_is_all_there_is():
     # a tau for each threshold: no power of one exponential, the first logit is 0 by definition
     x = torch.tensor([-400.0, -300.0])
@@ -323,6 +341,45 @@ def test_a_second_derivative_knows_the_owner_and_what_is_read(second):
         torch.testing.assert_close(*found)
 
 
+@pytest.mark.parametrize(("s", "c"), [((0, 0), (-1, 1)), ((-1, 1), (0, 0)), ((-1, 1), (-2, 2))])
+def test_opposite_branches_keep_their_digits_near_the_threshold(s, c):
+    x = torch.tensor([1e-6, -3e-5, 1e-3])
+    have, want = both(x, 1.0, (0.0,), s, c)
+    torch.testing.assert_close(have, want, rtol=1e-6, atol=0)  # some ulp; a difference has none
+
+
+def test_a_second_derivative_counts_a_dependence_between_inputs_once():
+    x = torch.randn(5, dtype=torch.float64, requires_grad=True)
+    found = []
+    for run in (kernels.blend, primitive.blend):
+        theta = x.mean()  # as where a threshold is computed from the data
+        y = run(x, 2.0, [theta], (0.5, 1.0), (0.0, 1.0), v=x**2)
+        (first,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+        found.append([first, *torch.autograd.grad(first.square().sum(), x)])
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("c", [(-1.0, 2.0), (-1.0, 0.5, 3.0)])
+def test_the_steps_for_a_compiler_keep_the_type(dtype, c):
+    x = torch.randn(200).to(dtype)
+    given = (2.0, (-0.5, 0.5)[: len(c) - 1], (0.1, 1.0, 0.3)[: len(c)], c)
+    y, want = traced(x, *given), primitive.blend(x, *given)
+    assert y.dtype == dtype
+    torch.testing.assert_close(y, want)
+
+
+def test_a_gated_unit_can_be_differentiated_twice():
+    x, up, dy = (torch.randn(5, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    given = (1.0, (0.0,), (0.0, 1.0), (0.0, 0.0))
+    # only a GPU has a kernel for it, which leaves this to the formulas
+    call = take_apart(x, *given)
+    found = fused._by_autograd(dy, x, up, call, launch.TIMES, (True, True))
+    y = up * primitive.blend(x, *given)
+    want = torch.autograd.grad(y, (x, up), dy, create_graph=True)
+    torch.testing.assert_close(tuple(found), want)
+
+
 def test_numbers_that_make_no_gate_are_refused_as_by_the_reference():
     x = torch.zeros(3)
     lines = ((0.0, 1.0, 0.0), (0.0, 0.0, 1.0))
@@ -330,9 +387,13 @@ def test_numbers_that_make_no_gate_are_refused_as_by_the_reference():
         (0.0, (0.0, 1.0), "tau must be positive"),
         ((1.0, -1.0), (0.0, 1.0), "tau must be positive"),
         (INF, (1.0, 0.0), "non-decreasing"),
+        # one hard gate among soft ones is NaN at its threshold
+        ((1.0, INF), (0.0, 1.0), "at every threshold or at none"),
+        ((INF, torch.tensor(1.0)), (0.0, 1.0), "at every threshold or at none"),
     ):
-        with pytest.raises(ValueError, match=words):
-            kernels.blend(x, tau, theta, *lines)
+        for run in (kernels.blend, primitive.blend):
+            with pytest.raises(ValueError, match=words):
+                run(x, tau, theta, *lines)
 
 
 def test_axes_with_another_between_them_are_left_to_the_reference():
@@ -350,6 +411,22 @@ def test_nan_is_not_lost_between_constant_hard_branches():
         y = kernels.blend(x, INF, (0.0,), (0.0, 0.0), c)
         assert y[0].isnan()
         assert y[1] == 1
+
+
+def traced(x, *parameters):
+    """y in the steps that a compiler gets, or of the reference where these have none."""
+    y = fused.blend_traced(x, None, take_apart(x, *parameters))
+    return primitive.blend(x, *parameters) if y is None else y
+
+
+@pytest.mark.parametrize("run", [primitive.blend, kernels.blend, traced])
+@pytest.mark.parametrize("c", [(3.0, 3.0), (0.0, 0.0), (-1.0, 1.0), (3.0, 3.0, 3.0)])
+@pytest.mark.parametrize("tau", [1.0, INF])
+def test_nan_is_not_lost_where_branches_do_not_depend_on_x(run, c, tau):
+    x = torch.tensor([float("nan"), 200.0])  # at which the last gate is open
+    y = run(x, tau, (0.0, 1.0)[: len(c) - 1], (0.0,) * len(c), c)
+    assert y.isnan().tolist() == [True, False]
+    assert y[1] == c[-1]
 
 
 @pytest.mark.parametrize(

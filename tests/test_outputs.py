@@ -16,7 +16,7 @@ from torch import nn
 
 from threshold_gating.conversion import ConversionError, convert
 from threshold_gating.conversion.certificate import verify
-from threshold_gating.conversion.outputs import leaves
+from threshold_gating.conversion.outputs import Output, agree, compare, described, leaves
 
 X = torch.randn(4, 5, 6, generator=torch.Generator().manual_seed(0)) * 2
 
@@ -340,3 +340,28 @@ def test_measuring_the_rounding_leaves_the_model_alone():
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     assert model.linear.weight.dtype == torch.float32
     assert model.training
+
+
+@pytest.mark.parametrize(
+    ("rounding", "bound", "said"),
+    [
+        (0.04, 0.08, "0.08 allowed, twice the original's own rounding)"),
+        (0.06, 0.1, "0.1 allowed, the most; the original's own rounding is 0.06)"),
+    ],
+)
+def test_the_table_says_how_much_of_the_originals_rounding_is_allowed_for(rounding, bound, said):
+    output = Output("", 1, 0.01, 0.01, 0.01, 0.01, bound, rounding)
+    assert said in described(output, [output], None)
+
+
+def test_outputs_of_other_shapes_do_not_agree():
+    y = torch.zeros(3)
+    assert agree([y], [y], None, lambda: [y])
+    for other in ([torch.zeros(2)], [y, y], [], {"a": y}):
+        assert not agree([y], other, None, lambda: [y])
+
+
+def test_the_error_beside_an_original_of_zeros_is_relative_to_one():
+    (output,) = compare(torch.zeros(2), torch.tensor([0.3, 0.4]), True, math.inf, lambda: None)
+    assert output.relative == output.max == pytest.approx(0.4)
+    assert output.rel_rms == output.rms == pytest.approx(math.sqrt(0.125))

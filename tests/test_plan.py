@@ -10,7 +10,7 @@ from torch import nn
 import threshold_gating as tg
 from threshold_gating import TAXONOMY, TG
 from threshold_gating.conversion import ConversionError, convert, convert_
-from threshold_gating.conversion.plan import make_plan
+from threshold_gating.conversion.plan import Site, make_plan
 
 
 class Net(nn.Module):
@@ -247,3 +247,9 @@ def test_a_wish_for_a_module_that_its_calls_answer_is_refused_with_their_names()
     met = convert(net, {name: "tanh"}, inputs=X, tol=float("inf"))
     torch.testing.assert_close(met(X), net[2](torch.tanh(net[0](X))))
     torch.testing.assert_close(convert(net, {"1": None}, inputs=X)(X), net(X), rtol=0, atol=0)
+
+
+def test_torchs_op_and_the_line_of_code_are_no_part_of_what_a_site_is():
+    here, there = Site("a", "relu", op=F.relu, line="a.py:1"), Site("a", "relu", line="b.py:2")
+    assert here == there
+    assert repr(here) == repr(there)

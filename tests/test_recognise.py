@@ -201,6 +201,7 @@ class Straight(torch.autograd.Function):
         (F.gelu, True),
         (nn.ReLU(inplace=True), True),
         (lambda x: x * (x > 0), True),
+        *((lambda x, a=a: torch.tanh(a * x), True) for a in (200.0, -200.0)),
         (Straight.apply, False),
         (lambda x: F.relu(x).detach(), False),
         (lambda x: x + (x.clamp(0, 1) - x).detach(), False),

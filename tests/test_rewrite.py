@@ -304,6 +304,22 @@ def test_a_run_that_fails_half_way_leaves_no_count_behind():
     gated(x)
 
 
+def test_a_run_that_is_interrupted_leaves_no_count_behind():
+    class Stops(Block):
+        def forward(self, x, stop=False):
+            y = self.act(x)
+            if stop:
+                raise KeyboardInterrupt  # after which torch calls no hook
+            return self.act(y - 0.1)
+
+    x = torch.randn(3, 4)
+    gated = convert(Stops(), {"act#1": SLOPES[0]}, inputs=x, tol=math.inf)
+    want = gated(x)
+    with pytest.raises(KeyboardInterrupt):
+        gated(x, stop=True)
+    assert torch.equal(gated(x), want)
+
+
 def test_what_would_lose_the_gates_is_refused():
     class Calls(nn.Module):
         def forward(self, x):
@@ -430,6 +446,22 @@ def test_a_network_with_a_state_is_run_into_no_other_one(how):
         assert each.unset.isnan().all()
     tg.audit(gated, x)
     assert gated.runs == 0
+
+
+def test_what_a_graph_of_before_keeps_is_not_written_to():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("scale", torch.tensor([2.0, 3.0]))
+
+        def forward(self, x):
+            return F.relu(x) * self.scale
+
+    model, x = Scaled(), torch.tensor([1.0, -1.0], requires_grad=True)
+    y = model(x)
+    convert_(model, inputs=x)
+    y.sum().backward()  # torch refuses where what it keeps was overwritten since
+    assert x.grad.tolist() == [2.0, 0.0]
 
 
 def test_a_parameter_that_a_run_changes_is_refused():
@@ -760,6 +792,13 @@ def test_what_is_reverted_is_in_the_mode_of_now(training):
     revert(model)
     assert type(model[1]) is nn.RReLU
     assert model[1].training is training
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_gate_that_is_reverted_is_in_the_mode_of_now(training):
+    model = convert_(nn.Sequential(nn.SiLU()).train(not training))
+    assert isinstance(model[0], Activation)
+    assert revert(model.train(training))[0].training is training
 
 
 ODD = [

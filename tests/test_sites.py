@@ -230,3 +230,11 @@ def test_in_place_is_read_from_name_position_and_keyword():
         False,
     ]
     assert sites.FUNCTIONS[Tensor.relu_] == ("relu", True)
+
+
+def test_the_type_of_a_softmax_is_read_by_position_and_by_name():
+    x, wide = torch.randn(3, 4), torch.float64
+    want = torch.softmax(x, -1, wide)
+    for rest, named in (((wide,), {}), ((3, wide), {}), ((), {"dtype": wide})):
+        have = sites.WHOLE["softmax"](x, -1, *rest, **named)
+        torch.testing.assert_close(have, want)
