@@ -235,3 +235,11 @@ SPECIAL = {
 def test_numbers_that_a_function_treats_apart_are_found(name):
     f, want = SPECIAL[name]
     assert list(map(repr, recognise.specials_apart(f, TAXONOMY["relu"]))) == list(map(repr, want))
+
+
+@pytest.mark.parametrize("threshold", [0.1, 0.3, -2.5, 7.1])
+@pytest.mark.parametrize("value", [-1.0, 0.0, 20.0, 0.7])
+def test_a_bare_call_is_its_own_instance_to_the_last_digit(threshold, value):
+    found = recognise.recognise(nn.Threshold(threshold, value).forward)
+    assert found.t == taxonomy.threshold(threshold, value)
+    assert found.exact
