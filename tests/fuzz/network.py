@@ -130,7 +130,7 @@ def _part(r: random.Random, depth: int) -> Part:
 
 def text(network: Network, oracle: bool = False) -> tuple[str, Program]:
     """The classes of a network as Python, and what was noted while writing."""
-    program = Program(oracle)
+    program = Program(oracle, network.traced)
     scope = Scope(program)
     arguments, taken, result, *_ = FORMS[network.form]
     if taken:

@@ -164,6 +164,7 @@ class Program:
     """The text of a network as it grows: classes, what is wished for and done later."""
 
     oracle: bool = False
+    traced: bool = False  # by torch.fx, which leaves no modules but torch's own
     top: list[str] = field(default_factory=list)
     wishes: dict[str, str] = field(default_factory=dict)
     edits: list[str] = field(default_factory=list)
@@ -581,13 +582,12 @@ def transformed(s: Scope, o: Any) -> None:
 @kind(weight=2, which=tuple(SPELLED_OUT), as_module=(True, False))
 def spelled(s: Scope, o: Any) -> None:
     text, key = SPELLED_OUT[o.which]
+    if s.program.oracle and (s.program.traced or not o.as_module):  # its calls are the sites
+        text = text.replace("torch.erf(", "gated('erf', ")
+        text = text.replace("F.softplus(", "gated('softplus', ")
     if o.as_module:
-        made = s.custom(f"spelled_{o.which}", text, key)
+        made = s.custom(f"spelled_{o.which}", text, "" if s.program.traced else key)
         text = f"self.{s.hold('act', f'{made}()')}(x)"
-    elif s.program.oracle:  # the calls in it are sites of their own
-        text = text.replace("torch.erf(", "gated('erf', ").replace(
-            "F.softplus(", "gated('softplus', "
-        )
     s.line(f"x = {text}")
 
 
