@@ -1,11 +1,17 @@
 """Imports point one way, and importing the package needs torch alone and is quick."""
 
 import ast
+import importlib
+import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+import threshold_gating as tg
+from threshold_gating.cli import COMMANDS
 
 PACKAGE = "threshold_gating"
 SOURCE = Path(__file__).parents[1] / "src" / PACKAGE
@@ -19,6 +25,7 @@ _LAYERS = {*_KERNELS, "attention", "layers"}
 _RECURRENT = {*_LAYERS, "unitwise", "cells", "recurrent"}
 _SITES = {*_RECURRENT, "fitting", "sites"}
 _CONVERSION = {*_SITES, "_version", "conversion"}
+_COMMANDS = {"options", "printing"}
 ALLOWED = {
     "_version": set(),
     "primitive": set(),
@@ -50,14 +57,26 @@ ALLOWED = {
     "expressions": set(),
     "converting": None,
     "proving": None,
-    "networks": {*_CONVERSION, "targets"},
+    "networks": {*_CONVERSION, *_COMMANDS, "targets"},
     "targets": {*_BASE, "taxonomy", "expressions"},
-    "explaining": {*_CONVERSION, "shape", "theory", "insight", "tables", "targets"},
-    "tables": {*_BASE, "taxonomy"},
+    "options": {"_version"},
+    "printing": {*_CONVERSION, "options"},
+    "environment": {*_CONVERSION, *_COMMANDS},
+    "explaining": {
+        *_CONVERSION,
+        *_COMMANDS,
+        "shape",
+        "theory",
+        "explanation",
+        "insight",
+        "tables",
+        "targets",
+    },
+    "tables": {*_CONVERSION, *_COMMANDS},
     "style": set(),
     "panels": set(),
     "report": {"panels", "style"},
-    "demo": {*_CONVERSION, "panels", "report"},
+    "demo": {*_CONVERSION, *_COMMANDS, "panels", "report"},
     "benchmarking": None,
     "cli": None,  # anything
     "__main__": None,
@@ -68,7 +87,7 @@ ALLOWED = {
 # fmt: off
 EXTRAS = [
     "matplotlib", "mpmath", "numpy", "onnx", "onnxruntime", "onnxscript", "ray", "safetensors",
-    "scipy", "sklearn", "timm", "tokenizers", "torchvision", "transformers", "triton",
+    "scipy", "sklearn", "timm", "tokenizers", "torchvision", "tqdm", "transformers", "triton",
 ]
 # fmt: on
 
@@ -174,7 +193,7 @@ sys.meta_path.insert(0, Block)
 
 
 def test_importing_needs_torch_alone():
-    _python(_BLOCK + f"import {PACKAGE}")
+    _python(_BLOCK + f"from {PACKAGE} import *")
 
 
 def test_the_block_works():
@@ -183,16 +202,103 @@ def test_the_block_works():
 
 def test_importing_loads_no_extra():
     """Where the extras are installed they are not touched either."""
-    code = f"import sys, torch; before = set(sys.modules); import {PACKAGE}; "
+    code = f"import sys, torch; before = set(sys.modules); from {PACKAGE} import *; "
     loaded = _python(code + "print(*(set(sys.modules) - before))").split()
-    assert PACKAGE in loaded
+    assert f"{PACKAGE}.conversion" in loaded
     assert not {name.partition(".")[0] for name in loaded} & set(EXTRAS)
 
 
-def test_importing_takes_under_0_3_s_more_than_torch(tmp_path):
+def test_importing_every_name_takes_under_0_3_s_more_than_torch(tmp_path):
     """With bytecode, which an installed package has from its second import on at the latest."""
     code = "import sys, time, torch; sys.dont_write_bytecode = False; "
     code += f"sys.pycache_prefix = {str(tmp_path)!r}; t = time.process_time(); "
-    code += f"import {PACKAGE}; print(time.process_time() - t)"
+    names = sorted(set(tg.__all__) - {"theory", "training"})  # most programs do without
+    code += f"from {PACKAGE} import {', '.join(names)}; print(time.process_time() - t)"
     # Time of the processor, not of a clock: others may use the machine. The first one compiles.
     assert min(float(_python(code)) for _ in range(3)) < 0.3
+
+
+# Names that are imported when they are used
+
+
+def test_the_package_itself_waits_for_nothing():
+    assert _python(f"import sys, {PACKAGE}; print('torch' in sys.modules)") == "False\n"
+
+
+def test_every_public_name_is_found_and_is_what_its_module_has():
+    for name in tg.__all__:
+        found = getattr(tg, name)
+        home = tg._HOMES.get(name)
+        module = importlib.import_module(f"{PACKAGE}.{home or name}")
+        assert found is (getattr(module, name) if home else module)
+    assert set(tg._HOMES) <= set(tg.__all__) <= set(dir(tg))
+
+
+def test_no_public_name_is_called_as_a_module_is():
+    """The import of that module would put it in the name's place."""
+    tops = {module.partition(".")[0] for module in MODULES}
+    assert not tops & set(tg._HOMES)
+
+
+def test_type_checkers_see_the_same_names():
+    source = ast.parse((SOURCE / "__init__.py").read_text())
+    (block,) = (
+        n for n in source.body if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"
+    )
+    names = [alias.name for line in block.body for alias in line.names]
+    assert sorted(names) == sorted(tg.__all__)
+
+
+def test_any_name_may_be_the_first_that_is_used():
+    """Each in a process of its own, which has torch already."""
+    code = f"""
+import os, sys, torch, {PACKAGE} as tg
+for name in {sorted({*tg._HOMES.values()} | set(tg.__all__) - set(tg._HOMES))}:
+    if not os.fork():
+        getattr(tg, name)
+        os._exit(0)
+    print(name, os.wait()[1])
+"""
+    found = dict(line.split() for line in _python(code).splitlines())
+    assert len(found) > 10
+    assert set(found.values()) == {"0"}
+
+
+@pytest.mark.parametrize("name", ["convrt", "__main__", "__wrapped__"])
+def test_a_name_that_is_none_is_an_attribute_error(name):
+    with pytest.raises(
+        AttributeError, match=f"module 'threshold_gating' has no attribute '{name}'"
+    ):
+        getattr(tg, name)
+
+
+def test_a_package_that_is_missing_is_named():
+    """Without torch nothing works, and that is what is said."""
+    blocked = _BLOCK.replace(repr(EXTRAS), "['torch']")
+    code = (
+        f"import {PACKAGE} as tg\ntry: tg.convert\nexcept ModuleNotFoundError as e: print(e.name)"
+    )
+    assert _python(blocked + code) == "torch\n"
+
+
+def test_help_and_version_need_no_torch():
+    blocked = _BLOCK.replace(repr(EXTRAS), repr(["torch", *EXTRAS]))
+    code = f"from {PACKAGE}.cli import COMMANDS, main\n"
+    code += "for words in (['--help'], ['--version'], *([c, '--help'] for c in COMMANDS)):\n"
+    code += "    try: main(words)\n    except SystemExit as end: assert end.code == 0\n"
+    said = _python(blocked + code)
+    assert said.count("usage: tg") == 1 + len(COMMANDS)
+    assert f"tg {tg.__version__}\n" in said
+
+
+def test_help_takes_under_0_3_s(tmp_path):
+    """With bytecode. Time of the processor, start of Python included: others use the machine."""
+    words = [sys.executable, "-X", f"pycache_prefix={tmp_path}", "-m", PACKAGE, "--help"]
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
+    taken = []
+    for _ in range(4):  # the first one compiles
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run(words, env=env, check=True, stdout=subprocess.DEVNULL)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        taken.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    assert min(taken) < 0.3

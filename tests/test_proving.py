@@ -1,6 +1,7 @@
 """tg prove, as it is typed."""
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -95,10 +96,10 @@ def test_a_sample_is_never_called_a_proof(tg):
 
 
 def test_an_interrupt_shows_what_was_covered(tg, tmp_path, monkeypatch):
-    def interrupt(done, count):
+    def interrupt(text, share):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(proving, "_progress", lambda what: interrupt)
+    monkeypatch.setattr(proving, "progress", lambda what: nullcontext(interrupt))
     file = tmp_path / "p.json"
     code, out, _ = tg("prove", "relu", "silu", "--dtype", "float16", "--json", str(file))
     assert code == 130
@@ -162,7 +163,7 @@ def test_a_saved_folder_is_proven_with_its_network_and_as_far_as_it_goes_alone(t
         (["relu", "--dtype", "float32", "--jobs", "0"], "1 or more; got jobs=0"),
         (
             ["relu", "--dtype", "float16", "--json", "no/such/p.json"],
-            "cannot write no/such/p.json: ",
+            "--json no/such/p.json cannot be written; give a file in a directory, or -.",
         ),
     ],
 )

@@ -1,30 +1,38 @@
-"""Neural nonlinearity as one tunable gate: y = sum_k g_k(x) (s_k x + c_k)."""
+"""Neural nonlinearity as one tunable gate: y = sum_k g_k(x) (s_k x + c_k).
+
+Names are imported when they are first used: `tg --help` must not wait for torch.
+"""
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from threshold_gating import (
-    attention,
-    conversion,
-    dense,
-    fitting,
-    kernels,
-    layers,
-    primitive,
-    recurrent,
-    sites,
-    taxonomy,
-)
 from threshold_gating._version import __version__ as __version__
-from threshold_gating.attention import softmax
-from threshold_gating.conversion import audit, calibrate, convert, verify
-from threshold_gating.dense import Conv1d, Conv2d, Conv3d, Linear
-from threshold_gating.fitting import fit, match
-from threshold_gating.instance import TG
-from threshold_gating.layers import Activation
-from threshold_gating.primitive import blend, gates
-from threshold_gating.recurrent import GRU, LSTM
-from threshold_gating.taxonomy import TAXONOMY, family
+
+if TYPE_CHECKING:
+    from threshold_gating import (
+        attention,
+        conversion,
+        dense,
+        fitting,
+        kernels,
+        layers,
+        primitive,
+        recurrent,
+        sites,
+        taxonomy,
+        theory,
+        training,
+    )
+    from threshold_gating.attention import softmax
+    from threshold_gating.conversion import calibrate, convert, verify
+    from threshold_gating.conversion.audit import audit
+    from threshold_gating.dense import Conv1d, Conv2d, Conv3d, Linear
+    from threshold_gating.fitting import fit, match
+    from threshold_gating.instance import TG
+    from threshold_gating.layers import Activation
+    from threshold_gating.primitive import blend, gates
+    from threshold_gating.recurrent import GRU, LSTM
+    from threshold_gating.taxonomy import TAXONOMY, family
 
 __all__ = [
     "GRU",
@@ -60,12 +68,46 @@ __all__ = [
     "verify",
 ]
 
-if TYPE_CHECKING:
-    from threshold_gating import theory, training
+# Where each public name lives that is not itself a module. None may be called as a module is.
+_HOMES = {
+    "GRU": "recurrent",
+    "LSTM": "recurrent",
+    "TAXONOMY": "taxonomy",
+    "TG": "instance",
+    "Activation": "layers",
+    "Conv1d": "dense",
+    "Conv2d": "dense",
+    "Conv3d": "dense",
+    "Linear": "dense",
+    "audit": "conversion",
+    "blend": "primitive",
+    "calibrate": "conversion",
+    "convert": "conversion",
+    "family": "taxonomy",
+    "fit": "fitting",
+    "gates": "primitive",
+    "match": "fitting",
+    "softmax": "attention",
+    "verify": "conversion",
+}
 
+if not TYPE_CHECKING:  # or a type checker would take any name for one of ours
 
-def __getattr__(name: str) -> Any:
-    """The parts that most programs do without are imported when they are first used."""
-    if name in ("theory", "training"):
-        return importlib.import_module(f"{__name__}.{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    def __getattr__(name: str) -> object:
+        """A public name or a module of the package, imported at its first use."""
+        home = _HOMES.get(name)
+        if home is not None:
+            value = getattr(importlib.import_module(f"{__name__}.{home}"), name)
+            return globals().setdefault(name, value)  # found there from now on
+        module = f"{__name__}.{name}"
+        try:
+            if name.startswith("__"):  # __main__ would run
+                raise ModuleNotFoundError(name=module)
+            return importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            if error.name != module:
+                raise
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})

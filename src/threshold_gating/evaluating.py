@@ -9,12 +9,11 @@ The measuring itself is in `evaluation`.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import time
-from collections.abc import Callable
-from contextlib import redirect_stdout
+from contextlib import nullcontext, redirect_stdout
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,58 +22,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from threshold_gating import networks
-from threshold_gating.converting import choices, command
-from threshold_gating.evaluation import COLUMNS, Evaluation
+from threshold_gating.converting import choices
+from threshold_gating.evaluation import Evaluation
 from threshold_gating.evaluation import evaluate as measured
 from threshold_gating.evaluation import windows as cut
-from threshold_gating.networks import UsageError, brief, needed
-
-WIKITEXT = "wikitext2-raw"
-
-
-def add_command(commands: Any) -> None:
-    """Add the command to the parser of `tg`."""
-    parser = commands.add_parser("evaluate", help="perplexity before and after conversion")
-    parser.add_argument("network", metavar="NETWORK", help="hf:FOLDER_OR_ID or hf:FILE.gguf")
-    parser.add_argument(
-        "--data", required=True, help=f"FILE.txt, FILE.parquet, or {WIKITEXT} (its test part)"
-    )
-    parser.add_argument("--context", type=int, default=1024, metavar="N", help="(default: 1024)")
-    parser.add_argument(
-        "--stride", type=int, metavar="N", help="between windows (default: the context, no overlap)"
-    )
-    parser.add_argument("--limit", type=int, metavar="TOKENS", help="read no more than these")
-    parser.add_argument(
-        "--columns",
-        type=_columns,
-        default=list(COLUMNS),
-        help=f"some of {','.join(COLUMNS)} (default: all)",
-    )
-    parser.add_argument(
-        "--site",
-        action="append",
-        default=[],
-        metavar="NAME=CHOICE",
-        help="what to put at a site (or re:pattern): a row, a number of branches, or none",
-    )
-    parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
-    parser.add_argument(
-        "--finished", type=Path, metavar="FILE", help="keep finished windows here; go on from it"
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there as well")
+from threshold_gating.networks import brief, needed
+from threshold_gating.options import WIKITEXT
+from threshold_gating.printing import Tell, UsageError, progress, show
 
 
-def _columns(text: str) -> list[str]:
-    names = text.split(",")
-    if unknown := [name for name in names if name not in COLUMNS]:
-        raise argparse.ArgumentTypeError(
-            f"a column is one of {', '.join(COLUMNS)}; got {unknown[0]!r}"
-        )
-    return names
-
-
-@command
 def evaluate(args: argparse.Namespace) -> int:
     """`tg evaluate`."""
     ranks = int(os.environ.get("WORLD_SIZE", "1"))  # torchrun sets it
@@ -101,33 +57,39 @@ def _evaluate(args: argparse.Namespace, rank: int) -> int:
         said = f"{args.network} on {args.data}: {len(tokens):,} tokens, context {args.context:,}"
         said += "" if args.stride is None else f", stride {args.stride:,}"
         device = _device(args.device)
-        result = measured(
-            model.to(device),
-            found,
-            columns=args.columns,
-            sites=chosen,
-            finished=args.finished,
-            progress=_progress(rank),
-        )
+        with progress("") if rank == 0 else nullcontext() as tell:
+            result = measured(
+                model.to(device),
+                found,
+                columns=args.columns,
+                sites=chosen,
+                finished=args.finished,
+                progress=partial(_told, tell),
+            )
     except ValueError as error:
         raise UsageError(str(error)) from error
     if rank == 0:
-        print(f"{said}\n\n{result.table()}\n\n{_summary(result)}")
-        if args.json is not None:
-            facts = {"network": args.network, "data": str(args.data), "tokens": len(tokens)}
-            facts |= {"context": args.context, "stride": args.stride, "dtype": args.dtype}
-            facts |= {"device": str(device), "seconds": round(time.monotonic() - start, 1)}
-            args.json.write_text(json.dumps({**facts, **result.to_dict()}, indent=2) + "\n")
+        facts = {"network": args.network, "data": str(args.data), "tokens": len(tokens)}
+        facts |= {"context": args.context, "stride": args.stride, "dtype": args.dtype}
+        facts |= {"device": str(device), "seconds": round(time.monotonic() - start, 1)}
+        text = f"{said}\n\n{result.table()}\n\n{_summary(result)}"
+        show(args, {**facts, **result.to_dict()}, text)
     return 0
+
+
+def _told(tell: Tell | None, done: int, count: int, ppl: dict[str, float]) -> None:
+    if tell is not None:
+        values = "  ".join(f"{name} {value:.3f}" for name, value in ppl.items())
+        tell(f"window {done}/{count}  {values}", done / count)
 
 
 def _check(args: argparse.Namespace) -> None:
     """What would fail only after the work is done, or give the figures of another text."""
     if args.limit is not None and args.limit < 2:
         raise UsageError(f"--limit is at least 2 tokens; got {args.limit}.")
-    for option, path in (("--json", args.json), ("--finished", args.finished)):
-        if path is not None and (path.is_dir() or not path.parent.is_dir()):
-            raise UsageError(f"{option} {path} cannot be written; give a file in a directory.")
+    path = args.finished
+    if path is not None and (path.is_dir() or not path.parent.is_dir()):
+        raise UsageError(f"--finished {path} cannot be written; give a file in a directory.")
 
 
 def _summary(result: Evaluation) -> str:
@@ -198,18 +160,3 @@ def tokenised(tokenizer: Any, text: str) -> Tensor:
     """All tokens of a text, as the tokenizer begins and ends one."""
     ids: Tensor = tokenizer(text, return_tensors="pt", verbose=False)["input_ids"][0]
     return ids
-
-
-def _progress(rank: int) -> Callable[[int, int, dict[str, float]], None]:
-    """On a terminal one line that is written over; nothing elsewhere."""
-    start = time.monotonic()
-
-    def show(done: int, count: int, ppl: dict[str, float]) -> None:
-        if rank == 0 and sys.stderr.isatty():
-            values = "  ".join(f"{name} {value:.3f}" for name, value in ppl.items())
-            passed = time.monotonic() - start
-            end = "\n" if done == count else ""
-            line = f"\rwindow {done}/{count}  {values}  {passed:.0f} s"
-            print(line, end=end, file=sys.stderr, flush=True)
-
-    return show

@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
+import re
+import shlex
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import redirect_stdout
 from dataclasses import dataclass
+from pathlib import Path
 from textwrap import fill
 from typing import Any, NamedTuple
 
 import torch
 
-from threshold_gating import taxonomy
+from threshold_gating import taxonomy, theory
+from threshold_gating.explanation import Explanation
 from threshold_gating.fitting import Fit, fit
-from threshold_gating.insight import is_exact, probes, rounding, values
+from threshold_gating.insight import is_exact, plot_explanation, probes, rounding, values
 from threshold_gating.instance import TG
+from threshold_gating.printing import missing, progress, say, show
 from threshold_gating.shape import curve
 from threshold_gating.tables import WIDTH
 from threshold_gating.targets import Function, Target, target
 from threshold_gating.taxonomy import ROWS, TAXONOMY
-from threshold_gating.theory import Explanation, explain
 
 _MEANING = {
     "multiplicative": "an outer branch carries x on",
@@ -65,6 +72,44 @@ class Report:
         return [*known, *others]
 
 
+def explain(args: argparse.Namespace) -> int:
+    """`tg explain`."""
+    try:
+        # What a user's own file prints is not the report.
+        with progress(args.what) as tell, redirect_stdout(sys.stderr):
+            found = report(args.what, args.K, args.at, tell)
+    except ValueError as error:
+        say(f"tg explain: {error}")  # of several lines where it points into a formula
+        return 2
+    undrawn = "" if args.out is None else _draw(found, args.out)
+    drawn = None if args.out is None or undrawn else str(args.out.resolve())
+    show(args, as_json(found, drawn), as_text(found))
+    unfitted = found.missing and missing("the fits need", found.missing, "fit")
+    for why in filter(None, (unfitted, undrawn)):
+        say(f"tg explain: {why}")
+    if drawn:
+        say(f"Written to {drawn}")
+    elif args.out is None and args.json is None:
+        name = re.sub(r"\W+", "_", found.target.name).strip("_")[:40] or "picture"
+        say(f"For a picture: tg explain {shlex.quote(args.what)} -o {name}.png")
+    return 1 if unfitted or undrawn else 0
+
+
+def _draw(found: Report, path: Path) -> str:
+    """Draw the picture; why that cannot be, "" if it can."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        plot_explanation(found.target.f, found.fits, found.explanation, path)
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in ("matplotlib", "numpy"):
+            raise
+        return missing("the picture needs", package, "plot")
+    except OSError as error:
+        return f"-o {path} cannot be written: {error}"
+    return ""
+
+
 # What is found out about it
 
 
@@ -84,24 +129,24 @@ def report(
         checked = curve(f)
     except TypeError as error:
         raise ValueError(str(error)) from error
-    explanation = explain(checked, at, name=asked.name)
+    explanation = theory.explain(checked, at, name=asked.name)
     row = _row(asked)
     known = None
     if row is not None and ROWS[row].exact:
         t = TAXONOMY[row]
         known = Fit(t, *taxonomy.measure(t, f), "sup over the line, RMS under N(0, 1)", "sup")
-    attempts, missing = [], ""
+    attempts, absent = [], ""
     try:
         for attempt in _attempts(f, ks, _starts(f, known, explanation)):
             tell(_progress(attempt))
             attempts.append(attempt)
     except ModuleNotFoundError as error:
-        missing = _package(error)
+        absent = _package(error)
     fits = [attempt.fit for attempt in attempts if attempt.fit is not None]
     best = known or min(fits, key=lambda each: each.sup, default=None)
     exact = best is not None and (best is known or is_exact(best.sup, f))
     family = _family(row, best, explanation)
-    return Report(asked, row, family, best, exact, tuple(attempts), explanation, missing)
+    return Report(asked, row, family, best, exact, tuple(attempts), explanation, absent)
 
 
 def _package(error: ModuleNotFoundError) -> str:
@@ -208,8 +253,8 @@ def as_text(r: Report) -> str:
     if r.best is not None:
         how = "exact" if r.exact else "best"
         lines += ["", _line(f"{how}, K = {r.best.K}", repr(r.best.t))]
-    theory = str(r.explanation).split("\n")[1:]
-    return "\n".join([*lines, "", *theory])
+    rest = str(r.explanation).split("\n")[1:]
+    return "\n".join([*lines, "", *rest])
 
 
 def _line(label: str, text: str) -> str:

@@ -21,13 +21,9 @@ import torch
 from torch import nn
 
 from threshold_gating import conversion
+from threshold_gating.options import SPECS
+from threshold_gating.printing import UsageError
 from threshold_gating.targets import failure, from_file
-
-SPECS = "timm:NAME, hf:FOLDER_OR_ID or FILE.py:FACTORY"
-
-
-class UsageError(ValueError):
-    """What the command line asks for cannot be had; the message says what would work."""
 
 
 class Network(NamedTuple):

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,67 +19,19 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from threshold_gating import kernels, networks, sites, taxonomy
+from threshold_gating import networks, sites, taxonomy
 from threshold_gating.conversion import Site, config, files, proof
 from threshold_gating.conversion.audit import WIDTH
 from threshold_gating.conversion.enumeration import FORMATS, name_of
 from threshold_gating.conversion.plan import Plan, make_plan
 from threshold_gating.conversion.record import Proof, table
-from threshold_gating.converting import command
 from threshold_gating.instance import TG
 from threshold_gating.layers import Activation
-from threshold_gating.networks import SPECS, UsageError, network
+from threshold_gating.networks import network
+from threshold_gating.options import SPECS
+from threshold_gating.printing import UsageError, progress, say, show
 
 _DTYPES = {name_of(dtype): dtype for dtype in FORMATS}
-_NO_NATIVE = tuple(name for name in kernels.BACKENDS if name != "native")
-
-
-def add_command(commands: Any) -> None:
-    """Add the command to the parser of `tg`."""
-    parser = commands.add_parser(
-        "prove", help="a gate against its function, on every finite float32, float16, bfloat16"
-    )
-    parser.add_argument(
-        "what",
-        nargs="+",
-        metavar="WHAT",
-        help="rows of the taxonomy (silu), all (every exact row), or one network: "
-        f"{SPECS}, or a folder that tg convert -o wrote",
-    )
-    parser.add_argument(
-        "--dtype",
-        nargs="+",
-        type=_dtype,
-        default=list(_DTYPES),
-        metavar="TYPE",
-        help=f"some of {', '.join(_DTYPES)} (default: all; float32 takes minutes on a CPU)",
-    )
-    parser.add_argument(
-        "--sample", type=int, metavar="N", help="about N inputs, of every exponent: no proof"
-    )
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes, on a CPU")
-    parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
-    parser.add_argument(
-        "--backend",
-        choices=_NO_NATIVE,
-        default="reference",
-        help="what evaluates the gates (default: reference)",
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure there")
-    of_network = parser.add_argument_group("of a network")
-    of_network.add_argument("--gates", type=Path, metavar="DIR", help="with the gates saved there")
-    of_network.add_argument("--inputs", metavar="WHAT", help="as for tg convert")
-    of_network.add_argument("--checkpoint", type=Path, metavar="FILE", help="weights to load")
-    of_network.add_argument("--trust", action="store_true", help="run code that a pickle asks for")
-    of_network.add_argument("--pretrained", action="store_true", help="let timm fetch its weights")
-
-
-def _dtype(word: str) -> str:
-    if word.removeprefix("torch.") not in _DTYPES:
-        raise argparse.ArgumentTypeError(
-            f"TYPE is one of {', '.join(_DTYPES)}, whose numbers can all be tried; got {word!r}"
-        )
-    return word.removeprefix("torch.")
 
 
 @dataclass(frozen=True)
@@ -97,25 +47,20 @@ class _Instance:
     where: tuple[str, ...] = ()
 
 
-@command
 def prove(args: argparse.Namespace) -> int:
     """`tg prove`."""
     found, left = _instances(args)
     for why, names in left.items():
-        print(f"tg prove: {_listed(names)} left out: {why}", file=sys.stderr)
+        say(f"tg prove: {_listed(names)} left out: {why}")
     work = [(each, dtype) for each in found for dtype in args.dtype]
     proofs: list[Proof] = []
     for each, dtype in work:
         proofs.append(_proven(args, each, dtype))
-        print(proofs[-1], end="\n\n", flush=True)
+        print(proofs[-1], end="\n\n", flush=True)  # as soon as it is known: each takes long
         if proofs[-1].interrupted:
             break
-    print(_summary(proofs, len(work)))
-    if args.json is not None:
-        done = [
-            p.to_dict() | {"sites": each.where} for p, (each, _) in zip(proofs, work, strict=False)
-        ]
-        _write(args.json, done, left)
+    done = [p.to_dict() | {"sites": each.where} for p, (each, _) in zip(proofs, work, strict=False)]
+    show(args, _as_json(done, left), _summary(proofs, len(work)))
     if proofs[-1].interrupted:
         return 130
     return 0 if all(each.holds for each in proofs) else 1
@@ -132,37 +77,24 @@ def _proven(args: argparse.Namespace, each: _Instance, dtype: str) -> Proof:
     whole = dtype != "float32"  # few enough to try them all, here
     device = networks.device(args.device)
     try:
-        return proof.prove(
-            each.t,
-            each.f,
-            _DTYPES[dtype],
-            name=each.name,
-            sup=each.sup,
-            truth=each.truth,
-            gate=Activation(each.t, device=device) if module else None,
-            device=device,
-            backend=args.backend,
-            sample=None if whole else args.sample,
-            jobs=1 if whole else args.jobs,
-            progress=_progress(f"{each.name}, {dtype}"),
-        )
+        with progress(f"{each.name}, {dtype}") as tell:
+            return proof.prove(
+                each.t,
+                each.f,
+                _DTYPES[dtype],
+                name=each.name,
+                sup=each.sup,
+                truth=each.truth,
+                gate=Activation(each.t, device=device) if module else None,
+                device=device,
+                backend=args.backend,
+                sample=None if whole else args.sample,
+                jobs=1 if whole else args.jobs,
+                progress=lambda done, count: tell("", done / count),
+            )
     except (ValueError, TypeError, RuntimeError) as error:  # of ours, or of the function itself
         said = str(error).splitlines()[0].removeprefix("prove: ")
         raise UsageError(f"{each.name} in {dtype}: {said}") from error
-
-
-def _progress(what: str) -> Callable[[int, int], None]:
-    """On a terminal one line that is written over; nothing elsewhere."""
-    start = time.monotonic()
-
-    def show(done: int, count: int) -> None:
-        passed = time.monotonic() - start
-        if sys.stderr.isatty() and (passed > 1 or done < count):
-            left = passed * (count - done) / done
-            line = f"\r{what}: {done / count:.0%}, {passed:.0f} s, about {left:.0f} s left  "
-            print(line, end="\n" if done == count else "", file=sys.stderr, flush=True)
-
-    return show
 
 
 def _summary(proofs: list[Proof], asked: int) -> str:
@@ -178,13 +110,10 @@ def _summary(proofs: list[Proof], asked: int) -> str:
     return f"{table(proofs)}\n\n{last}"
 
 
-def _write(path: Path, proofs: Sequence[Any], left: Any) -> None:
-    """As JSON, one line for each proof."""
+def _as_json(proofs: Sequence[Any], left: Any) -> str:
+    """One line for each proof."""
     lines = ",\n".join(json.dumps(each, allow_nan=False) for each in proofs)
-    try:
-        path.write_text(f'{{"left": {json.dumps(left)}, "proofs": [\n{lines}\n]}}\n', "utf-8")
-    except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror}") from error
+    return f'{{"left": {json.dumps(left)}, "proofs": [\n{lines}\n]}}'
 
 
 # What the command line names
@@ -230,7 +159,7 @@ def _of_network(args: argparse.Namespace) -> Iterator[_Place]:
     named = network(args)
     plan = make_plan(named.model, None, named.inputs)
     for note in plan.notes:
-        print(f"tg prove: {note}", file=sys.stderr)
+        say(f"tg prove: {note}")
     return _planned(plan)
 
 

@@ -1,7 +1,8 @@
-"""Rows of the taxonomy as text, Markdown or JSON, from the dicts that the code runs."""
+"""`tg table`: rows of the taxonomy as text, Markdown or JSON, from the dicts that the code runs."""
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Callable, Iterable, Sequence
 from textwrap import fill, wrap
@@ -9,9 +10,30 @@ from typing import NamedTuple
 
 from threshold_gating import taxonomy
 from threshold_gating.instance import TG
+from threshold_gating.printing import UsageError, say, show
 from threshold_gating.taxonomy import Row
 
 WIDTH = 100
+
+
+def table(args: argparse.Namespace) -> int:
+    """`tg table`."""
+    if args.all and args.names:
+        raise UsageError("give names or --all, not both.")
+    names, unknown = [], []
+    for name in args.names:
+        try:
+            names.append(taxonomy.key_of(name))
+        except ValueError as error:
+            unknown.append(f"tg table: {error}")
+    if unknown:
+        say("\n".join(unknown))
+        return 2
+    keys = taxonomy.TAXONOMY if args.all else names or taxonomy.TABLE2
+    entries = [Entry(key, taxonomy.TAXONOMY[key], taxonomy.ROWS[key]) for key in keys]
+    missing = taxonomy.NOT_REPRESENTABLE if args.all else {}
+    show(args, as_json(entries, missing), FORMATS[args.format](entries, missing))
+    return 0
 
 
 class Entry(NamedTuple):
@@ -56,7 +78,7 @@ def as_json(entries: Iterable[Entry], missing: dict[str, str]) -> str:
         }
         for name, t, row in entries
     ]
-    return json.dumps({"rows": rows, "not_representable": missing}, indent=2)
+    return json.dumps({"rows": rows, "not_representable": missing}, indent=2, allow_nan=False)
 
 
 def as_markdown(entries: Iterable[Entry], missing: dict[str, str]) -> str:
@@ -96,7 +118,6 @@ def as_text(entries: Iterable[Entry], missing: dict[str, str]) -> str:
 FORMATS: dict[str, Callable[[Iterable[Entry], dict[str, str]], str]] = {
     "text": as_text,
     "markdown": as_markdown,
-    "json": as_json,
 }
 
 

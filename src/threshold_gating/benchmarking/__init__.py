@@ -6,12 +6,14 @@ so is a row that fails. How times are taken says `timing`.
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +25,8 @@ from threshold_gating.benchmarking.pages import picture, report
 from threshold_gating.benchmarking.rows import Row, remarks, slope_of, table
 from threshold_gating.benchmarking.timing import ON_CPU, ON_GPU, Clock, Place, Work, measure
 from threshold_gating.benchmarking.units import frozen, gated_units, growth
+from threshold_gating.conversion.audit import jsonable
+from threshold_gating.options import STDOUT
 
 __all__ = [
     "LARGE",
@@ -30,6 +34,7 @@ __all__ = [
     "Place",
     "Row",
     "Sizes",
+    "bench",
     "measure",
     "on_gpu",
     "picture",
@@ -65,6 +70,18 @@ LARGE = Sizes(
     (64, 3, 224, 224),
     networks.NETWORKS,
 )
+
+
+def bench(args: argparse.Namespace) -> int:
+    """`tg bench`."""
+    if args.json != STDOUT:
+        return run(args.smoke, args.json, args.only)
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "bench.json"
+        code = run(args.smoke, path, args.only)
+        if path.exists():  # else there was nothing to do
+            print(path.read_text(), end="", file=args.stdout)
+    return code
 
 
 def run(smoke: bool, path: Path | None, only: list[str] | None = None) -> int:
@@ -111,7 +128,8 @@ def _timed(name: str, works: Iterator[Work], clock: Clock, smoke: bool) -> list[
 def _write(path: Path | None, data: dict[str, Any], rows: list[Row]) -> None:
     if path is not None:
         found = {"rows": [asdict(row) for row in rows], "slope": slope_of(rows)}
-        path.write_text(json.dumps(data | found, indent=1) + "\n")
+        text = json.dumps(jsonable(data | found), indent=1, allow_nan=False)
+        path.write_text(f"{text}\n")
 
 
 def _print(row: Row) -> None:

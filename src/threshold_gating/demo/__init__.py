@@ -5,13 +5,13 @@ Every figure is measured as it runs, with native ops off: the gates are really e
 
 from __future__ import annotations
 
+import argparse
 import math
 import platform
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 from textwrap import dedent, fill
@@ -22,12 +22,13 @@ from torch import Tensor, nn
 
 from threshold_gating import kernels
 from threshold_gating._version import __version__
-from threshold_gating.conversion import audit, calibrate, convert
+from threshold_gating.conversion import ConversionError, audit, calibrate, convert
 from threshold_gating.conversion.audit import WIDTH, columns
 from threshold_gating.conversion.plan import Choice
 from threshold_gating.demo.networks import RECIPES, Digits, digits, train
 from threshold_gating.demo.watching import instances, panel, watch
 from threshold_gating.panels import Panel
+from threshold_gating.printing import Tell, missing, progress, say, write_json
 from threshold_gating.report import HEADER, LEGEND, Report, Row, cells, meaning, page
 
 FILE = "tg_demo.html"
@@ -49,6 +50,29 @@ class Converted(NamedTuple):
 
     label: str
     model: nn.Module
+
+
+def demo(args: argparse.Namespace) -> int:
+    """`tg demo`."""
+    try:
+        report = run(args.out, seed=args.seed)
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in ("sklearn", "numpy", "scipy"):
+            raise
+        package = package.replace("sklearn", "scikit-learn")
+        say(f"tg demo: {missing('the images need', package, 'demo')}")
+        return 1
+    except (OSError, ConversionError) as error:
+        say(f"tg demo: {error}")
+        return 1
+    if args.json is not None:
+        rows = [asdict(row) | {"delta": row.delta, "holds": row.holds} for row in report.rows]
+        page = str((args.out / FILE).resolve())
+        write_json(args, {"rows": rows, "facts": dict(report.facts), "page": page})
+    if wrong := [row.name for row in report.rows if not row.holds]:
+        say(f"tg demo: not exact, against what is claimed: {', '.join(wrong)}.")
+    return 1 if wrong else 0
 
 
 def run(
@@ -78,15 +102,15 @@ def run(
     out.mkdir(parents=True, exist_ok=True)  # if it cannot be made, better before the work
     rows: list[Row] = []
     panels: list[Panel] = []
-    with _one_thread(), _progress() as say:
-        trained = _train_all(data, seed, networks, epochs, tell, say)
+    with _one_thread():
+        trained = _train_all(data, seed, networks, epochs, tell)
         tell("\n3. Each nonlinearity is replaced by a gate; the weights stay as they are:")
         for name, model in trained.items():
-            ways = _convert(name, model, data, say)
-            rows += [compare(name, model, way, data) for way in ways]
-            say(f"{name}: looking at each gate")
-            panels += _panels(name, model, ways, data)
-            say("")
+            with progress(name) as show:
+                ways = _convert(name, model, data, show)
+                rows += [compare(name, model, way, data) for way in ways]
+                show("looking at each gate")
+                panels += _panels(name, model, ways, data)
             tell(f"   {name:<9} {_count(rows[-1].sites)}")
             if any(_tol(way.label) for way in ways):
                 tell(f"   {'':<9} {_TWO}: accepted as they are (tol=inf), to show how far off")
@@ -112,25 +136,21 @@ def _count(sites: int) -> str:
 
 
 def _train_all(
-    data: Digits, seed: int, names: Sequence[str], epochs: int | None, tell: Say, say: Say
+    data: Digits, seed: int, names: Sequence[str], epochs: int | None, tell: Say
 ) -> dict[str, nn.Module]:
     tell("2. Networks learn to read them:")
     trained = {}
     for name in names:
         recipe = RECIPES[name]
         began = time.perf_counter()
-        trained[name] = train(recipe, data, seed, partial(_named, say, name), epochs)
+        with progress(name) as show:
+            trained[name] = train(recipe, data, seed, show, epochs)
         took = time.perf_counter() - began
-        say("")
         tell(f"   {name:<9} {recipe.words} ({took:.1f} s)")
     return trained
 
 
-def _named(say: Say, name: str, text: str) -> None:
-    say(f"{name}: {text}")
-
-
-def _convert(name: str, model: nn.Module, data: Digits, say: Say) -> list[Converted]:
+def _convert(name: str, model: nn.Module, data: Digits, show: Tell) -> list[Converted]:
     """The network by gates, in every way that is shown; each conversion is verified.
 
     Two branches move the scores by more than `convert` allows. That is what those rows show, so
@@ -139,14 +159,14 @@ def _convert(name: str, model: nn.Module, data: Digits, say: Say) -> list[Conver
     ways: dict[str, dict[str, Choice] | None] = {"": None}
     if name == "ViT":
         batches = torch.split(data.train, 256)
-        fitted = calibrate(model, batches, K=2, values=_CALIBRATED, progress=say)
+        fitted = calibrate(model, batches, K=2, values=_CALIBRATED, progress=show)
         ways = {
             f"{_TWO} paper": {_GELU: "gelu_paper"},
             f"{_TWO} calibrated": {**fitted},
             "K = 3": {_GELU: 3},
             "K = 5": {_GELU: 5},
         }
-    say(f"{name}: converting")
+    show("converting")
     sample = data.train[:32]
     return [
         Converted(label, convert(model, at, inputs=sample, tol=_tol(label)))
@@ -226,15 +246,3 @@ def _one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-@contextmanager
-def _progress() -> Iterator[Say]:
-    """One line of a terminal that is written over and over and gone at the end; else nothing."""
-    if not sys.stderr.isatty():
-        yield lambda text: None
-        return
-    try:
-        yield lambda text: print(f"\r\x1b[K{text[:WIDTH]}", end="", file=sys.stderr, flush=True)
-    finally:
-        print("\r\x1b[K", end="", file=sys.stderr, flush=True)

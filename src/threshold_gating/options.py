@@ -1,0 +1,373 @@
+"""What every command of `tg` takes. An option means the same in each, and none needs torch.
+
+`--json FILE`, or `-` for standard output, is an option of every command; `-o/--out` names what else
+is written, `-K` a number of branches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from textwrap import dedent
+from typing import Any, NoReturn
+
+from threshold_gating._version import __version__
+
+STDOUT = Path("-")
+SPECS = "timm:NAME, hf:FOLDER_OR_ID or FILE.py:FACTORY"
+WIKITEXT = "wikitext2-raw"
+# As the modules have them that run. They need torch, so a test compares instead.
+TABLES = ("text", "markdown")
+COLUMNS = ("sm", "lse", "act", "both")
+DTYPES = ("float32", "float16", "bfloat16")
+BACKENDS = ("auto", "reference", "triton")
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of `tg` and of all its commands."""
+    top = _Parser(prog="tg", description="Neural nonlinearities as one tunable gate.")
+    top.add_argument("--version", action="version", version=f"tg {__version__}")
+    commands = top.add_subparsers(metavar="COMMAND")
+    for add in (_table, _explain, _convert, _calibrate, _audit, _verify):
+        add(commands)
+    for add in (_evaluate, _prove, _bench, _env, _demo):
+        add(commands)
+    for each in commands.choices.values():
+        each.add_argument(
+            "--json",
+            type=Path,
+            metavar="FILE|-",
+            help="write the result to FILE as JSON; - prints JSON in place of the text",
+        )
+    return top
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors say what `--json` takes: it once took nothing."""
+
+    _words: Sequence[str] = ()
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self._words = list(args or ())
+        return super().parse_known_args(args, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        if message == "argument --json: expected one argument":
+            message = "argument --json: give a FILE, or - for standard output"
+        elif "--json" in self._words[:-1] and "are required" in message:
+            took = self._words[self._words.index("--json") + 1]
+            message += f" (--json took {took!r} as its FILE; - is standard output)"
+        super().error(message)
+
+
+class _Renamed(argparse.Action):
+    """An option that has another name now, which is `const`."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *given: Any) -> NoReturn:
+        parser.error(f"{self.option_strings[0]} is now {self.const}")
+
+
+# The commands
+
+
+def _table(commands: Any) -> None:
+    parser = _command(commands, "table", "show activations as instances, with their errors")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="rows to show (default: Table 2)")
+    parser.add_argument("--all", action="store_true", help="every row, then what has none and why")
+    parser.add_argument(
+        "--format",
+        type=_format,
+        choices=TABLES,
+        default="text",
+        help="form of the table (default: text)",
+    )
+
+
+def _explain(commands: Any) -> None:
+    words = "show family, fits and theory of any activation, and draw them"
+    parser = _command(commands, "explain", words)
+    parser.epilog = dedent(_EXPLAIN_EXAMPLES)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument(
+        "what",
+        metavar="WHAT",
+        help="a name (gelu), an expression in x, or FILE.py:NAME for a function or module of your "
+        "own (FILE.py is imported, which runs what it says)",
+    )
+    _branches(
+        parser,
+        nargs="+",
+        default=[2, 3, 4, 5],
+        help="numbers of branches to fit with, after WHAT (default: 2 3 4 5)",
+    )
+    parser.add_argument(
+        "--at", type=_finite, default=0.0, metavar="X", help="centre of the theory (default: 0)"
+    )
+    _out(parser, "FILE", "write a picture there, .png or .svg", type=_picture)
+
+
+_EXPLAIN_EXAMPLES = """
+    examples:
+      tg explain gelu
+      tg explain "x*sigmoid(1.3*x)" -o swish.png
+      tg explain "(-x)*sigmoid(x)" -K 3 5 --at 1   (one that begins with - needs the brackets)
+      tg explain activations.py:MyActivation --json -
+"""
+
+
+def _convert(commands: Any) -> None:
+    parser = _of_network(commands, "convert", "convert a network to gates and certify every site")
+    _saved(parser)
+    parser.add_argument("--gates-only", action="store_true", help="save the gates, no weights")
+    _site(parser)
+    _tol(parser)
+
+
+def _calibrate(commands: Any) -> None:
+    parser = _of_network(commands, "calibrate", "fit a network's gates to its own inputs")
+    _saved(parser)
+    parser.add_argument(
+        "--data",
+        type=Path,
+        metavar="FILE",
+        help="samples along the first axis: a tensor or named ones (.pt, .safetensors, .npz)",
+    )
+    parser.add_argument(
+        "--batch-size", type=int, default=32, metavar="N", help="samples at a time (default: 32)"
+    )
+    either = parser.add_mutually_exclusive_group()
+    _branches(either, help="branches of every site (default: as convert chooses)")
+    either.add_argument(
+        "--max-error", type=float, metavar="E", help="the fewest branches whose error is below E"
+    )
+    either.add_argument("--recipe", choices=("paper",), help="App. F: K = 3 by Nelder-Mead; slow")
+    _tol(parser)
+
+
+def _audit(commands: Any) -> None:
+    parser = _of_network(commands, "audit", "list the nonlinearities that a network executes")
+    _gates(parser)
+
+
+def _verify(commands: Any) -> None:
+    parser = _of_network(commands, "verify", "compare a saved conversion with its network")
+    parser.add_argument("gates", type=Path, metavar="DIR", help="what tg convert -o wrote")
+    _tol(parser)
+
+
+def _evaluate(commands: Any) -> None:
+    parser = _command(commands, "evaluate", "measure perplexity before and after conversion")
+    parser.add_argument("network", metavar="NETWORK", help="hf:FOLDER_OR_ID or hf:FILE.gguf")
+    parser.add_argument(
+        "--data",
+        required=True,
+        metavar="FILE",
+        help=f"the text: FILE.txt, FILE.parquet, or {WIKITEXT} (its test part)",
+    )
+    parser.add_argument(
+        "--context", type=int, default=1024, metavar="N", help="tokens of a window (default: 1024)"
+    )
+    parser.add_argument(
+        "--stride", type=int, metavar="N", help="tokens between windows (default: as --context)"
+    )
+    parser.add_argument("--limit", type=int, metavar="N", help="read the first N tokens only")
+    parser.add_argument(
+        "--columns",
+        type=_columns,
+        default=list(COLUMNS),
+        metavar="NAMES",
+        help=f"some of {','.join(COLUMNS)} (default: all)",
+    )
+    _site(parser)
+    _device(parser)
+    parser.add_argument(
+        "--dtype", choices=DTYPES, default="float32", help="type of the weights (default: float32)"
+    )
+    parser.add_argument(
+        "--finished", type=Path, metavar="FILE", help="keep finished windows here; go on from it"
+    )
+
+
+def _prove(commands: Any) -> None:
+    words = "compare a gate with its function on every finite float32, float16, bfloat16"
+    parser = _command(commands, "prove", words)
+    parser.add_argument(
+        "what",
+        nargs="+",
+        metavar="WHAT",
+        help="rows of the taxonomy (silu), all (every exact row), or one network: "
+        f"{SPECS}, or a folder that tg convert -o wrote",
+    )
+    parser.add_argument(
+        "--dtype",
+        nargs="+",
+        type=_dtype,
+        default=list(DTYPES),
+        metavar="TYPE",
+        help=f"some of {', '.join(DTYPES)} (default: all; float32 takes minutes on a CPU)",
+    )
+    parser.add_argument(
+        "--sample", type=int, metavar="N", help="about N inputs, of every exponent: no proof"
+    )
+    parser.add_argument(
+        "--jobs", type=int, default=1, metavar="N", help="processes, on a CPU (default: 1)"
+    )
+    _device(parser)
+    parser.add_argument(
+        "--backend",
+        choices=BACKENDS,
+        default="reference",
+        help="what evaluates the gates (default: reference)",
+    )
+    of_network = parser.add_argument_group("of a network")
+    _gates(of_network)
+    _weights(of_network)
+
+
+def _bench(commands: Any) -> None:
+    parser = _command(commands, "bench", "check every kernel, then time it against others")
+    parser.add_argument("--smoke", action="store_true", help="small sizes on the CPU, in seconds")
+    parser.add_argument("--only", nargs="+", metavar="SECTION", help="these sections only")
+
+
+def _env(commands: Any) -> None:
+    _command(commands, "env", "show versions and devices, and try out each backend")
+
+
+def _demo(commands: Any) -> None:
+    parser = _command(commands, "demo", "train five small networks, convert them, compare")
+    _out(parser, "DIR", "write the report there (default: here)", type=Path, default=Path())
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="seed of the training (default: 0)"
+    )
+
+
+# What several of them take
+
+
+def _command(commands: Any, name: str, words: str) -> argparse.ArgumentParser:
+    about = f"{words[0].upper()}{words[1:]}."
+    parser: argparse.ArgumentParser = commands.add_parser(name, help=words, description=about)
+    parser.set_defaults(command=name)
+    return parser
+
+
+def _of_network(commands: Any, name: str, words: str) -> argparse.ArgumentParser:
+    parser = _command(commands, name, words)
+    parser.add_argument("network", metavar="NETWORK", help=f"{SPECS} (a function that makes it)")
+    _weights(parser)
+    return parser
+
+
+def _weights(parser: Any) -> None:
+    parser.add_argument("--checkpoint", type=Path, metavar="FILE", help="weights to load")
+    parser.add_argument(
+        "--trust", action="store_true", help="run code that a pickled checkpoint asks for"
+    )
+    parser.add_argument("--pretrained", action="store_true", help="let timm fetch its own weights")
+    parser.add_argument(
+        "--inputs",
+        metavar="WHAT",
+        help="a shape (1,3,224,224), a file of tensors (.safetensors, .pt) or FILE.py:FUNCTION",
+    )
+
+
+def _gates(parser: Any) -> None:
+    parser.add_argument(
+        "--gates", type=Path, metavar="DIR", help="use the gates that tg convert -o wrote"
+    )
+
+
+def _out(parser: Any, metavar: str, words: str, **options: Any) -> None:
+    parser.add_argument("-o", "--out", metavar=metavar, help=words, **options)
+
+
+def _saved(parser: Any) -> None:
+    _out(parser, "DIR", "save the converted network there", type=Path)
+
+
+def _branches(parser: Any, **options: Any) -> None:
+    parser.add_argument("-K", type=_number_of_branches, metavar="N", **options)
+    parser.add_argument("--k", action=_Renamed, nargs="*", const="-K", help=argparse.SUPPRESS)
+
+
+def _site(parser: Any) -> None:
+    parser.add_argument(
+        "--site",
+        action="append",
+        default=[],
+        metavar="NAME=CHOICE",
+        help="what to put at a site (or re:pattern): a row, a number of branches, or none",
+    )
+
+
+def _tol(parser: Any) -> None:
+    parser.add_argument(
+        "--tol",
+        type=_bound,
+        metavar="E",
+        help="your own bound on max|d|/max|y| of each output; inf accepts any, and says so",
+    )
+
+
+def _device(parser: Any) -> None:
+    parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
+
+
+# What a word means
+
+
+def _refuse(wanted: str, word: str) -> NoReturn:
+    raise argparse.ArgumentTypeError(f"{wanted}; got {word!r}")
+
+
+def _number(word: str) -> float:
+    try:
+        return float(word)
+    except ValueError:
+        return math.nan
+
+
+def _number_of_branches(word: str) -> int:
+    if not (word.isascii() and word.isdigit() and 2 <= int(word) <= 8):
+        _refuse("a number of branches is from 2 to 8", word)
+    return int(word)
+
+
+def _finite(word: str) -> float:
+    value = _number(word)
+    return value if math.isfinite(value) else _refuse("X is a finite number", word)
+
+
+def _bound(word: str) -> float:
+    value = _number(word)
+    return value if value >= 0 else _refuse("E is a number from 0 on, or inf", word)
+
+
+def _picture(word: str) -> Path:
+    if Path(word).suffix.lower() not in (".png", ".svg"):
+        _refuse("FILE ends in .png or .svg", word)
+    return Path(word)
+
+
+def _format(word: str) -> str:
+    if word == "json":
+        raise argparse.ArgumentTypeError("JSON is now --json FILE, or --json - for standard output")
+    return word
+
+
+def _columns(text: str) -> list[str]:
+    names = text.split(",")
+    for name in names:
+        if name not in COLUMNS:
+            _refuse(f"a column is one of {', '.join(COLUMNS)}", name)
+    return names
+
+
+def _dtype(word: str) -> str:
+    name = word.removeprefix("torch.")
+    if name not in DTYPES:
+        _refuse(f"TYPE is one of {', '.join(DTYPES)}, whose numbers can all be tried", word)
+    return name
