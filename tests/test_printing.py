@@ -7,9 +7,15 @@ import time
 from argparse import Namespace
 
 import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
 
-from threshold_gating import demo, printing
+import threshold_gating as tg
+from threshold_gating import demo, evaluation, printing
 from threshold_gating.cli import main
+from threshold_gating.conversion import Audit, ops, proof
+from threshold_gating.conversion.audit import Op
 
 
 def refused(word):
@@ -186,3 +192,59 @@ def test_a_bar_goes_when_the_work_fails(stderr):
     with pytest.raises(ZeroDivisionError), printing.progress("silu") as tell:
         tell("half", 1 / 0)
     assert stream.getvalue().split("\r")[-2].strip() == ""
+
+
+# What the library returns, printed
+
+
+class Wordy(nn.Module):
+    """Long names, a site that is left, and much that is not linear beside."""
+
+    def __init__(self):
+        super().__init__()
+        setattr(self, "a_name_that_goes_on" * 8, nn.GELU())
+        self.smooth = nn.SiLU()
+        self.norms = nn.ModuleList([nn.LayerNorm(8), nn.GroupNorm(2, 8), nn.RMSNorm(8)])
+
+    def forward(self, x):
+        for module in self.children():
+            x = x if isinstance(module, nn.ModuleList) else module(x)
+        for norm in self.norms:
+            x = norm(x)
+        return torch.cummax(x.sort().values * x, -1).values / x.square().sum(-1, True).sqrt()
+
+
+def results():
+    x = torch.randn(64, 8)
+    model = Wordy()
+    gated = tg.convert(model, {"smooth": None}, inputs=x)
+    yield tg.audit(model, x)
+    yield tg.audit(gated, x)
+    yield tg.verify(model, gated, x)
+    yield tg.verify(model, gated, x, tol=0.0)
+    yield tg.calibrate(model, [x], K=2, progress=lambda text: None)
+    yield proof.prove(tg.TAXONOMY["silu"], F.silu, torch.bfloat16, name="a name " * 20)
+    score = evaluation.Score(12.5, 0.0, 1.0)
+    yield evaluation.Evaluation({"sm": score, "both": score}, 3, 70, {"softmax": 1})
+
+
+def test_results_print_as_tables_within_100_columns_and_are_short_in_a_prompt():
+    pytest.importorskip("scipy")
+    seen = list(results())
+    for result in seen:
+        text, brief = str(result), repr(result)
+        assert len(text.splitlines()) > 2
+        assert max(map(len, text.splitlines())) <= 100
+        assert "\n" not in brief
+        assert brief.startswith(f"<{type(result).__name__}: ")
+        assert len(brief) < 200
+    assert repr(seen[2]) == "<Certificate: 1 of 2 sites evaluated, ok>"
+    assert repr(seen[3]).endswith(" failed>")
+
+
+def test_the_counts_of_an_audit_are_wrapped():
+    bending = next(iter(ops.BENDING))
+    others = tuple(Op("m", f"native_something_backward_{k}", 123, group=bending) for k in range(9))
+    text = str(Audit((), (), others))
+    assert max(map(len, text.splitlines())) <= 100
+    assert "not linear (native_something_backward_0 123" in " ".join(text.split())

@@ -8,11 +8,13 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 from torch import nn
 
 from threshold_gating import conversion, networks, taxonomy
+from threshold_gating.conversion.audit import WIDTH
 from threshold_gating.conversion.plan import arguments
 from threshold_gating.networks import Network, network
 from threshold_gating.printing import UsageError, progress, say, show, working
@@ -36,7 +38,9 @@ def _check_out(path: Path | None) -> None:
         raise UsageError(f"-o {path} is a file; give a directory, which may be a new one.")
     there = next((p for p in (path, *path.absolute().parents) if p.exists()), path)
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        raise UsageError(f"-o {path} cannot be written: {there} is no directory that lets you.")
+        raise UsageError(
+            f"-o {path} cannot be written: {there} is not a directory that you can write to."
+        )
 
 
 def _proven(
@@ -49,7 +53,7 @@ def _proven(
         audit = conversion.audit(gated, *positional, **keywords)
     ok = certificate.ok and not [op for op in audit.left if not op.asked]
     report = {"certificate": certificate.to_dict(), "audit": audit.to_dict(), "ok": ok}
-    text = f"{first}{certificate.table()}\n\n{str(audit).splitlines()[-1]}"
+    text = f"{first}{certificate.table()}\n\n{fill(audit.counts, WIDTH)}"
     _show(args, {**more, **report}, text, named)
     if not ok:
         say(f"tg {args.command}: not {_done(args)}, see above.")
@@ -82,7 +86,9 @@ def calibrate(args: argparse.Namespace) -> int:
     gated = conversion.convert(model, found, inputs=inputs, strict=False)
     random = named.random_inputs
     note = (
-        "Inputs are random, so the fits are to noise; --data is for your own.\n\n" if random else ""
+        "Inputs are random, so the fits are to noise; give --data for your own.\n\n"
+        if random
+        else ""
     )
     report = {"calibration": found.to_dict(), "random": random}
     return _proven(args, named, gated, f"{found}\n\n{note}", **report)
@@ -124,12 +130,12 @@ def choices(given: list[str]) -> dict[str, Any] | None:
         if not equals:
             raise UsageError(f"--site {text!r} is not NAME=CHOICE.")
         if name in chosen:
-            raise UsageError(f"--site {name!r} is given twice; one choice is wanted for a site.")
+            raise UsageError(f"--site {name!r} is given twice; a site takes one choice.")
         try:
             re.compile(name)
             chosen[name] = _choice(choice)
         except re.error as error:
-            raise UsageError(f"--site {text!r} is no pattern ({error}).") from error
+            raise UsageError(f"--site {text!r} is not a pattern ({error}).") from error
         except ValueError as error:
             raise UsageError(f"--site {text!r}: {error}") from error
     return chosen or None

@@ -80,6 +80,13 @@ class Evaluation(NamedTuple):
             lines.append(line)
         return "\n".join(lines)
 
+    def __str__(self) -> str:
+        return self.table()
+
+    def __repr__(self) -> str:
+        found = ", ".join(f"{name} {score.ppl:.3f}" for name, score in self.scores.items())
+        return f"<Evaluation: {found} over {self.windows:,} windows>"
+
 
 def _signed(value: float, digits: int) -> str:
     return f"{round(value, digits) + 0.0:+.{digits}f}"  # + 0.0: no -0.000

@@ -98,11 +98,14 @@ class Audit:
             lines += [fill(f"other: {', '.join(_counted(self.other))}", WIDTH), ""]
         if self.unseen:
             lines += [fill(f"not looked at: {', '.join(self.unseen)}", WIDTH), ""]
-        return "\n".join([*lines, self._counts])
+        return "\n".join([*lines, fill(self.counts, WIDTH)])
+
+    def __repr__(self) -> str:
+        return f"<Audit: {self.counts}>"
 
     @property
-    def _counts(self) -> str:
-        """One line, in which 0 left cannot be read as linear."""
+    def counts(self) -> str:
+        """What ran in numbers, in which 0 left cannot be read as linear."""
         said = f"{len(self.sites)} sites, {len(self.left)} left, {len(self.other)} other"
         if bent := _counted(self.bending):
             some = ", ".join(bent[:3]) + (", ..." if len(bent) > 3 else "")

@@ -87,12 +87,18 @@ class Calibration(Mapping[str, TG]):
         fits = list(self.fits.values())
         header = ("site", "kind", "K", "values", "default", "calibrated", "chosen")
         lines = columns([header, *map(_cells, fits)])
-        better = sum(each.chosen == "calibrated" for each in fits)
-        count = f"{better} of {len(fits)} sites calibrated"
-        lines += ["", f"{count}, by the {fits[0].fit.objective} error on held-out values"]
+        lines += ["", f"{self._count}, by the {fits[0].fit.objective} error on held-out values"]
         if warned := sum(bool(e.fit.warning) for e in fits if e.chosen == "calibrated"):
             lines.append(f"{warned} with a warning: see .fits[site].fit.warning")
         return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        return f"<Calibration: {self._count}>"
+
+    @property
+    def _count(self) -> str:
+        better = sum(each.chosen == "calibrated" for each in self.fits.values())
+        return f"{better} of {len(self)} sites calibrated"
 
     def to_dict(self) -> list[dict[str, Any]]:
         """What was found for each site as JSON values, without the instances."""

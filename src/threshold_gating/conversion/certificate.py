@@ -128,6 +128,11 @@ class Certificate:
     def __str__(self) -> str:
         return self.table()
 
+    def __repr__(self) -> str:
+        done = sum(row.ok is not None for row in self.rows)
+        verdict = "ok" if self.ok else f"{len(self.failed)} failed"
+        return f"<Certificate: {done} of {len(self.rows)} sites evaluated, {verdict}>"
+
     def to_dict(self) -> dict[str, Any]:
         """The same as JSON values."""
         worst = None if self.output is None else asdict(self.output)

@@ -99,13 +99,21 @@ class Proof:
         return (self.torch, self.vector) == here
 
     def __str__(self) -> str:
+        how = f"by {self.backend} on {self.device}, torch {self.torch}, {self.vector}"
+        said = (*_said(self), how)
+        lines = (fill(s, WIDTH, initial_indent="  ", subsequent_indent="    ") for s in said)
+        return "\n".join([fill(self._covered, WIDTH, subsequent_indent="  "), *lines])
+
+    def __repr__(self) -> str:
+        return f"<Proof: {self._covered}, {'holds' if self.holds else 'WRONG'}>"
+
+    @property
+    def _covered(self) -> str:
         covered = f"all {self.inputs:,} finite inputs"
         if not self.complete:
             what = "interrupted" if self.interrupted else "a sample"
             covered = f"{self.inputs:,} inputs ({what}, which is no proof)"
-        how = f"{self.backend} on {self.device}, torch {self.torch}, {self.vector}"
-        said = (fill(s, WIDTH, initial_indent="  ", subsequent_indent="    ") for s in _said(self))
-        return "\n".join([f"{self.name}, {self.dtype}: {covered}", *said, f"  by {how}"])
+        return f"{self.name}, {self.dtype}: {covered}"
 
     def to_dict(self) -> dict[str, Any]:
         """The same as JSON values; a number that JSON has not (inf, nan) is a string."""
