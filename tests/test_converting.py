@@ -158,7 +158,7 @@ def test_random_weights_and_inputs_are_said_to_be(folder, tg):
     code, _, err = tg(*words)
     assert code == 0
     assert "Weights are random: give --pretrained or --checkpoint FILE for trained ones." in err
-    assert "Inputs are random; --inputs is for your own." in err
+    assert "Inputs are random; give --inputs for your own." in err
     assert err.splitlines()[-1].endswith("out, with random weights")
     with torch.no_grad():
         weights = {
@@ -308,11 +308,11 @@ def test_branches_are_asked_for_once(folder, tg, capsys, options):
 
 
 BAD = [
-    (("--data", "nowhere.pt"), "--data 'nowhere.pt' is no file."),
+    (("--data", "nowhere.pt"), "--data 'nowhere.pt' is not a file."),
     (("--data", "list.pt"), "--data list.pt holds no tensor with samples along its first axis."),
     (
         ("--data", "uneven.pt"),
-        "--data uneven.pt needs as many samples of each tensor; it has 3, 4.",
+        "--data uneven.pt must have equally many samples of each tensor; it has 3, 4.",
     ),
     (("--data", "data.pt", "--batch-size", "0"), "--batch-size is at least 1; got 0."),
     (("--data", "text.npz"), "--data text.npz: "),
@@ -343,19 +343,19 @@ MESSAGES = [
     (("convert", "resnet50"), "tg convert: no network 'resnet50'; it is timm:NAME, hf:FOLDER_OR_ID or FILE.py:FACTORY."),
     (("convert", "net.py:make_modell"), "tg convert: no 'make_modell' in net.py; did you mean 'make_model', 'make_inputs'?"),
     (("convert", "nett.py:make_model"), "tg convert: no file 'nett.py'; did you mean 'net.py'?"),
-    (("convert", "net.py:wrong"), "tg convert: net.py:wrong gave a int, not a torch.nn.Module."),
+    (("convert", "net.py:wrong"), "tg convert: net.py:wrong gave int, which is not a torch.nn.Module."),
     (("convert", "net.py:make_model"), "tg convert: net.py:make_model comes without inputs; give --inputs."),
-    (("convert", "net.py:make_model", "--inputs", "nowhere.pt"), "tg convert: --inputs 'nowhere.pt' is no file; give a shape (1,3,224,224), a file of tensors or FILE.py:FUNCTION."),
+    (("convert", "net.py:make_model", "--inputs", "nowhere.pt"), "tg convert: --inputs 'nowhere.pt' is not a file; give a shape (1,3,224,224), a file of tensors or FILE.py:FUNCTION."),
     (("convert", "net.py:make_model", "--inputs", "5,4", "--site", "act"), "tg convert: --site 'act' is not NAME=CHOICE."),
     (("convert", "net.py:make_model", "--inputs", "5,4", "--site", "act=geluu"), "tg convert: --site 'act=geluu': no activation 'geluu' in the taxonomy; did you mean 'gelu', 'elu', 'selu'?"),
     (("convert", "net.py:make_model", "--inputs", "5,4", "--site", "act=99"), "tg convert: --site 'act=99': a number of branches is from 2 to 8; got 99."),
-    (("convert", "net.py:make_model", "--inputs", "5,4", "--site", "re:(=relu"), "tg convert: --site 're:(=relu' is no pattern (missing ), unterminated subpattern at position 3)."),
-    (("convert", "net.py:make_model", "--inputs", "5,4", "--site", "act=2", "--site", "act=3"), "tg convert: --site 'act' is given twice; one choice is wanted for a site."),
-    (("convert", "net.py:make_model", "--inputs", "0,4"), "tg convert: --inputs '0,4' is no shape of whole numbers from 1 on, as 1,3,224,224."),
-    (("audit", "net.py:make_model", "--inputs", "5,,4"), "tg audit: --inputs '5,,4' is no shape of whole numbers from 1 on, as 1,3,224,224."),
-    (("verify", "net.py:make_model", "out", "--inputs", "net.py:no_inputs"), "tg verify: --inputs net.py:no_inputs holds no value; nothing could be seen of the network."),
+    (("convert", "net.py:make_model", "--inputs", "5,4", "--site", "re:(=relu"), "tg convert: --site 're:(=relu' is not a pattern (missing ), unterminated subpattern at position 3)."),
+    (("convert", "net.py:make_model", "--inputs", "5,4", "--site", "act=2", "--site", "act=3"), "tg convert: --site 'act' is given twice; a site takes one choice."),
+    (("convert", "net.py:make_model", "--inputs", "0,4"), "tg convert: --inputs '0,4' is not a shape: give whole numbers from 1 on, as in 1,3,224,224."),
+    (("audit", "net.py:make_model", "--inputs", "5,,4"), "tg audit: --inputs '5,,4' is not a shape: give whole numbers from 1 on, as in 1,3,224,224."),
+    (("verify", "net.py:make_model", "out", "--inputs", "net.py:no_inputs"), "tg verify: --inputs net.py:no_inputs holds no values, so nothing of the network would be seen."),
     (("convert", "net.py:make_model", "--inputs", "5,4", "-o", "net.py"), "tg convert: -o net.py is a file; give a directory, which may be a new one."),
-    (("convert", "net.py:make_model", "--inputs", "5,4", "--pretrained"), "tg convert: --pretrained is for timm:NAME; net.py:make_model brings weights of its own."),
+    (("convert", "net.py:make_model", "--inputs", "5,4", "--pretrained"), "tg convert: --pretrained is for timm:NAME; net.py:make_model has weights of its own."),
     (("convert", "net.py:fails", "--inputs", "5,4"), "tg convert: net.py:fails fails in line 43: KeyError: 'weights\\nof mine'"),
     (("convert", "net.py:leaves", "--inputs", "5,4"), "tg convert: net.py:leaves fails in line 46: SystemExit: 3"),
     (("audit", "net.py:make_model", "--inputs", "5,3"), "tg audit: RuntimeError: mat1 and mat2 shapes cannot be multiplied (5x3 and 4x8) (TG_TRACEBACK=1 shows where)"),

@@ -239,7 +239,7 @@ def test_what_cannot_be_had_is_said_in_a_line(words, said, capsys):
 def test_data_and_choices_are_checked(folder, capsys):
     base = ["evaluate", f"hf:{folder}", "--data"]
     assert main([*base, "nowhere.txt"]) == 2
-    assert "'nowhere.txt' is no file; give FILE.txt" in capsys.readouterr().err
+    assert "'nowhere.txt' is not a file; give FILE.txt" in capsys.readouterr().err
     assert main(command(folder, "--stride", "40")) == 2
     assert "stride from 1 to context" in capsys.readouterr().err
     assert main(command(folder, "--site", "re:nothing=2")) == 2
@@ -253,7 +253,7 @@ def test_data_and_choices_are_checked(folder, capsys):
         assert main(command(folder, *words)) == 2
         assert said in capsys.readouterr().err
     assert main([*base, str(folder / "model.safetensors")]) == 2
-    assert "is no text" in capsys.readouterr().err
+    assert "is not text" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(command(folder, "--columns", "sm,all"))
 

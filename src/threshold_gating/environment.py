@@ -71,7 +71,7 @@ def try_backend(name: str, device: str = "cpu") -> dict[str, Any]:
         with kernels.use(name):
             error = max(_distance(key, x, device) for key in _TRIED)
     except kernels.BackendError as absent:
-        return {"works": None, "max_error": None, "message": f"not here: {absent}"}
+        return {"works": None, "max_error": None, "message": f"not available: {absent}"}
     except Exception as failure:  # whatever it is, the report is what was asked for
         message = f"fails: {type(failure).__name__}: {failure}"
         return {"works": False, "max_error": None, "message": message}

@@ -142,9 +142,11 @@ def read_text(data: str) -> str:
         try:
             return path.read_text("utf-8")
         except (OSError, ValueError) as error:
-            raise UsageError(f"--data {path} is no text ({brief(error)}).") from error
+            raise UsageError(f"--data {path} is not text ({brief(error)}).") from error
     if data != WIKITEXT:
-        raise UsageError(f"--data {data!r} is no file; give FILE.txt, FILE.parquet or {WIKITEXT}.")
+        raise UsageError(
+            f"--data {data!r} is not a file; give FILE.txt, FILE.parquet or {WIKITEXT}."
+        )
     datasets = needed("datasets")
     try:
         part = datasets.load_dataset("Salesforce/wikitext", "wikitext-2-raw-v1", split="test")

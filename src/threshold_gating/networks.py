@@ -37,7 +37,7 @@ class Network(NamedTuple):
     @property
     def notes(self) -> list[str]:
         """What a reader of figures about it has to know."""
-        inputs = "Inputs are random; --inputs is for your own." if self.random_inputs else ""
+        inputs = "Inputs are random; give --inputs for your own." if self.random_inputs else ""
         weights = f"Weights are random: {self.random_weights}" if self.random_weights else ""
         return [note for note in (weights, inputs) if note]
 
@@ -50,11 +50,9 @@ def network(args: argparse.Namespace, given: Any = None) -> Network:
     """The network that the command line names, with the inputs given, or made for it."""
     source, _, name = args.network.partition(":")
     if args.pretrained and source != "timm":
-        raise UsageError(
-            f"--pretrained is for timm:NAME; {args.network} brings weights of its own."
-        )
+        raise UsageError(f"--pretrained is for timm:NAME; {args.network} has weights of its own.")
     if args.trust and args.checkpoint is None:
-        raise UsageError("--trust is about the file of --checkpoint; give one.")
+        raise UsageError("--trust is for the file of --checkpoint; give one.")
     torch.manual_seed(0)
     random, inputs = "", None
     if source == "timm" and name:
@@ -68,7 +66,9 @@ def network(args: argparse.Namespace, given: Any = None) -> Network:
     else:
         raise UsageError(f"no network {args.network!r}; it is {SPECS}.")
     if not isinstance(model, nn.Module):
-        raise UsageError(f"{args.network} gave a {type(model).__name__}, not a torch.nn.Module.")
+        raise UsageError(
+            f"{args.network} gave {type(model).__name__}, which is not a torch.nn.Module."
+        )
     if args.checkpoint is not None:
         weights, random = conversion.load_weights(args.checkpoint, trust=args.trust), ""
         try:
@@ -142,13 +142,15 @@ def _inputs(text: str) -> Any:
         inputs = _from_file(Path(path), name)
     elif not Path(text).is_file():
         raise UsageError(
-            f"--inputs {text!r} is no file; give a shape (1,3,224,224), a file of tensors or "
+            f"--inputs {text!r} is not a file; give a shape (1,3,224,224), a file of tensors or "
             "FILE.py:FUNCTION."
         )
     else:
         inputs = _loaded(Path(text))
     if not any(t.numel() for t in _tensors(inputs)):
-        raise UsageError(f"--inputs {text} holds no value; nothing could be seen of the network.")
+        raise UsageError(
+            f"--inputs {text} holds no values, so nothing of the network would be seen."
+        )
     return inputs
 
 
@@ -159,7 +161,7 @@ def _loaded(path: Path) -> Any:
     try:
         return torch.load(path, weights_only=True)
     except pickle.UnpicklingError as error:
-        said = "it is no file of tensors alone, as torch.save writes it"
+        said = "it is not a file of tensors alone, as torch.save writes it"
         raise UsageError(f"{path} does not load as tensors: {said}.") from error
     except (OSError, LookupError, RuntimeError, EOFError) as error:
         said = str(error).splitlines()[0] if str(error) else "it is empty"
@@ -182,7 +184,7 @@ def _random(text: str) -> torch.Tensor:
     """Random inputs of a shape, none of whose sizes is 0: on nothing, nothing is seen."""
     if not re.fullmatch(r"\s*[1-9]\d*\s*(,\s*[1-9]\d*\s*)*", text, re.ASCII):
         raise UsageError(
-            f"--inputs {text!r} is no shape of whole numbers from 1 on, as 1,3,224,224."
+            f"--inputs {text!r} is not a shape: give whole numbers from 1 on, as in 1,3,224,224."
         )
     try:
         return torch.randn(*(int(n) for n in text.split(",")))
@@ -210,7 +212,7 @@ def batches(path: Path, size: int) -> list[Any]:
     if size < 1:
         raise UsageError(f"--batch-size is at least 1; got {size}.")
     if not path.is_file():
-        raise UsageError(f"--data {str(path)!r} is no file.")
+        raise UsageError(f"--data {str(path)!r} is not a file.")
     read = _arrays(path) if path.suffix == ".npz" else _loaded(path)
     if isinstance(read, Mapping) and list(read) == ["arr_0"]:  # numpy's name for one without
         read = read["arr_0"]
@@ -219,7 +221,9 @@ def batches(path: Path, size: int) -> list[Any]:
         raise UsageError(f"--data {path} holds no tensor with samples along its first axis.")
     if len({len(t) for t in tensors}) != 1 or not len(tensors[0]):
         counts = ", ".join(str(len(t)) for t in tensors)
-        raise UsageError(f"--data {path} needs as many samples of each tensor; it has {counts}.")
+        raise UsageError(
+            f"--data {path} must have equally many samples of each tensor; it has {counts}."
+        )
     if isinstance(read, torch.Tensor):
         return list(torch.split(read, size))
     parts = zip(*(torch.split(t, size) for t in tensors), strict=True)

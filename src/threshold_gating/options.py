@@ -75,7 +75,9 @@ class _Renamed(argparse.Action):
 def _table(commands: Any) -> None:
     parser = _command(commands, "table", "show activations as instances, with their errors")
     parser.add_argument("names", nargs="*", metavar="NAME", help="rows to show (default: Table 2)")
-    parser.add_argument("--all", action="store_true", help="every row, then what has none and why")
+    parser.add_argument(
+        "--all", action="store_true", help="every row, then the functions without a row, and why"
+    )
     parser.add_argument(
         "--format",
         type=_format,
@@ -308,7 +310,7 @@ def _tol(parser: Any) -> None:
         "--tol",
         type=_bound,
         metavar="E",
-        help="your own bound on max|d|/max|y| of each output; inf accepts any, and says so",
+        help="largest max|d|/max|y| allowed at each output; inf accepts any, and says so",
     )
 
 

@@ -71,7 +71,7 @@ def demo(args: argparse.Namespace) -> int:
         page = str((args.out / FILE).resolve())
         write_json(args, {"rows": rows, "facts": dict(report.facts), "page": page})
     if wrong := [row.name for row in report.rows if not row.holds]:
-        say(f"tg demo: not exact, against what is claimed: {', '.join(wrong)}.")
+        say(f"tg demo: these should be exact and are not: {', '.join(wrong)}.")
     return 1 if wrong else 0
 
 

@@ -1,0 +1,87 @@
+"""`tg env`: every backend is really tried, and what is wrong is said."""
+
+import json
+import math
+import re
+
+import pytest
+import torch
+
+import threshold_gating
+from threshold_gating import environment, kernels
+from threshold_gating.cli import main
+
+
+@pytest.fixture
+def tg(capsys):
+    """Run a command line; gives (exit code, stdout, stderr)."""
+
+    def run(*words):
+        try:
+            code = main(list(words))
+        except SystemExit as end:  # how argparse leaves
+            code = end.code
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run
+
+
+def test_env_tries_every_backend(tg):
+    code, out, _ = tg("env")
+    assert code == 0
+    for name in ("auto", "native", "reference"):
+        assert re.search(rf"^{name}( \(in use\))? +cpu +works \(max error \d", out, re.MULTILINE)
+    if not torch.cuda.is_available():
+        assert re.search(
+            r"^triton +cpu +not available: the backend 'triton' needs", out, re.MULTILINE
+        )
+    assert re.search(rf"^{kernels.backend()} \(in use\)", out, re.MULTILINE)
+
+
+def test_env_as_json_has_versions_devices_and_backends(tg, monkeypatch):
+    def none_is_installed(name):
+        raise environment.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(environment.metadata, "version", none_is_installed)
+    code, out, _ = tg("env", "--json", "-")
+    data = json.loads(out)
+    assert code == 0
+    assert data["versions"]["torch"] == torch.__version__
+    assert data["versions"]["threshold_gating"] == threshold_gating.__version__
+    assert data["versions"]["timm"] is None
+    assert "cpu" in data["devices"]
+    assert list(data["backends"]) == list(kernels.BACKENDS)
+    works = {name: on["cpu"]["works"] for name, on in data["backends"].items()}
+    assert works == {"auto": True, "native": True, "reference": True, "triton": works["triton"]}
+    assert works["triton"] is not False
+
+
+def test_env_reports_a_backend_that_fails(tg, monkeypatch):
+    def broken(*args, **kwargs):
+        raise RuntimeError("no such instruction")
+
+    monkeypatch.setattr(kernels, "blend", broken)
+    before = kernels.backend()
+    code, out, _ = tg("env")
+    assert code == 1
+    assert re.search(r"^reference +cpu +fails: RuntimeError: no such instruction$", out, re.M)
+    assert re.search(r"^native +cpu +works", out, re.MULTILINE)
+    assert kernels.backend() == before
+
+
+@pytest.mark.parametrize("off_by", [1e-3, math.nan])
+def test_env_reports_a_backend_that_gives_wrong_values(tg, monkeypatch, off_by):
+    right = kernels.blend
+    monkeypatch.setattr(kernels, "blend", lambda *args, **kw: right(*args, **kw) + off_by)
+    code, out, _ = tg("env")
+    assert code == 1
+    assert re.search(r"^reference +cpu +gives wrong values \(max error (1.0e-03|nan)", out, re.M)
+
+
+def test_env_reports_a_wrong_gradient(tg, monkeypatch):
+    right = kernels.blend
+    monkeypatch.setattr(
+        kernels, "blend", lambda x, *args, **kw: right(x, *args, **kw) + (x - x.detach())
+    )
+    assert "reference         cpu   gives wrong values (max error 1.0e+00)" in tg("env")[1]
