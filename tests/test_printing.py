@@ -186,6 +186,15 @@ def test_long_work_shows_its_time_on_a_terminal(stderr, monkeypatch):
     assert "\n" not in stream.getvalue()
 
 
+def test_a_line_of_progress_fits_a_narrow_terminal(stderr, monkeypatch):
+    pytest.importorskip("tqdm")
+    monkeypatch.setenv("COLUMNS", "40")
+    stream = stderr(True)
+    with printing.progress("a long name " * 9) as tell:
+        tell("and what is done")
+    assert 30 < max(map(len, stream.getvalue().split("\r"))) <= 40
+
+
 def test_a_bar_goes_when_the_work_fails(stderr):
     pytest.importorskip("tqdm")
     stream = stderr(True)

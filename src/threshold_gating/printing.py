@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -68,6 +69,7 @@ def write_json(args: argparse.Namespace, result: Mapping[str, Any] | str) -> Non
 Tell = Callable[..., None]  # tell(text="", share=None): what is done now, and how much is done
 
 _WIDEST = 80  # of what stands beside the bar
+_TIME = 10  # columns of the time after it
 _TICK = 0.5  # seconds
 
 
@@ -83,7 +85,7 @@ def progress(what: str) -> Iterator[Tell]:
         return
 
     def tell(text: str = "", share: float | None = None) -> None:
-        bar.set_description_str(": ".join(filter(None, (what, text)))[:_WIDEST], refresh=False)
+        bar.set_description_str(_cut(": ".join(filter(None, (what, text)))), refresh=False)
         if share is not None:
             bar.bar_format = "{desc} {percentage:3.0f}% |{bar:20}| {elapsed}, {remaining} left"
             bar.n = share
@@ -106,7 +108,13 @@ def _bar(what: str) -> Any:
         from tqdm import tqdm
     except ModuleNotFoundError:
         return None
-    return tqdm(total=1.0, desc=what, bar_format="{desc} {elapsed}", leave=False, file=sys.stderr)
+    form = "{desc} {elapsed}"
+    return tqdm(total=1.0, desc=_cut(what), bar_format=form, leave=False, file=sys.stderr)
+
+
+def _cut(text: str) -> str:
+    """As much as one line of the terminal has room for; tqdm could not wipe a second."""
+    return text[: min(_WIDEST, shutil.get_terminal_size().columns - _TIME)]
 
 
 @contextmanager
