@@ -222,6 +222,9 @@ def test_the_command_prints_a_table_and_writes_json(folder, tmp_path, capsys):
     assert found["scores"]["both"]["same"] == 1
     assert (found["tokens"], found["context"], found["windows"]) == (200, 32, 7)
     assert found["predicted"] == 200 - 7
+    assert main(command(folder, "--limit", "200", "--columns", "both", "--json", "-")) == 0
+    again = json.loads(capsys.readouterr().out)  # alone there
+    assert again["scores"] == found["scores"]
 
 
 @pytest.mark.parametrize(

@@ -208,6 +208,15 @@ def test_importing_loads_no_extra():
     assert not {name.partition(".")[0] for name in loaded} & set(EXTRAS)
 
 
+def test_the_modules_of_the_commands_load_no_extra():
+    """The first answer of `tg explain` must not wait for scipy and matplotlib."""
+    modules = ", ".join(f"{PACKAGE}.{name}" for name in sorted(set(COMMANDS.values())))
+    code = f"import sys, torch; before = set(sys.modules); import {modules}; "
+    loaded = _python(code + "print(*(set(sys.modules) - before))").split()
+    assert f"{PACKAGE}.explaining" in loaded
+    assert not {name.partition(".")[0] for name in loaded} & set(EXTRAS)
+
+
 def test_importing_every_name_takes_under_0_3_s_more_than_torch(tmp_path):
     """With bytecode, which an installed package has from its second import on at the latest."""
     code = "import sys, time, torch; sys.dont_write_bytecode = False; "
