@@ -64,7 +64,7 @@ def _versions() -> dict[str, str | None]:
     return versions
 
 
-def try_backend(name: str, device: str = "cpu") -> dict[str, Any]:
+def try_backend(name: kernels.Backend, device: str = "cpu") -> dict[str, Any]:
     """Run a backend, values and gradients, and say how far it is from torch in float64."""
     x = torch.linspace(-8, 8, 1003, dtype=torch.float64)
     try:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from threshold_gating.primitive import FORMS, Anchor, blend
+from threshold_gating.primitive import FORMS, Anchor, GateForm, blend
 
 _REQUIRED = ("tau", "theta", "s", "c")
 
@@ -37,7 +37,7 @@ class TG:
     theta: tuple[float, ...]
     s: tuple[float, ...]
     c: tuple[float, ...]
-    form: str
+    form: GateForm
     owner: tuple[str, ...] | None
     q: tuple[float, ...] | None
     anchor: tuple[Anchor, ...] | None
@@ -50,7 +50,7 @@ class TG:
         s: float | Sequence[float],
         c: float | Sequence[float],
         *,
-        form: str = "softmax",
+        form: GateForm = "softmax",
         owner: Sequence[str] | None = None,
         q: Sequence[float] | None = None,
         anchor: Sequence[Sequence[float] | None] | None = None,
@@ -141,7 +141,7 @@ class TG:
             raise ValueError(f"TG.from_dict: missing key {missing[0]!r}; got {', '.join(data)}.")
         return cls(**{**data, "tau": math.inf if data["tau"] == "inf" else data["tau"]})
 
-    def as_form(self, form: str) -> TG:
+    def as_form(self, form: GateForm) -> TG:
         """The same function with the other gate form, in closed form: K = 3 with one tau.
 
         With r = exp(-tau (theta_2 - theta_1)) and p = 1 + 2r, product gates are softmax gates at

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,8 @@ from threshold_gating import kernels, primitive, taxonomy
 from threshold_gating.instance import TG
 from threshold_gating.primitive import Anchor, Value
 
-SHARES = ("net", "layer", "channel", "head", "neuron")
+Share = Literal["net", "layer", "channel", "head", "neuron"]
+SHARES = get_args(Share)
 LEARNABLE = ("tau", "theta", "s", "c")
 # What is fixed when an activation is made, and the argument that sets it.
 _FIXED = {"init": "init", "share": "share", "group": "channels", "learned": "train"}
@@ -86,7 +87,7 @@ class Activation(nn.Module):
         self,
         init: TG | str = "silu",
         *,
-        share: str = "layer",
+        share: Share = "layer",
         channels: int | Sequence[int] | None = None,
         axis: int = 1,
         train: Iterable[str] = (),
@@ -192,6 +193,10 @@ class Activation(nn.Module):
                 f"nothing; make a new one, as Activation(..., {_FIXED[name]}=...)."
             )
         super().__setattr__(name, value)
+
+    if TYPE_CHECKING:  # nn.Module says Any
+
+        def __call__(self, x: Tensor) -> Tensor: ...
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the activation to each element of `x`; shape and dtype are kept."""

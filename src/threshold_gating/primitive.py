@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -33,9 +33,10 @@ from torch.autograd import Function
 
 Value = float | Tensor
 Values = Value | Sequence[Value]
+GateForm = Literal["softmax", "product"]
 Anchor = tuple[float, float] | None
 
-FORMS = ("softmax", "product")
+FORMS = get_args(GateForm)
 # The ops themselves: whoever intercepts torch.sigmoid and its like in a network around us must not
 # see the gate's own arithmetic.
 _sigmoid, _tanh = torch.ops.aten.sigmoid.default, torch.ops.aten.tanh.default
@@ -53,7 +54,7 @@ def gates(
     tau: Values,
     theta: Values,
     *,
-    form: str = "softmax",
+    form: GateForm = "softmax",
     owner: Sequence[str] | None = None,
 ) -> Tensor:
     """Membership of each element of `x` in each of the K regions cut by `theta` (Eq. 2).
@@ -97,7 +98,7 @@ def blend(
     c: Values,
     *,
     v: Tensor | Sequence[Tensor] | None = None,
-    form: str = "softmax",
+    form: GateForm = "softmax",
     owner: Sequence[str] | None = None,
     q: Values | None = None,
     anchor: Sequence[Anchor] | None = None,
@@ -187,7 +188,7 @@ def gated_linear(
     const: Tensor | None = None,
     bias: Tensor | None = None,
     *,
-    form: str = "softmax",
+    form: GateForm = "softmax",
     owner: Sequence[str] | None = None,
 ) -> Tensor:
     """Gates before the sum (Eq. 4): a_j = sum_i sum_k g_k(x_i) (w^k_ji x_i + c^k_ji) + b_j.
@@ -242,7 +243,7 @@ def features(
     *,
     axis: int = -1,
     groups: int = 1,
-    form: str = "softmax",
+    form: GateForm = "softmax",
     owner: Sequence[str] | None = None,
 ) -> Tensor:
     """The gated inputs g_k(x) (s_k x + c_k), one beside the other: what tier W multiplies (Eq. 4).

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Literal
 
 from threshold_gating import taxonomy
 from threshold_gating.instance import TG
 from threshold_gating.layers import names_of
 
 # The pairs of Table 1. Gates per neuron are gates per channel unless there are positions.
-SHARES = {
+Tier = Literal["W", "S", "general"]
+TierShare = Literal["layer", "channel", "neuron", "synapse", "channel_pair"]
+SHARES: dict[str, tuple[TierShare, ...]] = {
     "W": ("layer", "channel", "neuron"),
     "S": ("synapse", "channel_pair", "channel"),
     "general": ("synapse",),
@@ -35,7 +38,7 @@ def parameter_count(weights: int, K: int, tier: str, gates: int = 0, *, c: bool 
     return K * weights + K * gates + constants
 
 
-def share_of(name: str, tier: str, share: str | None) -> str:
+def share_of(name: str, tier: str, share: str | None) -> TierShare:
     if tier == "A":
         raise ValueError(
             f"{name}: tier A is tg.Activation(...) in front of torch's layer; "

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import platform
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from threshold_gating import Activation, kernels
 from threshold_gating.kernels.pairs import PAIRS, Pair, disagreement
-from threshold_gating.layers import nearest
+from threshold_gating.layers import Share, nearest
 
 # Largest error against float64 over the largest value, by dtype: one unit in the last place.
 ALLOWED = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
@@ -56,7 +56,8 @@ def _as_module(pair: Pair, device: str) -> Any:
         where = None if share == "layer" else theta[0].shape[1:]
         channels = None if where is None else where if share == "neuron" else where[0]
         learned = ("theta", "s", "c") if t.hard else ("tau", "theta", "s", "c")
-        act = Activation(t, share=share, channels=channels, train=learned, device=device)
+        kind = cast(Share, share)
+        act = Activation(t, share=kind, channels=channels, train=learned, device=device)
         given = {"dtheta": _rows(theta, act.theta0) - act.theta0, "s": _rows(s, act.s)}
         if t.hard:
             near = [ck + sk * th for ck, sk, th in zip(c, s, nearest(theta), strict=True)]

@@ -11,10 +11,11 @@ import torch.nn.functional as F
 from threshold_gating import Activation
 from threshold_gating.benchmarking.elementwise import SOFT, gradients
 from threshold_gating.benchmarking.timing import Contenders, Place, Work
+from threshold_gating.layers import Share
 
 _CHANNELS = {"channel": 64, "layer": None}
 # By sharing and whether it is compiled: forward, forward and backward.
-_LIMITS = {
+_LIMITS: dict[tuple[Share, str], tuple[float, float]] = {
     ("channel", "eager"): (5.0, 7.0),
     ("layer", "eager"): (5.0, 7.0),
     ("channel", "compiled"): (1.6, 5.0),
@@ -33,7 +34,7 @@ def on_cpu(elements: int, place: Place) -> Iterator[Work]:
             yield Work("cpu", f"K=2 {share} {what} {how}", build, limit, backward=backward)
 
 
-def _contenders(elements: int, share: str, how: str, backward: bool, place: Place) -> Contenders:
+def _contenders(elements: int, share: Share, how: str, backward: bool, place: Place) -> Contenders:
     x = torch.randn(elements // 65536, 64, 32, 32)
     act = Activation("silu", share=share, channels=_CHANNELS[share], train=SOFT)
     ours = place.compiled(act)["compile"] if how == "compiled" else act

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from threshold_gating import Activation, kernels, primitive
 from threshold_gating.benchmarking.timing import Contenders, Place, Work
-from threshold_gating.layers import is_centred
+from threshold_gating.layers import Share, is_centred
 
 SOFT, HARD = ("tau", "theta", "s", "c"), ("theta", "s", "c")
 KEYS = {2: "silu", 3: "mish", 5: "gelu"}  # one tau each
@@ -39,7 +39,7 @@ class Case(NamedTuple):
     """An activation as users write it, and what it is applied to."""
 
     key: str
-    share: str
+    share: Share
     dtype: torch.dtype
     shape: tuple[int, ...]
     train: tuple[str, ...] = SOFT

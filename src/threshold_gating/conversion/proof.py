@@ -54,7 +54,7 @@ def prove(
     truth: Function | None = None,
     gate: Function | None = None,
     device: str | torch.device = "cpu",
-    backend: str = "reference",
+    backend: kernels.Backend = "reference",
     sample: int | None = None,
     jobs: int = 1,
     progress: Callable[[int, int], None] = lambda done, count: None,

@@ -15,7 +15,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -37,15 +37,17 @@ from threshold_gating.conversion.purity import probing
 from threshold_gating.conversion.recognise import overwrites
 from threshold_gating.layers import Activation
 
+Network = TypeVar("Network", bound=nn.Module)  # a converted network is of the class that it was
+
 
 def convert(
-    model: nn.Module,
+    model: Network,
     sites: Mapping[str, Choice] | None = None,
     *,
     inputs: Any = None,
     strict: bool = True,
     tol: float | None = None,
-) -> nn.Module:
+) -> Network:
     """A copy of `model` in which every nonlinearity is a gate; `model` is left as it was.
 
     Args:
@@ -70,13 +72,13 @@ def convert(
 
 
 def convert_(
-    model: nn.Module,
+    model: Network,
     sites: Mapping[str, Choice] | None = None,
     *,
     inputs: Any = None,
     strict: bool = True,
     tol: float | None = None,
-) -> nn.Module:
+) -> Network:
     """`convert` in place: no weight is copied. If anything fails, `model` is left as it was."""
     _check_arguments("convert_", model, sites, inputs)
     check_tol(tol, inputs is not None and strict)
@@ -125,12 +127,12 @@ def _check_arguments(caller: str, model: Any, sites: Any, inputs: Any) -> None:
 
 def _converted(
     original: nn.Module,
-    model: nn.Module,
+    model: Network,
     sites: Mapping[str, Choice] | None,
     inputs: Any,
     strict: bool,
     tol: float | None,
-) -> nn.Module:
+) -> Network:
     plan = make_plan(model, sites, inputs)
     _check_any(model, plan, inputs)
     try:
@@ -227,7 +229,7 @@ def _stop_counting(model: nn.Module) -> None:
         hook.remove()
 
 
-def revert(model: nn.Module) -> nn.Module:
+def revert(model: Network) -> Network:
     """Undo `convert_` in place; the weights are those of now."""
     _stop_counting(model)
     hub.unguard(model)

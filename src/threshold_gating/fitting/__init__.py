@@ -21,7 +21,7 @@ from threshold_gating import shape, taxonomy
 from threshold_gating.fitting import inputs as _inputs
 from threshold_gating.fitting.inputs import Function, Inputs, Line, Over, values
 from threshold_gating.instance import TG
-from threshold_gating.primitive import FORMS
+from threshold_gating.primitive import FORMS, GateForm
 
 if TYPE_CHECKING:
     from threshold_gating.fitting.search import Task
@@ -125,7 +125,7 @@ def fit(
     over: Over = "line",
     K: int | str = 3,
     *,
-    form: str = "softmax",
+    form: GateForm = "softmax",
     tails: str = "exact",
     zero: bool | str = True,
     own_tau: bool = False,

@@ -19,6 +19,7 @@ from threshold_gating.fitting.inputs import Function, Inputs, Line, Scale, value
 from threshold_gating.fitting.minimax import Found, search
 from threshold_gating.fitting.varpro import Array, Problem
 from threshold_gating.instance import TG
+from threshold_gating.primitive import GateForm
 from threshold_gating.taxonomy import Error
 
 
@@ -29,7 +30,7 @@ class Task:
     f: Function
     inputs: Inputs
     objective: str
-    form: str
+    form: GateForm
     tails: str
     zero: bool | str
     own_tau: bool

@@ -18,6 +18,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from threshold_gating.primitive import GateForm
+
 Array = NDArray[np.float64]
 
 # In units of the function's own width and height (see `_search`): beyond these a fit has run away,
@@ -38,7 +40,7 @@ class Problem:
     y: Array
     weight: Array
     K: int
-    form: str
+    form: GateForm
     own_tau: bool
     ordered: bool
     s: Array
@@ -95,7 +97,7 @@ class State(NamedTuple):
     jacobian: Array  # (S, P, N)
 
 
-def gates(x: Array, tau: Array, theta: Array, form: str) -> tuple[Array, Array]:
+def gates(x: Array, tau: Array, theta: Array, form: GateForm) -> tuple[Array, Array]:
     """Gates (S, K, N) and their arguments u (S, J, N), as `primitive.gates` defines them."""
     u = tau[:, :, None] * (x - theta[:, :, None])
     logits = np.zeros((len(u), u.shape[1] + 1, len(x)))
@@ -112,7 +114,7 @@ def gates(x: Array, tau: Array, theta: Array, form: str) -> tuple[Array, Array]:
     return g, u
 
 
-def evaluate(x: Array, tau: Array, theta: Array, coef: Array, form: str) -> Array:
+def evaluate(x: Array, tau: Array, theta: Array, coef: Array, form: GateForm) -> Array:
     """y (S, N) of instances given by tau, theta (S, J) and (s, c) (S, 2K)."""
     return _blend(x, gates(x, tau, theta, form)[0], coef)
 

@@ -9,7 +9,7 @@ Triton on a GPU and few in-place passes on a CPU. Figures and certificates are m
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -17,12 +17,13 @@ from torch import Tensor
 from threshold_gating import primitive
 from threshold_gating.instance import TG
 from threshold_gating.kernels import choice, direct, fused, launch, products, traced
-from threshold_gating.kernels.choice import backend, use
+from threshold_gating.kernels.choice import Backend, backend, use
 from threshold_gating.kernels.form import Form, take_apart
 from threshold_gating.kernels.lowering import Op, native, overwriting, overwritten
 
 __all__ = [
     "BACKENDS",
+    "Backend",
     "BackendError",
     "Form",
     "backend",
@@ -45,7 +46,7 @@ __all__ = [
     "use",
 ]
 
-BACKENDS = ("auto", "native", "reference", "triton")
+BACKENDS = get_args(Backend)
 
 
 class BackendError(RuntimeError):

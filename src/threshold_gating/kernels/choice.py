@@ -17,12 +17,15 @@ import threading
 from bisect import bisect_right
 from contextvars import ContextVar
 from types import TracebackType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 
 _choice: ContextVar[str | None] = ContextVar("threshold_gating_backend", default=None)
 _MOST_NOTES = 4096
+
+
+Backend = Literal["auto", "native", "reference", "triton"]
 
 
 class Process:
@@ -74,7 +77,7 @@ class use:  # noqa: N801  (called like a function, as torch.set_grad_enabled is)
     'reference'
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: Backend) -> None:
         from threshold_gating.kernels import checked
 
         self._name, self._entered = checked(name), False

@@ -17,7 +17,7 @@ from torch.utils import _pytree as tree
 
 from threshold_gating import primitive
 from threshold_gating.kernels import columns, halves
-from threshold_gating.primitive import Values
+from threshold_gating.primitive import GateForm, Values
 
 _sigmoid_ = torch.ops.aten.sigmoid_.default
 
@@ -38,7 +38,7 @@ class _Plan(NamedTuple):
 
     spec: Any
     numbers: tuple[Any, ...]  # the leaves of the gate parameters, None where a tensor belongs
-    form: str
+    form: GateForm
     owner: Sequence[str] | None
     conv: Conv | None
 
@@ -121,7 +121,7 @@ def gated_product(
     weight: Tensor,
     bias: Tensor | None = None,
     *,
-    form: str = "softmax",
+    form: GateForm = "softmax",
     owner: Sequence[str] | None = None,
     conv: Conv | None = None,
     keep: bool = False,

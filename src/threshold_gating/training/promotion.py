@@ -6,7 +6,7 @@ import copy
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx, nn
@@ -32,7 +32,7 @@ from threshold_gating.training.graph import (
     views,
 )
 from threshold_gating.training.tiers import ORDER, is_tiered, lifted, projected
-from threshold_gating.tying import SHARES, share_of
+from threshold_gating.tying import SHARES, Tier, TierShare, share_of
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,8 @@ class Promotion:
 
 def promote(
     model: nn.Module,
-    tier: str = "W",
-    share: str | None = None,
+    tier: Tier = "W",
+    share: TierShare | None = None,
     *,
     train: Iterable[str] | None = None,
     gates: TG | str | None = None,
@@ -119,7 +119,9 @@ def _check(model: Any, tier: Any, share: Any) -> None:
     share_of("promote", tier, share)
 
 
-def half_transfer(model: nn.Module, gates: TG | str = "silu", share: str = "channel") -> nn.Module:
+def half_transfer(
+    model: nn.Module, gates: TG | str = "silu", share: TierShare = "channel"
+) -> nn.Module:
     """Weights from a trained network, gates from scratch: the paper's start of tier W.
 
     It does not compute what `model` does: a ReLU network becomes a SiLU network (each activation
@@ -156,7 +158,7 @@ class Demotion:
     output: float | None
 
 
-def demote(model: nn.Module, tier: str = "A", *, inputs: Any = None) -> Demotion:
+def demote(model: nn.Module, tier: Literal["A", "W", "S"] = "A", *, inputs: Any = None) -> Demotion:
     """Project every tiered layer of a network to a lower tier; `model` is left as it was."""
     if tier not in ORDER[:-1]:
         raise ValueError(f"demote: tier is one of {', '.join(ORDER[:-1])}; got {tier!r}.")
