@@ -29,7 +29,7 @@ from threshold_gating import recurrent, taxonomy
 from threshold_gating.conversion import ops
 from threshold_gating.conversion.answering import LEAVE, Answering, answer
 from threshold_gating.conversion.plan import Site
-from threshold_gating.conversion.running import Run, Running, evaluating, fresh
+from threshold_gating.conversion.watch import Run, Running, evaluating, fresh
 from threshold_gating.layers import Activation
 
 WIDTH = 100

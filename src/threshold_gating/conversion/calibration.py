@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from threshold_gating.conversion import ops
 from threshold_gating.conversion.audit import WIDTH, columns
 from threshold_gating.conversion.plan import ConversionError, instance_at, refuse
-from threshold_gating.conversion.running import evaluating
 from threshold_gating.conversion.sampling import Sampled, Watch
+from threshold_gating.conversion.watch import evaluating
 from threshold_gating.fitting import Fit, fit, match
 from threshold_gating.instance import TG
 

@@ -34,7 +34,7 @@ from threshold_gating.conversion.audit import (
 from threshold_gating.conversion.local import RELATIVE, Error, Local
 from threshold_gating.conversion.outputs import Output
 from threshold_gating.conversion.plan import ConversionError
-from threshold_gating.conversion.running import INTERNAL, evaluating, fresh
+from threshold_gating.conversion.watch import INTERNAL, evaluating, fresh
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from threshold_gating.conversion import ops
 from threshold_gating.conversion.answering import LEAVE, answer, as_it_comes
 from threshold_gating.conversion.audit import described, gate_of, is_gate
 from threshold_gating.conversion.plan import Site
-from threshold_gating.conversion.running import Run, Running, fresh
+from threshold_gating.conversion.watch import Run, Running, fresh
 
 # Ulp that an exact site may be off, in (float32 and float64, 16 bits), and why.
 LIMITS = {

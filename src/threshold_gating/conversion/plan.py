@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from threshold_gating import kernels, sites, taxonomy
 from threshold_gating.conversion import recognise
 from threshold_gating.conversion.purity import obstacle, own_attributes, probing
-from threshold_gating.conversion.running import Running, evaluating, fresh
+from threshold_gating.conversion.watch import Running, evaluating, fresh
 from threshold_gating.instance import TG
 from threshold_gating.layers import Activation
 

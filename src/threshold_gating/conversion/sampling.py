@@ -20,7 +20,7 @@ from threshold_gating.conversion.plan import (
     module_sites,
     run,
 )
-from threshold_gating.conversion.running import Running, fresh
+from threshold_gating.conversion.watch import Running, fresh
 
 _CHUNK = 2**20  # values looked at together
 

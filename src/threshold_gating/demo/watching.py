@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from threshold_gating import attention, kernels, recurrent, sites
 from threshold_gating.conversion.plan import Choices, Tracer, module_sites, run
-from threshold_gating.conversion.running import Running, evaluating, fresh
+from threshold_gating.conversion.watch import Running, evaluating, fresh
 from threshold_gating.instance import TG
 from threshold_gating.layers import Activation
 from threshold_gating.panels import Line, Panel
