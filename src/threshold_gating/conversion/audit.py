@@ -310,7 +310,7 @@ class _Reader(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """The call of one of the library's modules that is running, the outermost."""
         return next((run for run in self.running.stack if is_gate(run.module)), None)
 
-    def _enter(self, run: Run, args: Any) -> None:
+    def _enter(self, run: Run, args: Any, kwargs: Any) -> None:
         if run is self._gate() and is_gate(gate := gate_of(run.module, run.index)):
             self.calls[run.site] += 1
             self.known[run.site] = described(gate)
