@@ -55,6 +55,9 @@ class Site:
     line: str = field(default="", repr=False, compare=False)  # of the code that makes the call
 
 
+ModuleSites = dict[nn.Module, list[Site | None]]
+
+
 class Plan(NamedTuple):
     """What to convert: whole modules by the sites of their calls, and calls by their owner.
 
@@ -63,7 +66,7 @@ class Plan(NamedTuple):
     know: modules that stay as they are unasked, and why.
     """
 
-    modules: dict[nn.Module, list[Site | None]]
+    modules: ModuleSites
     calls: dict[str, dict[str, Site | None]] | None
     notes: tuple[str, ...] = ()
 
@@ -238,11 +241,9 @@ class Judged(NamedTuple):
     note: str = ""
 
 
-def module_sites(
-    model: nn.Module, chosen: Choices, notes: list[str] | None = None
-) -> dict[nn.Module, list[Site | None]]:
+def module_sites(model: nn.Module, chosen: Choices, notes: list[str] | None = None) -> ModuleSites:
     """The modules that are element-wise nonlinearities, each with its site; adds to the notes."""
-    found: dict[nn.Module, list[Site | None]] = {}
+    found: ModuleSites = {}
     known: dict[Any, Judged] = {}
     notes = [] if notes is None else notes
     for name, module in model.named_modules():
@@ -274,7 +275,7 @@ def module_sites(
     return found
 
 
-def whole(modules: Mapping[nn.Module, list[Site | None]]) -> Callable[[Run], str | None]:
+def whole(modules: ModuleSites) -> Callable[[Run], str | None]:
     """For `Watch`: each call of these modules is a site as a whole."""
     sites = {module: made[0] if made else None for module, made in modules.items()}
     kinds = {module: site.kind if site else _kind(module) for module, site in sites.items()}
