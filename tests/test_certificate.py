@@ -861,26 +861,15 @@ class Mapped(Around):
         return torch.vmap(lambda z: F.silu(self.linear(z)))(x) + torch.relu(x)
 
 
-class Jacobian(Around):
-    def __init__(self):
-        super().__init__()
-        self.act = nn.ELU()
-
-    def forward(self, x):
-        return torch.func.jacrev(lambda z: self.act(self.linear(z)))(x[0])
-
-
-@pytest.mark.parametrize("kind", [Mapped, Jacobian])
-def test_a_call_whose_values_a_transform_hides_is_refused_with_ways_out_that_work(kind):
-    x, network = torch.randn(4, 8), kind()
+def test_a_call_whose_values_a_transform_hides_is_refused_with_ways_out_that_work():
+    x, network = torch.randn(4, 8), Mapped()
     with pytest.raises(ConversionError, match=r"Inside torch\.vmap.*strict=False converts"):
         convert(network, inputs=x)
     gated = convert(network, inputs=x, strict=False)
     with kernels.use("reference"):
-        torch.testing.assert_close(gated(x), network(x), atol=1e-4, rtol=1e-4)  # ELU's instance
-    if kind is Mapped:
-        left = convert(network, {":silu#0": None}, inputs=x)
-        assert torch.equal(left(x), network(x))
+        torch.testing.assert_close(gated(x), network(x))
+    left = convert(network, {":silu#0": None}, inputs=x)
+    assert torch.equal(left(x), network(x))
 
 
 class Forces(Around):
@@ -898,7 +887,16 @@ class Slopes(Around):
         return torch.func.grad(lambda z: torch.tanh(self.linear(z)).sum())(x)
 
 
-@pytest.mark.parametrize("kind", [Forces, Slopes])
+class Jacobian(Around):
+    def __init__(self):
+        super().__init__()
+        self.act = nn.SiLU()
+
+    def forward(self, x):
+        return torch.func.jacrev(lambda z: self.act(self.linear(z)))(x[0])
+
+
+@pytest.mark.parametrize("kind", [Forces, Slopes, Jacobian])
 def test_a_network_that_differentiates_is_certified_and_says_what_was_not_looked_at(kind):
     x, network = torch.randn(4, 8), kind()
     gated = convert(network, inputs=x)

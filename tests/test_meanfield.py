@@ -5,13 +5,10 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
-from threshold_gating import Activation
 from threshold_gating.meanfield import (
     correlation_map,
     edge_of_chaos,
-    layer_report,
     measured_correlations,
     moments,
     xi,
@@ -246,73 +243,3 @@ def test_an_unstable_variance_leaves_its_fixed_point():
         spread[f] = (last / 0.5).log().abs().max().exp().item()
     assert spread[torch.tanh] < 1.3
     assert spread[F.gelu] > 3
-
-
-def _deep_tanh(width, depth, sigma_w):
-    layers = []
-    for _ in range(depth):
-        linear = nn.Linear(width, width, bias=False)
-        nn.init.normal_(linear.weight, std=sigma_w / math.sqrt(width))
-        layers += [linear, nn.Tanh()]
-    return nn.Sequential(*layers)
-
-
-def test_chi_of_a_layer_is_the_growth_of_its_squared_gradient():
-    """Width 800, 64 inputs: a ratio of squared norms scatters by about sqrt(2 / 800), 5 %."""
-    model = _deep_tanh(800, 6, 1.4)
-    x = torch.randn(64, 800)
-    report = layer_report(model, x)
-    assert [r.name for r in report] == ["1", "3", "5", "7", "9", "11"]
-    states, z = [], x
-    for layer in model:
-        z = layer(z)
-        if isinstance(layer, nn.Linear):
-            z.retain_grad()
-            states.append(z)
-    (z * torch.randn_like(z)).sum().backward()
-    for k in range(5):
-        growth = (states[k].grad.pow(2).sum() / states[k + 1].grad.pow(2).sum()).item()
-        assert report[k].sigma_w == pytest.approx(1.4, rel=0.01)
-        assert report[k].chi == pytest.approx(growth, rel=0.12)
-    assert report[5].chi is None  # nothing reads the last one
-
-
-def test_layer_report_measures_what_reaches_a_site():
-    model = nn.Sequential(nn.ReLU(inplace=True), nn.LayerNorm(1000), nn.Linear(1000, 7))
-    x = 0.5 + 2 * torch.randn(200, 1000)
-    (site,) = layer_report(model, x.clone())
-    assert (site.mean, site.variance) == pytest.approx(
-        (x.mean().item(), x.var(correction=0).item()), rel=1e-5
-    )
-    above = 0.5 * math.erfc(-0.25 / math.sqrt(2))  # P(x > 0) for N(1/2, 4)
-    assert site.gain == pytest.approx(above, rel=5e-3)  # the sampled mean is not 1/2
-    assert site.measured_gain == pytest.approx(above, rel=1e-2)  # 1e5 values
-    assert site.critical == pytest.approx(site.gain**-0.5)
-    assert (site.sigma_w, site.chi, site.beta) == (None, None, 0)  # a norm stands between
-
-
-def test_layer_report_takes_activations_with_parameters_per_channel():
-    learned = Activation("tanh", share="channel", channels=3, train=("tau",))
-    with torch.no_grad():
-        learned.rho.copy_(torch.tensor([-0.5, 0.0, 0.5]))
-    x = torch.randn(5000, 3)
-    (site,) = layer_report(nn.Sequential(learned), x)
-    q = x.var(correction=0).item()
-    instances = [moments(t, q, x.mean().item()).slope for t in learned.instances()]
-    assert site.gain == pytest.approx(sum(instances) / 3, rel=1e-6)
-    (prelu,) = layer_report(nn.Sequential(nn.PReLU(3)), x)
-    assert prelu.gain == pytest.approx((1 + 0.25**2) / 2, rel=0.02)
-
-
-def test_layer_report_wants_modules_and_removes_its_hooks():
-    class Functional(nn.Module):
-        def forward(self, x):
-            return F.relu(x)
-
-    with pytest.raises(ValueError, match="Functional called no activation module; functional"):
-        layer_report(Functional(), torch.randn(3))
-    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
-    with pytest.raises(RuntimeError):
-        layer_report(model, torch.randn(3))
-    assert not model[0]._forward_pre_hooks
-    assert not model[1]._forward_hooks

@@ -548,7 +548,8 @@ def test_soft_gates_that_hardening_does_not_reach_are_named():
     gated = tg.convert(Calls(), inputs=torch.randn(3, 4))
     hard = harden(gated)
     assert hard.model.act.init.hard
-    assert hard.kept == {":sigmoid#0": "it is a call in a forward, not a module"}
+    why = "it is a call in a forward, not a module"
+    assert hard.kept == {":sigmoid#0": why, "lstm:lstm#0": why}
     cells = harden(nn.Sequential(tg.Activation("silu"), tg.LSTM(4, 4)))
     assert cells.kept == {"1": "it is recurrent, and its gates are within its step"}
     with pytest.raises(ValueError, match=r"no soft gates to harden\. \(network\): it is recurrent"):

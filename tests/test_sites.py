@@ -25,6 +25,28 @@ def test_every_spelling_of_torch_is_known():
     assert all(f in sites.FUNCTIONS for f in wanted)
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x, out: torch.clamp(x, -0.5, 0.5, out=out),
+        lambda x, out: torch.clamp_min(x, 0.1, out=out),
+        lambda x, out: torch.clamp_max(x, 0.1, out=out),
+        lambda x, out: F.gelu(x, out=out),
+    ],
+)
+def test_a_call_that_writes_where_it_is_told_is_read(call):
+    class Writes(nn.Module):
+        def forward(self, x):
+            out = torch.empty_like(x)
+            call(x, out)
+            return out
+
+    x = torch.randn(5, 6)
+    gated = tg.convert(Writes(), inputs=x)
+    with tg.kernels.use("reference"):
+        torch.testing.assert_close(gated(x), Writes()(x), rtol=0, atol=1e-4)  # GELU's instance
+
+
 CALLS = [
     (F.leaky_relu, (0.2,), {}),
     (F.leaky_relu, (), {"negative_slope": 0.3}),

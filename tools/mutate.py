@@ -39,7 +39,7 @@ TESTS = {
     "conversion/answering.py": ("answering", "rewrite", "audit"),
     "conversion/local.py": ("certificate", "outputs", "rewrite"),
     "conversion/certificate.py": ("certificate", "outputs", "rewrite"),
-    "conversion/running.py": ("plan", "rewrite", "certificate", "audit"),
+    "conversion/watch.py": ("watch", "plan", "rewrite", "certificate", "audit"),
     "conversion/recomputing.py": ("rewrite", "answering"),
     "conversion/outputs.py": ("outputs", "certificate"),
     "conversion/recognise.py": ("recognise", "plan"),

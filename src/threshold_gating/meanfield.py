@@ -18,15 +18,14 @@ place of E[phi''^2]; nothing here does.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from threshold_gating.layers import Activation
 from threshold_gating.shape import curve, discontinuities
 
 _DEVIATIONS = 13.0  # the normal density beyond is under 1e-37
@@ -121,29 +120,6 @@ class CorrelationMap:
         # value and the slope at c = 1 of all terms beyond N. For smooth phi nothing is missing.
         n = torch.arange(len(self.powers), dtype=torch.float64)
         return (self.powers * c**n).sum().item() + self.rest * c ** (3 * _TERMS)
-
-
-@dataclass(frozen=True)
-class LayerTheory:
-    """One activation site of a live model: what reaches it, and what the theory says there.
-
-    `gain` is E[phi'^2] at the measured mean and variance, `measured_gain` the same over the values
-    themselves. sigma_w is that of the weights that read the site directly (None behind a norm or a
-    sum), chi = sigma_w^2 gain the growth of a squared gradient through both. `critical` is the
-    sigma_w that would make chi one; beta and chi_q are those at that sigma_w.
-    """
-
-    name: str
-    kind: str
-    mean: float
-    variance: float
-    gain: float
-    measured_gain: float
-    critical: float
-    sigma_w: float | None
-    chi: float | None
-    beta: float
-    chi_q: float
 
 
 def moments(f: Any, q: float, mean: float = 0.0) -> Moments:
@@ -293,106 +269,6 @@ def measured_correlations(
         together = (z[0] * z[1]).mean(-1) / (_rms(z[0]) * _rms(z[1])).squeeze(-1)
         path.append(((z**2).mean().item(), together.mean().item()))
     return path
-
-
-def layer_report(model: nn.Module, *inputs: Any, **kwargs: Any) -> tuple[LayerTheory, ...]:
-    """Theory of a live model: runs it once and reports each activation module, in order of call.
-
-    Sites are `Activation` and torch's own element-wise activation modules; functional calls are
-    not seen. A module that is called several times reports its first call. With parameters per
-    channel the figures are means over the channels (over 32 of them if more differ).
-    """
-    seen: dict[str, tuple[nn.Module, float, float, Tensor]] = {}
-    reads: dict[str, float] = {}
-    last: list[tuple[str, Tensor]] = []
-
-    def before(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
-            if name in seen:
-                return
-            x = args[0].detach().double().flatten().cpu()  # before the call may overwrite it
-            some = x[:: max(1, len(x) // 100_000)].clone()  # enough for a mean to a few per mille
-            seen[name] = (module, x.mean().item(), x.var(correction=0).item(), some)
-
-        return hook
-
-    def after(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-            last[:] = [(name, output)]
-
-        return hook
-
-    def reader(module: nn.Module, args: tuple[Any, ...]) -> None:
-        if last and args and args[0] is last[0][1]:
-            weight = module.weight
-            assert isinstance(weight, Tensor)
-            fan_in = weight[0].numel()
-            spread = math.sqrt(fan_in) * weight.detach().double().pow(2).mean().sqrt().item()
-            reads.setdefault(last[0][0], spread)
-
-    handles = []
-    for name, module in model.named_modules():
-        if isinstance(module, (Activation, *_ELEMENTWISE)):
-            handles.append(module.register_forward_pre_hook(before(name)))
-            handles.append(module.register_forward_hook(after(name)))
-        elif isinstance(module, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d):
-            handles.append(module.register_forward_pre_hook(reader))
-    try:
-        with torch.no_grad():
-            model(*inputs, **kwargs)
-    finally:
-        for handle in handles:
-            handle.remove()
-    if not seen:
-        raise ValueError(
-            f"layer_report: {type(model).__name__} called no activation module; functional calls "
-            "(F.relu) are not seen, give them modules."
-        )
-    return tuple(_site(name, *found, reads.get(name)) for name, found in seen.items())
-
-
-_ELEMENTWISE = (
-    *(nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.PReLU, nn.ELU, nn.CELU, nn.SELU, nn.GELU, nn.SiLU),
-    *(nn.Mish, nn.Sigmoid, nn.Tanh, nn.Hardtanh, nn.Hardsigmoid, nn.Hardswish, nn.Softplus),
-    *(nn.Softsign, nn.LogSigmoid, nn.Tanhshrink, nn.Softshrink, nn.Hardshrink, nn.Threshold),
-)
-
-
-def _site(
-    name: str, module: nn.Module, mean: float, variance: float, some: Tensor, sigma_w: float | None
-) -> LayerTheory:
-    functions = [curve(f) for f in _functions(module)]
-    each = [moments(f, max(variance, 1e-12), mean) for f in functions]
-    gain = sum(m.slope for m in each) / len(each)
-    bend = sum(m.curvature for m in each) / len(each)
-    growth = sum(m.growth for m in each) / len(each)
-    measured = sum(f(some, 1).pow(2).mean().item() for f in functions) / len(functions)
-    return LayerTheory(
-        name=name,
-        kind=type(module).__name__,
-        mean=mean,
-        variance=variance,
-        gain=gain,
-        measured_gain=measured,
-        critical=gain**-0.5 if gain else math.inf,
-        sigma_w=sigma_w,
-        chi=None if sigma_w is None else sigma_w**2 * gain,
-        beta=2 * gain / (variance * bend) if variance * bend else math.inf,
-        chi_q=growth / gain if gain else math.nan,
-    )
-
-
-def _functions(module: nn.Module) -> Sequence[Callable[[Tensor], Tensor]]:
-    """The functions that a module applies, one for each set of parameters it has."""
-    each: list[Callable[[Tensor], Tensor]] = [module]
-    if isinstance(module, Activation):
-        each = list(module.instances())
-    elif isinstance(module, nn.PReLU):
-        slopes = module.weight.detach().double().tolist()
-        each = [partial(nn.functional.leaky_relu, negative_slope=a) for a in slopes]
-    # by their text: equal instances and equal slopes print alike
-    distinct = list({repr(f): f for f in each}.values())
-    return distinct[:: max(1, len(distinct) // 32)][:32]
 
 
 def _rms(x: Tensor) -> Tensor:

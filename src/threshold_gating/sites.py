@@ -128,10 +128,10 @@ KINDS: dict[str, Kind] = {
     "celu": _with(taxonomy.celu, alpha=1.0),
     "softplus": _with(_softplus, beta=1.0, threshold=20.0),
     "rrelu": _with(_rrelu, lower=1 / 8, upper=1 / 3, training=False),
-    "gelu": Kind(lambda input, *, approximate="none": Call(input, (approximate,)), _gelu),
-    "clamp": Kind(lambda input, min=None, max=None: Call(input, (min, max)), _clamp),
-    "clamp_min": Kind(lambda input, min: Call(input, (min, None)), _clamp),
-    "clamp_max": Kind(lambda input, max: Call(input, (None, max)), _clamp),
+    "gelu": Kind(lambda input, *, approximate="none", out=None: Call(input, (approximate,)), _gelu),
+    "clamp": Kind(lambda input, min=None, max=None, out=None: Call(input, (min, max)), _clamp),
+    "clamp_min": Kind(lambda input, min, out=None: Call(input, (min, None)), _clamp),
+    "clamp_max": Kind(lambda input, max, out=None: Call(input, (None, max)), _clamp),
 }
 # The kinds whose instance is only approximate; all others are exact for every parameter.
 APPROXIMATE = frozenset(

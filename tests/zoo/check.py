@@ -16,7 +16,7 @@ from threshold_gating import kernels, sites
 from threshold_gating.conversion import answering
 from threshold_gating.conversion.local import difference, floats
 from threshold_gating.conversion.plan import arguments
-from threshold_gating.conversion.running import evaluating, fresh
+from threshold_gating.conversion.watch import evaluating, fresh
 from threshold_gating.layers import Activation
 
 BOUND = 3e-6  # of max|d|/max|y|, native off

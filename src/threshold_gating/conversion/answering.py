@@ -80,6 +80,7 @@ def _answered(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs:
     setting, a global, a random number), one that the plan does not have is refused.
     """
     mode = Answering(module.__dict__["tg_sites"])
+    mode.watch = module.__dict__.get("tg_watch")
     with mode:
         output = forward(*args, **kwargs)
     mode.finish()
@@ -214,6 +215,8 @@ _NEVER = object()
 class Answering(TorchFunctionMode):
     """Answers the nonlinear calls of one run of an owner's forward by its plan."""
 
+    watch: Callable[..., Any] | None = None  # evaluates each call, and tells of it
+
     def __init__(
         self, plan: Mapping[str, Site | None] | None, counts: Mapping[str, int] | None = None
     ) -> None:
@@ -242,6 +245,8 @@ class Answering(TorchFunctionMode):
         # An owner around this one must not be asked again, neither about a call that is left alone
         # nor about the arithmetic of the gates.
         with torch._C.DisableTorchFunction():
+            if self.watch is not None:
+                return self.watch(kind, _evaluation(site, func), args, kwargs, site)
             return func(*args, **kwargs) if site is None else answer(site, func, args, kwargs)
 
     def _inside(self, run: Callable[..., Any]) -> Callable[..., Any]:
@@ -399,6 +404,11 @@ def answer(site: Site, func: Any, args: Any, kwargs: Any) -> Any:
     y = evaluate(x)
     y = y.clone() if y is x else y  # an instance that changes nothing: torch gives a new tensor
     return _written(y, out)
+
+
+def _evaluation(site: Site | None, func: Any) -> Callable[..., Any]:
+    """`answer` as a function of what the call is given."""
+    return func if site is None else lambda *args, **kwargs: answer(site, func, args, kwargs)
 
 
 def _written(y: Any, out: Tensor | None) -> Any:

@@ -29,7 +29,7 @@ from threshold_gating import recurrent, taxonomy
 from threshold_gating.conversion import ops
 from threshold_gating.conversion.answering import LEAVE, Answering, answer
 from threshold_gating.conversion.plan import Site
-from threshold_gating.conversion.running import Run, Running, evaluating, fresh
+from threshold_gating.conversion.watch import Run, Running, evaluating, fresh
 from threshold_gating.layers import Activation
 
 WIDTH = 100
@@ -310,7 +310,7 @@ class _Reader(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """The call of one of the library's modules that is running, the outermost."""
         return next((run for run in self.running.stack if is_gate(run.module)), None)
 
-    def _enter(self, run: Run, args: Any) -> None:
+    def _enter(self, run: Run, args: Any, kwargs: Any) -> None:
         if run is self._gate() and is_gate(gate := gate_of(run.module, run.index)):
             self.calls[run.site] += 1
             self.known[run.site] = described(gate)

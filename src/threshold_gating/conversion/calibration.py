@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from threshold_gating.conversion import ops
 from threshold_gating.conversion.audit import WIDTH, columns
 from threshold_gating.conversion.plan import ConversionError, instance_at, refuse
-from threshold_gating.conversion.running import evaluating
-from threshold_gating.conversion.sampling import Sampled, Watch
+from threshold_gating.conversion.sampling import Sampled, Sampler
+from threshold_gating.conversion.watch import evaluating
 from threshold_gating.fitting import Fit, fit, match
 from threshold_gating.instance import TG
 
@@ -232,22 +232,22 @@ def _collect(
     model: nn.Module, batches: Iterable[Any], options: _Options, say: _Say
 ) -> dict[str, Sampled]:
     """Run the network on all batches; the approximate sites in the order they ran."""
-    watch = Watch(model, options.kept, options.seed)
+    sampler = Sampler(model, options.kept, options.seed)
     count = inputs = 0
     for count, batch in enumerate(batches, 1):
         say(f"calibrate: running batch {count}", 0.0)
-        watch.run(batch)
+        sampler.run(batch)
         inputs += next((len(t) for t in ops.tensors(batch) if t.dim()), 1)
         if options.recipe == "paper" and inputs >= _INPUTS:
             break
     if not count:
         raise ValueError("calibrate: batches is empty; give at least one input.")
-    if not watch.found:
+    if not sampler.found:
         raise ConversionError(
-            f"calibrate: no approximate site ran in {type(model).__name__}{_listed(watch.exact)}"
-            + "".join(f" {note}." for note in watch.notes)
+            f"calibrate: no approximate site ran in {type(model).__name__}{_listed(sampler.exact)}"
+            + "".join(f" {note}." for note in sampler.notes)
         )
-    return watch.found
+    return sampler.found
 
 
 def _listed(exact: Mapping[str, str]) -> str:

@@ -34,7 +34,7 @@ from threshold_gating.conversion.audit import (
 from threshold_gating.conversion.local import RELATIVE, Error, Local
 from threshold_gating.conversion.outputs import Output
 from threshold_gating.conversion.plan import ConversionError
-from threshold_gating.conversion.running import INTERNAL, evaluating, fresh
+from threshold_gating.conversion.watch import INTERNAL, evaluating, fresh
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ def verify(
         local = Local(model, converted, tol or 0.0)
         given = fresh((args, kwargs))
         # Each starts from the same random numbers, should it draw any.
-        with torch.random.fork_rng(devices=[]), evaluating(model), local.running, local:
+        with torch.random.fork_rng(devices=[]), evaluating(model), local.watch:
             watched = _looked_at(model, *given)
         with torch.random.fork_rng(devices=[]):
             have, seen = _executed(converted, args, kwargs)
@@ -241,9 +241,9 @@ def _looked_at(model: nn.Module, args: Any, kwargs: Any) -> Any:
 
 
 _HIDDEN = (
-    "Inside torch.vmap, torch.func.grad and jacrev a tensor does not show its values: make the "
-    "call outside of them, or leave its site alone (sites={name: None}); strict=False converts "
-    "unproven."
+    "Inside torch.vmap (and jacfwd and hessian, which use it) a tensor does not show its values: "
+    "make the call outside of it, or leave its site alone (sites={name: None}); strict=False "
+    "converts unproven."
 )
 
 

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from threshold_gating import sites
@@ -27,7 +26,7 @@ from threshold_gating.conversion import ops
 from threshold_gating.conversion.answering import LEAVE, answer, as_it_comes
 from threshold_gating.conversion.audit import described, gate_of, is_gate
 from threshold_gating.conversion.plan import Site
-from threshold_gating.conversion.running import Run, Running, fresh
+from threshold_gating.conversion.watch import Run, Told, Visit, Watch, fresh
 
 # Ulp that an exact site may be off, in (float32 and float64, 16 bits), and why.
 LIMITS = {
@@ -194,47 +193,59 @@ def floats(tree: Any) -> list[Tensor]:
     return [t for t in ops.tensors(tree) if t.is_floating_point()]
 
 
-class Local(TorchFunctionMode):
-    """While the original runs, compares each of its sites with the converted one's."""
+class Local:
+    """While the original runs under `watch`, compares its sites with those of the converted one."""
 
     def __init__(self, model: nn.Module, converted: nn.Module, tol: float = 0.0) -> None:
-        super().__init__()
         self.tol = tol
         self.converted = dict(converted.named_modules(remove_duplicate=False))
-        self.running = Running(model, before=self._keep, after=self._compare)
+        self.watch = Watch(model, self._see, self._kind)
         self.errors: dict[str, Error] = {}
-        self._busy = False
 
-    def _gate(self, run: Run) -> nn.Module | None:
-        """What stands in the converted network for a module that is a site."""
-        module = gate_of(self.converted[run.where], run.index)
-        return module if is_gate(module) else None
+    def _gate(self, run: Run) -> nn.Module:
+        """What stands in the converted network for one call of a module."""
+        return gate_of(self.converted[run.where], run.index)
 
-    def _inside(self) -> bool:
-        return self._busy or any(self._gate(run) is not None for run in self.running.stack)
-
-    def _keep(self, run: Run, args: Any) -> None:
-        if self._gate(run) is not None:
-            run.saved = fresh(args)  # the module may work in place
-
-    def _compare(self, run: Run, args: Any, kwargs: Any, want: Any) -> None:
+    def _kind(self, run: Run) -> str | None:
         gate = self._gate(run)
-        if gate is None or self._inside():
-            return
-        site = gate.__dict__.get("site") or Site(run.site, described(gate).kind)
-        # Hooks of the module may have changed its input; what it overwrote is known from before.
-        taken = {t.data_ptr() for t in floats(want)}
-        given = run.saved if any(t.data_ptr() in taken for t in floats(args)) else args
+        return described(gate).kind if is_gate(gate) else None
+
+    def _see(self, visit: Visit) -> Told | None:
+        return self._call(visit) if visit.is_call else self._module(visit)
+
+    def _module(self, visit: Visit) -> Told:
+        module, gate = visit.run.module, self._gate(visit.run)
+        site = vars(gate).get("site") or Site(visit.name, visit.kind)
+        given = fresh((visit.args, visit.kwargs))  # the module may work in place
 
         def original(*args: Any, **kwargs: Any) -> Any:
             wide = any(t.dtype == torch.float64 for t in floats((args, kwargs)))
-            module = copy.deepcopy(run.module).double() if wide else run.module
-            return module.forward(*args, **kwargs)
+            return (copy.deepcopy(module).double() if wide else module).forward(*args, **kwargs)
 
-        self._busy = True  # what is called here is not the original's
-        have = gate.forward(*given, **kwargs)
-        self._add(run.site, site, want, have, original, gate.forward, (given, kwargs), run.module)
-        self._busy = False
+        def compare(want: Any) -> None:
+            args, kwargs = fresh(given)
+            have = gate.forward(*args, **kwargs)
+            self._add(visit.name, site, want, have, original, gate.forward, given, module)
+
+        return compare
+
+    def _call(self, visit: Visit) -> Told | None:
+        site = self._site(visit)
+        if site is None or isinstance(site, str):
+            name = visit.name if site is None else site
+            self.errors.setdefault(name, Error(name, Site(name, visit.kind))).calls += 1
+            return None
+        given = _kept(visit.args, {k: v for k, v in visit.kwargs.items() if k != "out"})
+
+        def gate(*args: Any, **kwargs: Any) -> Any:
+            return answer(site, visit.f, args, kwargs)
+
+        def compare(want: Any) -> None:
+            args, kwargs = _kept(*given)
+            have = gate(*args, **kwargs)
+            self._add(visit.name, site, want, have, visit.f, gate, given, visit.kind)
+
+        return compare
 
     def _add(
         self,
@@ -260,39 +271,16 @@ class Local(TorchFunctionMode):
             wide = (x.double(), *rest)
             error.tried.add(y, z, lambda: original(*wide, **kwargs))
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        skip = self._inside() or not self.running.stack
-        kind = None if skip else sites.read(func, args, kwargs)
-        if kind is None:
-            return func(*args, **kwargs)
-        name = self.running.name_call(kind)
-        site = self._site(name, kind, args, kwargs)
-        if site is None or isinstance(site, str):
-            name = name if site is None else site
-            self.errors.setdefault(name, Error(name, Site(name, kind))).calls += 1
-            return func(*args, **kwargs)
-        given = _kept(args, {k: v for k, v in kwargs.items() if k != "out"})
-
-        def gate(*args: Any, **kwargs: Any) -> Any:
-            return answer(site, func, args, kwargs)
-
-        x, options = _kept(*given)
-        have = gate(*x, **options)
-        want = func(*args, **kwargs)
-        self._add(name, site, want, have, func, gate, given, kind)
-        return want
-
-    def _site(self, name: str, kind: str, args: Any, kwargs: Any) -> Site | str | None:
+    def _site(self, visit: Visit) -> Site | str | None:
         """What the nearest owner of the converted network has for a call: a site, the name of the
         module if it is left alone as a whole, None if there is nothing."""
-        for run in reversed(self.running.stack):
+        for run in reversed(self.watch.running.stack):
             owner = self.converted[run.where].__dict__
             if "tg_sites" in owner:
                 plan = owner["tg_sites"]
                 if plan is None:
-                    return as_it_comes(kind, args, kwargs)
-                call = name.removeprefix(f"{run.where}:")
+                    return as_it_comes(visit.kind, visit.args, visit.kwargs)
+                call = visit.name.removeprefix(f"{run.where}:")
                 return run.where if LEAVE in plan else plan.get(call)
         return None
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from threshold_gating.conversion.local import LARGEST, RELATIVE, difference, floats, widened
-from threshold_gating.conversion.running import evaluating, fresh
+from threshold_gating.conversion.watch import evaluating, fresh
 
 # Ulp of the largest output that exact sites may make together. Rounding grows with depth: 25 are
 # common. More than this is no rounding, unless it is the original's, too.

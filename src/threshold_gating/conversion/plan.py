@@ -1,7 +1,6 @@
 """Where the nonlinearities of a network are and what is to stand there, before anything is changed.
 
-A site is named "layer1.0.act" (a module), "layer1.0.act#1" (its second call), "layer1.0:relu#0"
-(the first relu called by layer1.0) or ":relu#0" (called by the network itself).
+`watch` says how sites are named.
 """
 
 from __future__ import annotations
@@ -9,19 +8,18 @@ from __future__ import annotations
 import difflib
 import re
 import sys
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from threshold_gating import kernels, sites, taxonomy
 from threshold_gating.conversion import recognise
 from threshold_gating.conversion.purity import obstacle, own_attributes, probing
-from threshold_gating.conversion.running import Running, evaluating, fresh
+from threshold_gating.conversion.watch import Run, Visit, Watch, evaluating, fresh
 from threshold_gating.instance import TG
 from threshold_gating.layers import Activation
 
@@ -57,6 +55,9 @@ class Site:
     line: str = field(default="", repr=False, compare=False)  # of the code that makes the call
 
 
+ModuleSites = dict[nn.Module, list[Site | None]]
+
+
 class Plan(NamedTuple):
     """What to convert: whole modules by the sites of their calls, and calls by their owner.
 
@@ -65,7 +66,7 @@ class Plan(NamedTuple):
     know: modules that stay as they are unasked, and why.
     """
 
-    modules: dict[nn.Module, list[Site | None]]
+    modules: ModuleSites
     calls: dict[str, dict[str, Site | None]] | None
     notes: tuple[str, ...] = ()
 
@@ -85,13 +86,13 @@ def make_plan(model: nn.Module, wishes: Mapping[str, Choice] | None, inputs: Any
     calls: dict[str, dict[str, Site | None]] | None = None
     if inputs is not None:
         calls = {}
-        running = Running(model)
-        with evaluating(model), running, Tracer(running, modules, _collector(calls, chosen)):
+        watch = Watch(model, _collector(calls, chosen), whole(modules))
+        with evaluating(model), watch:
             run(model, fresh(inputs))
         for module, made in modules.items():
-            _name_calls(module, made, running.calls[module], chosen)
+            _name_calls(module, made, watch.running.calls[module], chosen)
         # These take a fused path in evaluation, which no gate is in; being owners keeps them from
-        # it, as the tracer kept them here.
+        # it, as being watched kept them here.
         fused = (nn.TransformerEncoder, nn.TransformerEncoderLayer)
         names = [name for name, module in model.named_modules() if isinstance(module, fused)]
         calls.update({name: calls.get(name, {}) for name in names})
@@ -240,11 +241,9 @@ class Judged(NamedTuple):
     note: str = ""
 
 
-def module_sites(
-    model: nn.Module, chosen: Choices, notes: list[str] | None = None
-) -> dict[nn.Module, list[Site | None]]:
+def module_sites(model: nn.Module, chosen: Choices, notes: list[str] | None = None) -> ModuleSites:
     """The modules that are element-wise nonlinearities, each with its site; adds to the notes."""
-    found: dict[nn.Module, list[Site | None]] = {}
+    found: ModuleSites = {}
     known: dict[Any, Judged] = {}
     notes = [] if notes is None else notes
     for name, module in model.named_modules():
@@ -274,6 +273,13 @@ def module_sites(
             found[module] = [Site(name, kind, *at) if at is not None else None]
             notes += [f"{what}: {judged.note}"] if judged.note else []
     return found
+
+
+def whole(modules: ModuleSites) -> Callable[[Run], str | None]:
+    """For `Watch`: each call of these modules is a site as a whole."""
+    sites = {module: made[0] if made else None for module, made in modules.items()}
+    kinds = {module: site.kind if site else _kind(module) for module, site in sites.items()}
+    return lambda run: kinds.get(run.module)
 
 
 def _is_bent(module: nn.Module) -> bool:
@@ -350,47 +356,31 @@ def _name_calls(module: nn.Module, made: list[Site | None], calls: int, chosen: 
         made.append(None if at is None else Site(name, first.kind, *at))
 
 
-class Tracer(TorchFunctionMode):
-    """Reports each nonlinear call of torch by name, except inside modules that are sites."""
-
-    def __init__(
-        self, running: Running, whole: Container[nn.Module], report: Callable[..., None]
-    ) -> None:
-        super().__init__()
-        self.running, self.whole, self.report = running, whole, report
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, stack = kwargs or {}, self.running.stack
-        kind = sites.read(func, args, kwargs) if stack else None
-        if kind is not None and not any(run.module in self.whole for run in stack):
-            self.report(self.running.name_call(kind), kind, args, kwargs)
-        return func(*args, **kwargs)
-
-
 def _collector(
     found: dict[str, dict[str, Site | None]], chosen: Choices
-) -> Callable[[str, str, Any, Any], None]:
+) -> Callable[[Visit], None]:
     """Collects calls as owner -> {"relu#0": site, or None to leave the call alone}."""
 
-    def collect(name: str, kind: str, args: Any, kwargs: Any) -> None:
-        owner, _, call = name.rpartition(":")
-        if call not in found.setdefault(owner, {}):
-            found[owner][call] = _call_site(name, kind, args, kwargs, chosen)
+    def collect(visit: Visit) -> None:
+        owner, _, call = visit.name.rpartition(":")
+        if visit.is_call and call not in found.setdefault(owner, {}):
+            found[owner][call] = _call_site(visit, chosen)
 
     return collect
 
 
-def _call_site(name: str, kind: str, args: Any, kwargs: Any, chosen: Choices) -> Site | None:
+def _call_site(visit: Visit, chosen: Choices) -> Site | None:
+    name, kind = visit.name, visit.kind
     if kind in sites.WHOLE:
         return None if chosen.leaves(name) else Site(name, kind)
     if chosen.leaves_alone(name):
         return None
-    parameters = sites.KINDS[kind].read(*args, **kwargs).parameters
+    parameters = visit.call.parameters
     try:
         known = sites.of_call(kind, parameters)
     except ValueError as error:
         raise ConversionError(f"{name}: {error}", name) from error
-    what = chosen.at(name, known, sites.function(kind, parameters))
+    what = chosen.at(name, known, visit.function)
     if what is None:
         return None
     return Site(name, kind, *what, parameters, kernels.native(what.t), calling_line())

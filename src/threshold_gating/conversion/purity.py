@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from threshold_gating.conversion.running import changed, kept
+from threshold_gating.conversion.watch import changed, kept
 
 _PLAIN = (bool, int, float, str, types.NoneType, torch.dtype)
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import zlib
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,11 +15,11 @@ from threshold_gating.conversion.plan import (
     Choices,
     ConversionError,
     Function,
-    Tracer,
     module_sites,
     run,
+    whole,
 )
-from threshold_gating.conversion.running import Running, fresh
+from threshold_gating.conversion.watch import Visit, Watch, fresh
 
 _CHUNK = 2**20  # values looked at together
 
@@ -91,7 +90,7 @@ def _without_labels(model: nn.Module, batch: Any) -> Any:
     )
 
 
-class Watch:
+class Sampler:
     """Runs a network and keeps `size` of the inputs of each approximate site."""
 
     def __init__(self, model: nn.Module, size: int, seed: int) -> None:
@@ -100,47 +99,43 @@ class Watch:
         self.exact: dict[str, str] = {}  # kinds of the others
         self.notes: list[str] = []  # on modules that stay as they are
         found = module_sites(model, Choices(None), self.notes)
-        self.modules = {module: made[0] for module, made in found.items() if made}
-        self.running = Running(model)
+        self.modules = {module: made for module, made in found.items() if made}
 
     def run(self, inputs: Any) -> None:
         """One batch."""
-        self.running = Running(self.model)  # calls are counted anew
-        with self.running, ExitStack() as hooks, Tracer(self.running, self.modules, self._call):
-            for module in self.modules:  # these run last, so they see what `forward` gets
-                hook = module.register_forward_pre_hook(self._module, with_kwargs=True)
-                hooks.callback(hook.remove)
+        with Watch(self.model, self._see, whole(self.modules)):
             run(self.model, fresh(_without_labels(self.model, inputs)))
 
-    def _module(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        site, name = self.modules[module], self.running.stack[-1].site
+    def _see(self, visit: Visit) -> None:
+        known = self._known(visit)
+        if known is None or known.exact:
+            self.exact.setdefault(visit.name, visit.kind)
+        else:
+            self._sample(visit, known)
+
+    def _known(self, visit: Visit) -> sites.Recognised | None:
+        """The default instance of a site, None for a call that is exact."""
+        if visit.is_call and visit.kind not in sites.APPROXIMATE:
+            return None
+        if visit.name in self.found:
+            return self.found[visit.name].default
+        if visit.is_call:
+            return sites.of_call(visit.kind, visit.call.parameters)
+        (site,) = self.modules[visit.run.module]
         assert site is not None and site.t is not None
-        known = sites.Recognised(site.t, site.exact, site.sup)
-        self._sample(name, site.kind, module.forward, known, (*args, *kwargs.values())[0])
+        return sites.Recognised(site.t, site.exact, site.sup)
 
-    def _call(self, name: str, kind: str, args: Any, kwargs: Any) -> None:
-        if kind not in sites.APPROXIMATE:
-            self.exact.setdefault(name, kind)
-            return
-        call = sites.KINDS[kind].read(*args, **kwargs)
-        site = self.found.get(name)
-        known = site.default if site is not None else sites.of_call(kind, call.parameters)
-        self._sample(name, kind, sites.function(kind, call.parameters), known, call.x)
-
-    def _sample(
-        self, name: str, kind: str, f: Function, known: sites.Recognised, x: Tensor
-    ) -> None:
-        if known.exact:
-            self.exact.setdefault(name, kind)
-            return
+    def _sample(self, visit: Visit, known: sites.Recognised) -> None:
+        name, x = visit.name, visit.x
         if not x.isfinite().all():
             bad = int((~x.isfinite()).sum())
             raise ConversionError(
-                f"calibrate: {bad} of {x.numel()} inputs of {name} ({kind}) are NaN or infinite; "
-                "leave out the batch that makes them.",
+                f"calibrate: {bad} of {x.numel()} inputs of {name} ({visit.kind}) are NaN or "
+                "infinite; leave out the batch that makes them.",
                 name,
             )
         if name not in self.found:
             seed = self.seed * 2**32 + zlib.crc32(name.encode())
-            self.found[name] = Sampled(kind, f, known, Reservoir(self.size, seed))
+            inputs = Reservoir(self.size, seed)
+            self.found[name] = Sampled(visit.kind, visit.function, known, inputs)
         self.found[name].inputs.add(x)

@@ -23,7 +23,7 @@ from threshold_gating import logits
 from threshold_gating.conversion.answering import own
 from threshold_gating.conversion.plan import ConversionError, Site, make_plan, run
 from threshold_gating.conversion.rewrite import places
-from threshold_gating.conversion.running import evaluating, fresh
+from threshold_gating.conversion.watch import evaluating, fresh
 from threshold_gating.primitive import wide
 
 KIND = "scaled_dot_product_attention"

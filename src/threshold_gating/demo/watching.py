@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from threshold_gating import attention, kernels, recurrent, sites
-from threshold_gating.conversion.plan import Choices, Tracer, module_sites, run
-from threshold_gating.conversion.running import Running, evaluating, fresh
+from threshold_gating.conversion.plan import Choices, module_sites, run, whole
+from threshold_gating.conversion.watch import Visit, Watch, evaluating, fresh
 from threshold_gating.instance import TG
 from threshold_gating.layers import Activation
 from threshold_gating.panels import Line, Panel
@@ -61,31 +61,18 @@ _PARTS = {
 def watch(model: nn.Module, x: Tensor) -> list[Seen]:
     """Run a network, not converted, and note what each of its functions gets, in order."""
     found: list[Seen] = []
-    running = Running(model)
-    modules = {m: made[0] for m, made in module_sites(model, Choices(None)).items() if any(made)}
+    modules = {m: made for m, made in module_sites(model, Choices(None)).items() if any(made)}
 
-    def on_module(module: nn.Module, args: Any) -> None:
-        site, name = modules[module], running.stack[-1].site
-        kind = "" if site is None else site.kind
-        found.append(_seen(name, kind, module.forward, args[0]))
+    def see(visit: Visit) -> None:
+        if visit.kind == "scaled_dot_product_attention":
+            found.append(_attention(visit.name, *visit.args))
+        elif visit.kind in _OPEN:
+            found.extend(_opened(visit.name, visit.kind, visit.args))
+        else:
+            found.append(_seen(visit.name, visit.kind, visit.function, visit.x))
 
-    def on_call(name: str, kind: str, args: Any, kwargs: Any) -> None:
-        with torch._C.DisableTorchFunction():  # what is computed here is not the network's
-            if kind == "scaled_dot_product_attention":
-                found.append(_attention(name, *args))
-            elif kind in _OPEN:
-                found.extend(_opened(name, kind, args))
-            else:
-                call = sites.KINDS[kind].read(*args, **kwargs)
-                found.append(_seen(name, kind, sites.function(kind, call.parameters), call.x))
-
-    hooks = [module.register_forward_pre_hook(on_module) for module in modules]
-    try:
-        with evaluating(model), running, Tracer(running, modules, on_call):
-            run(model, fresh(x))
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with evaluating(model), Watch(model, see, whole(modules)):
+        run(model, fresh(x))
     return found
 
 

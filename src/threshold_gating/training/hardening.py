@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from threshold_gating import recurrent, sites
+from threshold_gating.conversion.audit import gate_of, is_gate
+from threshold_gating.conversion.plan import Choices, ModuleSites, module_sites, run, whole
+from threshold_gating.conversion.watch import Run, Told, Visit, Watch, evaluating, fresh
+from threshold_gating.instance import TG
 from threshold_gating.layers import Activation
-from threshold_gating.recurrent import GRU, LSTM
 from threshold_gating.training.graph import put
 from threshold_gating.training.promotion import difference
 from threshold_gating.training.tiers import is_tiered
@@ -23,7 +28,8 @@ class Hardening:
 
     `sites` has for each one the RMS change of its activation over the inputs it saw (tiered layers:
     of their output), relative to the RMS before; `output` is max|d| / max|y| of the network.
-    Both are empty without inputs. `kept` says which gates stayed soft and why.
+    Both are empty without inputs. `kept` says what stayed soft and why: gates, and activations that
+    are torch's own. Sites are named as by `tg.audit`.
     """
 
     model: nn.Module
@@ -57,13 +63,14 @@ def harden(model: nn.Module, *, inputs: Any = None) -> Hardening:
 
     Args:
         model: a network with soft gates, learned or not; it is left as it was.
-        inputs: a tensor or a tuple of arguments; with them the cost is measured.
+        inputs: a tensor or a tuple of arguments; with them the cost is measured, and calls of torch
+            in a forward (`F.gelu`), which stay as they are, are seen and named in `kept`.
     """
     new = copy.deepcopy(model)
-    kept: dict[str, str] = {}
+    plain = module_sites(model, Choices(None))
+    kept = dict(_out_of_reach(model, plain, seen=inputs is not None))
     done: list[str] = []
     for name, module in list(new.named_modules()):
-        kept |= _out_of_reach(name, module)
         if not isinstance(module, Activation) or module.init.hard:
             continue
         why = _obstacle(module)
@@ -72,27 +79,48 @@ def harden(model: nn.Module, *, inputs: Any = None) -> Hardening:
             done.append(name)
         else:
             kept[name] = why
-    if not done:
-        reasons = "".join(f" {name or '(network)'}: {why}." for name, why in kept.items())
-        raise ValueError(f"harden: {type(model).__name__} has no soft gates to harden.{reasons}")
     for module in new.modules():
         if is_tiered(module):
             layer: Any = module
             if layer.gate.init.hard:
                 layer.init = replace(layer.init, tau=math.inf, owner=None)
-    if inputs is None:
-        return Hardening(new, {}, None, kept)
-    return Hardening(new, _costs(model, new, done, inputs), difference(model, new, inputs), kept)
+    costs = {}
+    if inputs is not None:
+        seen = _Seen(model, new, done, plain)
+        with evaluating(model), seen.watch:
+            run(model, fresh(inputs))
+        costs, kept = seen.costs, kept | seen.kept
+    if not done:
+        reasons = "".join(f" {name or '(network)'}: {why}." for name, why in kept.items())
+        raise ValueError(f"harden: {type(model).__name__} has no soft gates to harden.{reasons}")
+    output = None if inputs is None else difference(model, new, inputs)
+    return Hardening(new, costs, output, kept)
 
 
-def _out_of_reach(name: str, module: nn.Module) -> dict[str, str]:
-    """Soft gates that no `Activation` has: those of calls and of recurrent layers."""
-    plan = vars(module).get("tg_sites") or {}
-    soft = [c for c, site in plan.items() if site is not None and site.t and not site.t.hard]
-    found = {f"{name}:{call}": "it is a call in a forward, not a module" for call in soft}
-    if isinstance(module, LSTM | GRU):
-        found[name] = "it is recurrent, and its gates are within its step"
-    return found
+_CALL = "it is a call in a forward, not a module"
+_HARD = {"prelu", "maximum", "minimum", "rnn_relu", "rnn_relu_cell"}
+
+
+def _is_soft(kind: str, t: TG | None) -> bool:
+    """Whether a site has soft gates; without an instance its kind decides."""
+    return not t.hard if t is not None else kind not in _HARD and not kind.endswith("_by_tensors")
+
+
+def _out_of_reach(model: nn.Module, plain: ModuleSites, seen: bool) -> Iterator[tuple[str, str]]:
+    """What is soft and no `Activation`: recurrent layers, calls, modules of torch."""
+    for name, module in model.named_modules():
+        plan = vars(module).get("tg_sites", {})
+        if plan is None and not seen:
+            yield name, "its calls are answered as they come; give inputs to see them"
+        for call, site in (plan or {}).items():
+            if site is not None and _is_soft(site.kind, site.t):
+                yield f"{name}:{call}", _CALL
+        if isinstance(module, recurrent._Gated) and not all(t.hard for t in module.gates.values()):
+            yield name, "it is recurrent, and its gates are within its step"
+    for made in plain.values():
+        for site in made:
+            if site is not None and _is_soft(site.kind, site.t):
+                yield site.name, "it is torch's own, not a gate; convert the network first"
 
 
 def _obstacle(act: Activation) -> str | None:
@@ -128,27 +156,48 @@ def _hard(act: Activation) -> Activation:
     return new.train(act.training)
 
 
-@torch.no_grad()
-def _costs(model: nn.Module, new: nn.Module, names: list[str], inputs: Any) -> dict[str, float]:
-    """The change of each site on what it sees in the soft network."""
-    # A gate inside a layer is not called itself: its layer is.
-    owners = dict.fromkeys(
-        name.rpartition(".")[0] if is_tiered(model.get_submodule(name.rpartition(".")[0])) else name
-        for name in names
-    )
-    costs: dict[str, float] = {}
-    handles = []
-    for name in owners:
+class _Seen:
+    """What one run of the soft network shows: the change of each site, and calls that are soft."""
 
-        def watch(module: nn.Module, args: Any, y: Tensor, name: str = name) -> None:
-            other = new.get_submodule(name)(*args)
+    def __init__(
+        self, model: nn.Module, new: nn.Module, names: list[str], plain: ModuleSites
+    ) -> None:
+        # A gate inside a layer is not called itself: its layer is.
+        around = {name: name.rpartition(".")[0] for name in names}
+        owners = {around[n] if is_tiered(model.get_submodule(around[n])) else n for n in names}
+        self.hard = {model.get_submodule(name): new.get_submodule(name) for name in owners}
+        self.costs: dict[str, float] = {}
+        self.kept: dict[str, str] = {}
+        self.plain = whole(plain)
+        self.watch = Watch(model, self._see, self._kind, answered=True)
+
+    def _kind(self, run: Run) -> str | None:
+        return "gate" if is_gate(run.module) else self.plain(run)
+
+    def _see(self, visit: Visit) -> Told | None:
+        if visit.is_call:
+            t = visit.gate.t if visit.gate is not None else _instance(visit)
+            if _is_soft(visit.kind, t):
+                self.kept[visit.name] = _CALL
+            return None
+        hard = self.hard.get(gate_of(visit.run.module, visit.run.index))
+        if hard is None:
+            return None
+        args, kwargs = fresh((visit.args, visit.kwargs))  # the gate may work in place
+
+        def compare(y: Tensor) -> None:
             scale = y.square().mean().sqrt().clamp_min(1e-30)
-            costs[name] = float((other - y).square().mean().sqrt() / scale)
+            change = hard(*args, **kwargs) - y
+            self.costs[visit.name] = float(change.square().mean().sqrt() / scale)
 
-        handles.append(model.get_submodule(name).register_forward_hook(watch))
+        return compare
+
+
+def _instance(visit: Visit) -> TG | None:
+    """The instance of a call that torch answers, if it is element-wise."""
+    if visit.kind not in sites.KINDS:
+        return None
     try:
-        difference(model, model, inputs)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return costs
+        return sites.of_call(visit.kind, visit.call.parameters).t
+    except ValueError:  # no gate is that function
+        return None
