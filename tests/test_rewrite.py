@@ -818,3 +818,32 @@ def test_arguments_that_are_something_else_are_answered_with_what_was_meant(args
     for call in (convert, convert_):
         with pytest.raises(TypeError, match=pattern.replace(r"convert\(", r"convert_?\(")):
             call(*args)
+
+
+class Named(nn.Module):
+    """Activations that are called by the name of their argument."""
+
+    class Own(nn.Module):
+        def forward(self, hidden):
+            return torch.tanh(hidden / 3)
+
+    def __init__(self):
+        super().__init__()
+        self.gelu, self.own, self.relu = nn.GELU(), self.Own(), nn.ReLU()
+
+    def forward(self, x):
+        x = self.own(hidden=self.gelu(input=x))
+        return self.relu(input=x) + self.relu(x - 1)
+
+
+@pytest.mark.parametrize("sites", [None, {"relu#1": "silu"}])
+def test_an_activation_is_called_by_the_name_that_its_argument_had(sites):
+    net, x = Named(), torch.randn(5, 4)
+    gated = convert(net, sites, inputs=x, tol=None if sites is None else math.inf)
+    calls = {site.name: site.calls for site in tg.audit(gated, x).sites}
+    assert calls["gelu"] == calls["own"] == 1
+    if sites is None:
+        torch.testing.assert_close(gated(x), net(x), rtol=0, atol=1e-4)  # that of gelu is 5e-5
+    torch.testing.assert_close(copy.deepcopy(gated)(x), gated(x), rtol=0, atol=0)
+    with pytest.raises(TypeError, match="takes one argument, 'hidden'; got 0 by position and x by"):
+        gated.own(x=x)

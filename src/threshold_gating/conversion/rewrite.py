@@ -9,13 +9,14 @@ module stay as they were.
 from __future__ import annotations
 
 import copy
+import inspect
 import sys
 import threading
 import warnings
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -282,6 +283,16 @@ class _Converted(nn.Module):
             )
         super().__setattr__(name, value)
 
+    def given(self, args: Sequence[Tensor], named: Mapping[str, Tensor]) -> Tensor:
+        """The one argument of `forward`, which has the name that it had before."""
+        name = self.__dict__.get("argument", "x")
+        if len(args) + len(named) != 1 or (named and name not in named):
+            raise TypeError(
+                f"{type(self).__name__}.forward takes one argument, {name!r}; got {len(args)} by "
+                f"position and {', '.join(named) or 'none'} by name."
+            )
+        return args[0] if args else named[name]
+
 
 def _is_data(module: nn.Module, name: str, borrowed: frozenset[str]) -> bool:
     """Whether an attribute is data of what a module was and not of what it is."""
@@ -291,6 +302,14 @@ def _is_data(module: nn.Module, name: str, borrowed: frozenset[str]) -> bool:
 
 class Gate(_Converted, Activation):
     """An activation of a network that was converted to an `Activation`."""
+
+    def forward(self, *args: Tensor, **named: Tensor) -> Tensor:
+        """The gates of the one argument, also by the name that it had before."""
+        return super().forward(self.given(args, named))
+
+    if TYPE_CHECKING:
+
+        def __call__(self, *args: Tensor, **named: Tensor) -> Tensor: ...
 
 
 class PerCall(_Converted):
@@ -303,8 +322,9 @@ class PerCall(_Converted):
         super().__init__()
         self.name, self.calls = name, nn.ModuleList(calls)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, *args: Tensor, **named: Tensor) -> Tensor:
         """The next call of this run."""
+        x = self.given(args, named)
         k = _counts.calls.get(id(self), len(self.calls))
         if k >= len(self.calls):
             raise ConversionError(
@@ -399,8 +419,9 @@ def become(
     module: nn.Module, gates: Sequence[nn.Module], calls: Sequence[Site | None], place: Place
 ) -> None:
     """Let `module` be one gate or several, with its hooks and its mode, as the same object."""
+    argument = next(iter(inspect.signature(module.forward).parameters))
     for gate, site in zip(gates, calls, strict=False):
-        gate.__dict__["site"] = site
+        gate.__dict__.update(site=site, argument=argument)
     name = next((site.name.partition("#")[0] for site in calls if site is not None), "")
     new = PerCall(name, gates) if len(gates) > 1 else gates[0]
     for hooks in _HOOKS:
@@ -411,6 +432,6 @@ def become(
     original = object.__new__(type(module))
     object.__setattr__(original, "__dict__", module.__dict__)
     borrowed = {k: v for k, v in vars(module).items() if k not in vars(new)}
-    vars(new).update(borrowed, borrowed=frozenset(borrowed), replaced=original)
+    vars(new).update(borrowed, borrowed=frozenset(borrowed), replaced=original, argument=argument)
     module.__class__ = type(new)
     object.__setattr__(module, "__dict__", new.__dict__)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx, nn
 
+from threshold_gating.conversion.rewrite import Gate
 from threshold_gating.dense import Conv1d, Conv2d, Conv3d, Linear
 from threshold_gating.layers import Activation
 from threshold_gating.training.graph import (
@@ -95,7 +96,7 @@ def _plan(network: Network, node: fx.Node) -> dict[fx.Node, nn.Module] | str:
 
 def _is_gated(part: nn.Module, norm: type[nn.Module]) -> bool:
     """Whether its channels are where `norm` has them, or it does what `Activation` does."""
-    return type(part) in _BEHIND[norm] or type(part).forward is Activation.forward
+    return type(part) in _BEHIND[norm] or type(part).forward in (Activation.forward, Gate.forward)
 
 
 def _obstacle(network: Network, node: fx.Node) -> str | None:
