@@ -88,3 +88,26 @@ def step_by_step():
 def with_triton():
     """Run code in a process where Triton is as it comes, whatever it is in this one."""
     return _process()
+
+
+@pytest.fixture
+def tg(capsys):
+    """Run a command line; gives (exit code, stdout, stderr)."""
+    from threshold_gating.cli import main
+
+    def run(*words):
+        try:
+            code = main(list(words))
+        except SystemExit as end:  # how argparse leaves
+            code = end.code
+        return code, *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch, request):
+    """The folder that a command runs in, with the module's NETWORK as net.py."""
+    (tmp_path / "net.py").write_text(request.module.NETWORK)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path

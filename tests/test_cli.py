@@ -25,21 +25,6 @@ from threshold_gating.cli import main
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
-@pytest.fixture
-def tg(capsys):
-    """Run a command line; gives (exit code, stdout, stderr)."""
-
-    def run(*words):
-        try:
-            code = main(list(words))
-        except SystemExit as end:  # how argparse leaves
-            code = end.code
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return run
-
-
 def names_in(text):
     """The first word of each row of a text table: not indented, under the rule."""
     rows = text.split("\n\n")[0].splitlines()[2:]

@@ -8,8 +8,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from threshold_gating.cli import main
-
 NETWORK = """
 import torch
 from torch import nn
@@ -64,22 +62,6 @@ def says():
 ready = make_model()
 ready_inputs = torch.ones(5, 4)
 """
-
-
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    (tmp_path / "net.py").write_text(NETWORK)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-@pytest.fixture
-def tg(capsys):
-    def run(*words):
-        code = main(list(words))
-        return code, *capsys.readouterr()
-
-    return run
 
 
 def test_a_network_of_a_file_is_converted_verified_and_saved(folder, tg):

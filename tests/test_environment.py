@@ -9,22 +9,6 @@ import torch
 
 import threshold_gating
 from threshold_gating import environment, kernels
-from threshold_gating.cli import main
-
-
-@pytest.fixture
-def tg(capsys):
-    """Run a command line; gives (exit code, stdout, stderr)."""
-
-    def run(*words):
-        try:
-            code = main(list(words))
-        except SystemExit as end:  # how argparse leaves
-            code = end.code
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return run
 
 
 def test_env_tries_every_backend(tg):

@@ -41,22 +41,6 @@ def soft():
 ROWS_OF_NET = ["ReLU", "Swish", "LeakyReLU", "leaky_relu(0.3)", "tanh"]
 
 
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    (tmp_path / "net.py").write_text(NETWORK)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-@pytest.fixture
-def tg(capsys):
-    def run(*words):
-        code = main(list(words))
-        return code, *capsys.readouterr()
-
-    return run
-
-
 def proofs(path):
     return {(each["name"], each["dtype"]): each for each in json.loads(path.read_text())["proofs"]}
 
