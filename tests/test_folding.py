@@ -302,9 +302,9 @@ def test_a_converted_network_is_folded_where_it_was_given_its_instances():
     steep = tg.TG(3.0, 0.1, (0, 1), (0, 0))
     model = tg.convert(Twice().eval(), {"act#1": steep}, inputs=x, strict=False)
     new = fold_batchnorm(model)
-    assert (new.folded, list(new.kept)) == (("second",), ["first"])
+    assert (new.folded, list(new.kept)) == (("first", "second"), [])  # each call by itself
     assert same(model, new, x)
-    assert same(model, new, x)  # calls are counted anew in each run
+    assert same(model, new, x)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -391,3 +391,48 @@ def test_a_call_that_torch_fx_does_not_see_where_it_was_is_refused():
     gated.twice = True
     with pytest.raises(ValueError, match=r"relu#0, relu#1 in torch.fx, and made relu#0 when"):
         fold_batchnorm(gated)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return F.gelu(self.linear(x))
+
+
+def test_a_network_converted_without_inputs_keeps_its_gates():
+    parts = (Block(), nn.PReLU(), nn.Linear(4, 4), nn.BatchNorm1d(4), nn.SiLU(), nn.Linear(4, 4))
+    net, x = nn.Sequential(*parts).eval(), torch.randn(5, 4)
+    gated = tg.convert(net)
+    with tg.kernels.use("reference"):
+        want = gated(x)
+        for new in (fold_batchnorm(gated), promote(gated)):
+            torch.testing.assert_close(new(x), want)
+            seen = tg.audit(new, x)
+            assert not seen.left
+            assert {"gelu", "prelu"} <= {site.kind for site in seen.sites}
+
+
+def test_an_owner_that_loses_its_calls_is_refused():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.bent = nn.BatchNorm1d(4), True
+
+        def forward(self, x):
+            x = self.norm(x)
+            return F.relu(x) if self.bent else x
+
+    gated = tg.convert(Net().eval(), inputs=torch.randn(5, 4))
+    gated.bent = False
+    with pytest.raises(ValueError, match=r"makes the calls none in torch.fx, and made relu#0"):
+        fold_batchnorm(gated)
+
+
+def test_float64_is_kept_through_promotion():
+    torch.manual_seed(0)
+    parts = (nn.Linear(4, 4), norm_of(4, 1), nn.SiLU(), nn.Linear(4, 4))
+    net, x = nn.Sequential(*parts).double().eval(), torch.randn(5, 4).double()
+    assert difference(net, fold_batchnorm(promote(net)), x) < 1e-14

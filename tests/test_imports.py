@@ -312,3 +312,17 @@ def test_help_takes_under_0_3_s(tmp_path):
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         taken.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
     assert min(taken) < 0.3
+
+
+def test_two_threads_may_use_a_name_first():
+    code = f"""
+import threading, {PACKAGE} as tg
+failed = []
+def use(name):
+    try: getattr(tg, name)
+    except Exception as error: failed.append(error)
+threads = [threading.Thread(target=use, args=(n,)) for n in ("convert", "training", "theory")]
+[t.start() for t in threads], [t.join() for t in threads]
+print(failed)
+"""
+    assert _python(code).strip() == "[]"

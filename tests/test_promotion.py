@@ -1,6 +1,8 @@
 """Tiers up and down, gates to hard ones, BatchNorm into gates: on networks nobody made easy."""
 
 import copy
+import math
+import pickle
 import random
 
 import pytest
@@ -564,3 +566,57 @@ def test_hooks_and_float64_are_kept_by_hardening():
     theta = act.values()[1][0].item()
     torch.testing.assert_close(hard(x), torch.where(x > theta, x, 0.0), rtol=0, atol=0)
     assert seen == [hard[0]]
+
+
+class Over(nn.Module):
+    """A call that overwrites, read by a layer and by a sum."""
+
+    def __init__(self, call):
+        super().__init__()
+        self.first, self.second, self.call = nn.Linear(4, 4), nn.Linear(4, 4), call
+
+    def forward(self, x):
+        y = self.first(x)
+        self.call(y)
+        return self.second(y) + y
+
+
+OVER = {
+    "method": lambda y: y.relu_(),
+    "function": lambda y: F.relu_(y),
+    "argument": lambda y: F.relu(y, True),
+    "keyword": lambda y: F.leaky_relu(y, negative_slope=0.3, inplace=True),
+    "clamp": lambda y: y.clamp_min_(0.1),
+}
+
+
+@pytest.mark.parametrize("call", OVER.values(), ids=OVER)
+@pytest.mark.parametrize("wish", [None, "silu"])
+def test_a_call_that_overwrites_keeps_its_gate(call, wish):
+    net, x = Over(call).eval(), torch.randn(5, 4)
+    name = {"keyword": "leaky_relu", "clamp": "clamp_min"}.get(
+        next(k for k, v in OVER.items() if v is call), "relu"
+    )
+    sites = None if wish is None else {f":{name}#0": wish}
+    gated = tg.convert(net, sites, inputs=x, tol=None if wish is None else math.inf)
+    with tg.kernels.use("reference"):
+        new = promote(gated)
+        torch.testing.assert_close(new(x), gated(x))
+        seen = tg.audit(new, x)
+    assert not seen.left
+    assert not any(site.native for site in seen.sites)
+    torch.testing.assert_close(pickle.loads(pickle.dumps(new))(x), new(x))
+
+
+def test_an_instance_of_each_call_is_promoted_by_itself():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second, self.act = nn.Linear(4, 4), nn.Linear(4, 4), nn.ReLU()
+
+        def forward(self, x):
+            return self.act(self.second(self.act(self.first(x))))
+
+    net, x = Net().eval(), torch.randn(5, 4)
+    gated = tg.convert(net, {"act#1": "silu"}, inputs=x, tol=math.inf)
+    torch.testing.assert_close(promote(gated)(x), gated(x))

@@ -4,6 +4,8 @@ Names are imported when they are first used: `tg --help` must not wait for torch
 """
 
 import importlib
+import threading
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 from threshold_gating._version import __version__ as __version__
@@ -92,18 +94,24 @@ _HOMES = {
 }
 
 if not TYPE_CHECKING:  # or a type checker would take any name for one of ours
+    # Two threads that import parts which need each other would each see half of one.
+    _importing = threading.RLock()
+
+    def _imported(name: str) -> ModuleType:
+        with _importing:
+            return importlib.import_module(f"{__name__}.{name}")
 
     def __getattr__(name: str) -> object:
         """A public name or a module of the package, imported at its first use."""
         home = _HOMES.get(name)
         if home is not None:
-            value = getattr(importlib.import_module(f"{__name__}.{home}"), name)
+            value = getattr(_imported(home), name)
             return globals().setdefault(name, value)  # found there from now on
         module = f"{__name__}.{name}"
         try:
-            if name.startswith("__"):  # __main__ would run
+            if name.startswith("__") or not name.isidentifier():  # __main__ would run
                 raise ModuleNotFoundError(name=module)
-            return importlib.import_module(module)
+            return _imported(name)
         except ModuleNotFoundError as error:
             if error.name != module:
                 raise

@@ -419,7 +419,8 @@ def become(
     module: nn.Module, gates: Sequence[nn.Module], calls: Sequence[Site | None], place: Place
 ) -> None:
     """Let `module` be one gate or several, with its hooks and its mode, as the same object."""
-    argument = next(iter(inspect.signature(module.forward).parameters))
+    taken = inspect.signature(module.forward).parameters.values()
+    argument = next((p.name for p in taken if p.kind is p.POSITIONAL_OR_KEYWORD), "x")
     for gate, site in zip(gates, calls, strict=False):
         gate.__dict__.update(site=site, argument=argument)
     name = next((site.name.partition("#")[0] for site in calls if site is not None), "")

@@ -135,6 +135,7 @@ def _folded(part: Any, a: Tensor, d: Tensor) -> nn.Module | str:
     tiered = is_tiered(part)
     gate: Activation = part.gate if tiered else part
     t, flip, dtype = gate.init, a < 0, gate.theta0.dtype
+    dtype = torch.promote_types(dtype, part.weight.dtype) if tiered else dtype
     if t.K < 2 or t.q is not None or t.clamp is not None:
         return "has other branches than two or more affine ones"
     one = gate.group == (1,)
@@ -155,7 +156,8 @@ def _folded(part: Any, a: Tensor, d: Tensor) -> nn.Module | str:
     if not (all(_fits(w, dtype) for w in x) and (not tiered or _fits(weight, part.weight.dtype))):
         return f"would have values beyond {str(dtype).removeprefix('torch.')}"
     x = x._replace(theta=_owned(x.theta.to(dtype), t.owner, flip) if t.hard else x.theta)
-    new = _gate(gate, ("tau", "theta", "c") if tiered else ("tau", "theta", "s", "c"), len(a))
+    free = ("tau", "theta", "c") if tiered else ("tau", "theta", "s", "c")
+    new = _gate(gate, free, len(a)).to(dtype)
     new.set_values(x.tau if isinstance(t.tau, tuple) else x.tau[0], x.theta, x.s, x.c)
     return new if not tiered else _tiered(part, new, weight)
 

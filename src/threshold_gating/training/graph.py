@@ -17,7 +17,7 @@ from threshold_gating import sites
 from threshold_gating.conversion import recognise
 from threshold_gating.conversion.answering import LEAVE, as_it_comes, disown, own
 from threshold_gating.conversion.plan import Site
-from threshold_gating.conversion.rewrite import PerCall, count_calls
+from threshold_gating.conversion.rewrite import PerCall
 from threshold_gating.dense import TIERED
 from threshold_gating.instance import TG
 from threshold_gating.layers import Activation
@@ -75,6 +75,7 @@ class Network(NamedTuple):
     module: fx.GraphModule
     acts: dict[fx.Node, Act]
     calls: dict[fx.Node, Site | None]
+    as_they_come: bool  # converted without inputs: gates answer whatever is called
 
 
 def trace(model: nn.Module) -> Network:
@@ -85,14 +86,15 @@ def trace(model: nn.Module) -> Network:
             "remove them, and register them on the result."
         )
     copied, tracer = copy.deepcopy(model), Tracer()
-    plans = {name: vars(m).get("tg_sites", {LEAVE: None}) for name, m in copied.named_modules()}
+    plans: dict[str, Any] = {}  # of the owners that are followed
     closed: tuple[str, ...] = ()  # what is not followed keeps the gates that answer its calls
     for name, part in copied.named_modules():
         if name.startswith(closed):
             continue
         if name and tracer.is_leaf_module(part, name):
             closed += (f"{name}.",)
-        else:
+        elif "tg_sites" in vars(part):
+            plans[name] = vars(part)["tg_sites"]
             disown(part)
     try:
         graph = tracer.trace(copied)
@@ -104,8 +106,24 @@ def trace(model: nn.Module) -> Network:
     module = fx.GraphModule(copied, graph, type(model).__name__)
     for name, part in module.named_modules():  # torch makes new containers, in training mode
         part.training = copied.get_submodule(name).training
+    _separate(module)
     calls = _calls(module, plans)
-    return Network(module, dict(_acts(module, calls)), calls)
+    come = None in plans.values() and None not in calls.values()
+    return Network(module, dict(_acts(module, calls)), calls, come)
+
+
+def _separate(module: fx.GraphModule) -> None:
+    """Call each instance of a `PerCall` by itself: in a graph it is known which call is which."""
+    counts = Counter[str]()
+    for node in module.graph.nodes:
+        part = module.get_submodule(node.target) if node.op == "call_module" else None
+        if isinstance(part, PerCall):
+            counts[node.target] += 1
+            node.target = f"{node.target}.{counts[node.target] - 1}"
+    for name in counts:
+        part = module.get_submodule(name)
+        assert isinstance(part, PerCall)
+        module.set_submodule(name, part.calls)
 
 
 def _calls(module: fx.GraphModule, plans: dict[str, Any]) -> dict[fx.Node, Site | None]:
@@ -113,22 +131,27 @@ def _calls(module: fx.GraphModule, plans: dict[str, Any]) -> dict[fx.Node, Site 
     runs: dict[tuple[str, str], dict[str, fx.Node]] = {}  # of an owner's forward
     for node in module.graph.nodes:
         if (kind := _kind(node)) is not None:
-            stack = list((node.meta.get("nn_module_stack") or {"": ("", None)}).items())
-            run = runs.setdefault((stack[-1][0], str(stack[-1][1][0])), {})
+            inside = node.meta.get("nn_module_stack") or {}
+            stack = [("", ""), *((k, str(v[0])) for k, v in inside.items())]
+            # the innermost owner around a call answers it
+            run = runs.setdefault(next((k for k in stack[::-1] if k[1] in plans), ("", "")), {})
             count = sum(name.partition("#")[0] == kind for name in run)
             run[f"{kind}#{count}"] = node
+    for owner, plan in plans.items():  # which lost all its calls on the way
+        if plan and LEAVE not in plan and not any(owner == name for _, name in runs):
+            runs["", owner] = {}
     found: dict[fx.Node, Site | None] = {}
     for (_, owner), run in runs.items():
-        plan = plans.get(owner, {})
+        plan = plans.get(owner, {LEAVE: None})
         if plan is None:
             plan = {n: as_it_comes(n.partition("#")[0], c.args, c.kwargs) for n, c in run.items()}
         elif LEAVE in plan:
             plan = dict.fromkeys(run)
         if plan.keys() != run.keys():
             raise ValueError(
-                f"{owner or 'the network'} makes the calls {', '.join(run)} in torch.fx, and made "
-                f"{', '.join(plan) or 'none'} when it was converted; give the network as it was "
-                "before, or convert it with inputs that take the same path."
+                f"{owner or 'the network'} makes the calls {', '.join(run) or 'none'} in torch.fx, "
+                f"and made {', '.join(plan) or 'none'} when it was converted; give the network as "
+                "it was before, or convert it with inputs that take the same path."
             )
         found |= {node: plan[name] for name, node in run.items()}
     return found
@@ -159,10 +182,10 @@ def finished(network: Network) -> fx.GraphModule:
             site = network.calls.get(node)
             # lines are those of the generated text now, and a graph takes one path
             plan[f"{kind}#{count}"] = site and replace(site, line="")
-    counted = any(isinstance(part, PerCall) for part in module.modules())
-    if counted or any(site is not None for site in plan.values()):
+    if network.as_they_come:
+        own(module, None)
+    elif any(site is not None for site in plan.values()):
         own(module, plan)
-        count_calls(module)  # the hooks that did it were the root's
     return module
 
 
@@ -170,13 +193,9 @@ def _acts(
     module: fx.GraphModule, calls: dict[fx.Node, Site | None]
 ) -> Iterator[tuple[fx.Node, Act]]:
     recognised: dict[nn.Module, Act | None] = {}
-    counts = Counter[str]()
     for node in module.graph.nodes:
         if node.op == "call_module":
             part = module.get_submodule(node.target)
-            if isinstance(part, PerCall):
-                part = part.calls[counts[node.target]]
-                counts[node.target] += 1
             if part not in recognised:
                 recognised[part] = _of_module(part)
             found = recognised[part]

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from threshold_gating import sites, taxonomy
@@ -332,7 +333,13 @@ def _not_in_place(network: Network, node: fx.Node) -> None:
             if getattr(module, "inplace", False):
                 module.inplace = False  # type: ignore[assignment]
         return
-    kind = sites.FUNCTIONS[function(node)][0]
-    call = sites.KINDS[kind].read(*node.args, **node.kwargs)
-    node.op, node.target = "call_function", sites.function(kind, call.parameters)
-    node.args, node.kwargs = (node.all_input_nodes[0],), {}
+    name = str(getattr(node.target, "__name__", node.target))
+    if not name.endswith("_"):  # by an argument
+        kind = sites.FUNCTIONS[function(node)][0]
+        parameters = sites.KINDS[kind].read(*node.args, **node.kwargs).parameters
+        node.args, node.kwargs = (node.all_input_nodes[0], *parameters), {}
+    elif node.op == "call_method":
+        node.target = name.removesuffix("_")
+    else:
+        plain = name.removesuffix("_")
+        node.target = getattr(F, plain, None) or getattr(torch, plain)
