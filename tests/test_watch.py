@@ -1,6 +1,7 @@
 """What a watcher is told of a running network, and what it leaves behind: nothing."""
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -192,8 +193,11 @@ def test_nothing_stays_in_the_network(fails):
         if fails:
             raise KeyError("stop")
 
-    with pytest.raises(KeyError) if fails else evaluating(model):
-        visits(model, see=see, answered=True)
+    # not in `evaluating`, which would put back what a watch leaves
+    watch = Watch(model, see, sites_of(model), answered=True)
+    with pytest.raises(KeyError) if fails else nullcontext(), watch:
+        assert any("tg_watch" in vars(m) for m in model.modules())
+        model(X.clone())
     assert [vars(m).keys() for m in model.modules()] == [b.keys() for b in before]
     assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
     hooks = nn.modules.module
@@ -201,21 +205,44 @@ def test_nothing_stays_in_the_network(fails):
     assert not hooks._global_forward_pre_hooks
 
 
-def test_a_network_may_copy_its_parts_while_it_is_watched():
+def test_a_watch_inside_another_leaves_the_outer_one_in_place():
+    model = convert(Net(), inputs=X)
+    outer, inner = [], []
+
+    def watch(found):
+        see = lambda visit: found.append(visit.kind) if visit.gate else None  # noqa: E731
+        return Watch(model, see, sites_of(model), answered=True)
+
+    with watch(outer):
+        with watch(inner):
+            model(X.clone())
+        assert not outer
+        model(X.clone())
+    answered = [kind for kind, name in zip(KINDS, NAMES, strict=True) if ":" in name]
+    assert inner == outer == answered
+    assert not any("tg_watch" in vars(m) for m in model.modules())
+
+
+def test_a_network_may_copy_its_parts_and_call_the_copies_while_it_is_watched():
+    sizes = []
+
     class Copies(nn.Module):
         def __init__(self):
             super().__init__()
-            self.act = nn.ReLU()
-            self.sizes = []
+            self.act, self.linear = nn.ReLU(), nn.Linear(6, 6)
 
         def forward(self, x):
             memo = {}
-            copy.deepcopy(self.act, memo)
-            self.sizes.append(sum(isinstance(v, nn.Module) for v in memo.values()))
-            assert self.sizes[-1] == 1  # not the network that a hook belongs to
-            return self.act(x)
+            copied = copy.deepcopy(self.act, memo)
+            sizes.append(sum(isinstance(v, nn.Module) for v in memo.values()))
+            return self.act(x) + copied(-x) + copy.deepcopy(self.linear)(x)
 
-    assert [visit.name for visit, _, _ in visits(Copies())] == ["act"]
+    # the copy is no part of the network: what it calls is called by who made it
+    assert [visit.name for visit, _, _ in visits(Copies())] == ["act", ":relu#0"]
+    assert sizes == [1]  # not the network that a hook belongs to
+    model = Copies()
+    gated = convert(model, inputs=X, strict=False)  # a copy of a gate has no site of its own
+    assert torch.equal(gated(X), model(X))
 
 
 def test_a_part_that_takes_no_hooks_runs():

@@ -212,7 +212,8 @@ class Running:
             self._begin(module, args, {})
 
     def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if not self.is_paused:
+        # a copy that the network makes of a part has its hook, too
+        if not self.is_paused and module in self.names:
             self.stack.append(Run(module, self.names[module], self.calls[module]))
             self.calls[module] += 1
             self.before(self.stack[-1], args, kwargs)
@@ -274,6 +275,9 @@ Read = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], str | Non
 class Watch(TorchFunctionMode):
     """While it is on, tells of every site of a run of `model`, in order.
 
+    A watch is one thread's, and the model with it. Of two watches of one model the inner one alone
+    is told of the calls that gates answer.
+
     Args:
         model: a network, converted or not.
         see: is told of each site before it is evaluated; what it returns is told the output.
@@ -298,6 +302,7 @@ class Watch(TorchFunctionMode):
 
     def __enter__(self) -> Watch:
         self.running.__enter__()
+        self.outer = [vars(owner).get("tg_watch") for owner in self.owners]
         for owner in self.owners:
             vars(owner)["tg_watch"] = self._call
         super().__enter__()  # type: ignore[no-untyped-call]
@@ -305,8 +310,13 @@ class Watch(TorchFunctionMode):
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
-        for owner in self.owners:
-            del vars(owner)["tg_watch"]
+        for owner, outer in zip(self.owners, self.outer, strict=True):
+            if outer is None:
+                vars(owner).pop(
+                    "tg_watch", None
+                )  # what ran inside may have put back an older state
+            else:
+                vars(owner)["tg_watch"] = outer
         self.running.__exit__(*error)
 
     def _tell(self, listener: Callable[[Any], Any], what: Any) -> Any:
