@@ -307,6 +307,22 @@ def test_a_converted_network_is_folded_where_it_was_given_its_instances():
     assert same(model, new, x)
 
 
+def test_a_folded_gate_takes_its_argument_by_the_name_that_it_had():
+    class Named(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.act = norm_of(4), nn.SiLU()
+
+        def forward(self, x):
+            return self.act(input=self.norm(x))
+
+    x = torch.randn(2, 4, 3, 3)
+    model = tg.convert(Named().eval(), inputs=x)
+    new = fold_batchnorm(model)
+    assert new.folded == ("norm",)
+    assert same(model, new, x)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_scales_are_computed_in_float64_whatever_the_norm_is_kept_in(dtype):
     norm = norm_of(4).to(dtype)

@@ -68,6 +68,35 @@ def test_the_cost_of_a_gate_that_works_in_place_is_that_of_its_input():
     assert cost == pytest.approx(want.item(), rel=1e-5)  # float32
 
 
+@pytest.mark.parametrize("where", ["before", "behind"])
+def test_the_cost_of_a_gate_is_that_of_what_it_computes_between_the_hooks_of_its_user(where):
+    model = nn.Sequential(nn.Identity(), tg.Activation("silu"))
+    if where == "before":
+        model[1].register_forward_pre_hook(lambda module, args: (args[0] * 3,))
+    else:
+        model[1].register_forward_hook(lambda module, args, y: y * 3)
+    x = X * 3 if where == "before" else X
+    y = F.silu(x)
+    want = (x.relu() - y).square().mean().sqrt() / y.square().mean().sqrt()
+    assert harden(model, inputs=X).sites["1"] == pytest.approx(want.item(), rel=1e-5)  # float32
+
+
+@pytest.mark.parametrize("sites", [None, {"act#1": "sigmoid"}])
+def test_a_hardened_gate_takes_its_argument_by_the_name_that_it_had(sites):
+    class Named(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.act = nn.SiLU()
+
+        def forward(self, x):
+            return self.act(input=self.act(input=x))
+
+    hard = harden(tg.convert(Named(), sites, inputs=X, strict=False), inputs=X)
+    want = X.relu().relu() if sites is None else (X.relu() > 0).float()
+    assert list(hard.sites) == ["act", "act#1"]
+    assert torch.equal(hard.model(X), want)
+
+
 def test_each_call_of_a_gate_has_its_cost():
     act = tg.Activation("silu")
     hard = harden(nn.Sequential(act, nn.Linear(6, 6), act), inputs=X)

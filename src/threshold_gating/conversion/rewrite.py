@@ -36,6 +36,7 @@ from threshold_gating.conversion.plan import (
 )
 from threshold_gating.conversion.purity import probing
 from threshold_gating.conversion.recognise import overwrites
+from threshold_gating.instance import TG
 from threshold_gating.layers import Activation
 
 Network = TypeVar("Network", bound=nn.Module)  # a converted network is of the class that it was
@@ -310,6 +311,14 @@ class Gate(_Converted, Activation):
     if TYPE_CHECKING:
 
         def __call__(self, *args: Tensor, **named: Tensor) -> Tensor: ...
+
+
+def successor(act: Activation, record: TG, **options: Any) -> Activation:
+    """A new activation for where `act` stands: on its device, in its type, called by its names."""
+    kind = Gate if isinstance(act, Gate) else Activation
+    new = kind(record, device=act.theta0.device, **options).to(act.theta0.dtype)
+    vars(new).update({k: v for k, v in vars(act).items() if k == "argument"})
+    return new
 
 
 class PerCall(_Converted):

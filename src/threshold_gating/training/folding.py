@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx, nn
 
-from threshold_gating.conversion.rewrite import Gate
+from threshold_gating.conversion.rewrite import Gate, successor
 from threshold_gating.dense import Conv1d, Conv2d, Conv3d, Linear
 from threshold_gating.layers import Activation
 from threshold_gating.training.graph import (
@@ -183,14 +183,14 @@ def _tiered(part: Any, gate: Activation, weight: Tensor) -> nn.Module:
 
 
 def _gate(gate: Activation, train: tuple[str, ...], channels: int) -> Activation:
-    new = Activation(
+    new = successor(
+        gate,
         replace(gate.init, anchor=None),
         share="channel",
         channels=channels,
         train=[n for n in train if not (gate.init.hard and n == "tau")],
-        device=gate.theta0.device,
     )
-    return new.to(gate.theta0.dtype).eval().requires_grad_(False)
+    return new.eval().requires_grad_(False)
 
 
 def _table(w: Any, a: Tensor) -> Tensor:

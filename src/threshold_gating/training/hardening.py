@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from threshold_gating import recurrent, sites
 from threshold_gating.conversion.audit import gate_of, is_gate
 from threshold_gating.conversion.plan import Choices, ModuleSites, module_sites, run, whole
+from threshold_gating.conversion.rewrite import successor
 from threshold_gating.conversion.watch import Run, Told, Visit, Watch, evaluating, fresh
 from threshold_gating.instance import TG
 from threshold_gating.layers import Activation
@@ -140,15 +141,15 @@ def _hard(act: Activation) -> Activation:
     learned = [n for n in act.learned if n != "tau"]
     if act.learned:  # what it has learned has to be kept somewhere
         learned = ["theta", *(n for n in ("s", "c") if n in act.learned), "c"]
-    new = Activation(
+    new = successor(
+        act,
         record,
         share=act.share,
         channels=None if act.share in ("net", "layer") else act.group,
         axis=act.axis,
         train=learned,
         inplace=act.inplace,
-        device=act.theta0.device,
-    ).to(act.theta0.dtype)
+    )
     vars(new).update({k: v for k, v in vars(act).items() if "_hook" in k})
     if act.learned:
         _, theta, s, c = act.values()
@@ -187,7 +188,7 @@ class _Seen:
 
         def compare(y: Tensor) -> None:
             scale = y.square().mean().sqrt().clamp_min(1e-30)
-            change = hard(*args, **kwargs) - y
+            change = hard.forward(*args, **kwargs) - y  # y is what it was before hooks, too
             self.costs[visit.name] = float(change.square().mean().sqrt() / scale)
 
         return compare
