@@ -207,6 +207,36 @@ def test_the_messages_are_pinned():
     }
 
 
+@pytest.mark.parametrize("named", [False, True])
+def test_a_module_is_tried_near_its_thresholds_however_it_is_called(named):
+    call = (lambda m, x: m.act(input=x.abs() + 1)) if named else (lambda m, x: m.act(x.abs() + 1))
+    model = Calls(call, act=nn.ReLU())
+    converted = convert(model, inputs=X)
+    with torch.no_grad():
+        converted.act.theta0.add_(0.01)
+    failed = verify(model, converted, X).failed
+    assert list(failed) == ["act"]
+    assert "(Near its thresholds; these inputs do not show it.)" in failed["act"]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda m, x: F.leaky_relu(x.abs() + 1, 0.2),
+        lambda m, x: F.leaky_relu(negative_slope=0.2, input=x.abs() + 1),
+    ],
+)
+def test_a_call_is_tried_near_its_thresholds_however_it_is_called(call):
+    model = Calls(call)
+    converted = convert(model, inputs=X)
+    ((name, site),) = converted.tg_sites.items()
+    off = dataclasses.replace(site.t, theta=tuple(theta + 0.01 for theta in site.t.theta))
+    converted.tg_sites[name] = dataclasses.replace(site, t=off)
+    failed = verify(model, converted, X).failed
+    assert list(failed) == [f":{name}"]
+    assert "(Near its thresholds; these inputs do not show it.)" in failed[f":{name}"]
+
+
 def test_a_site_is_not_blamed_for_digits_that_the_original_loses():
     class Halves(nn.Module):
         def forward(self, x):

@@ -264,12 +264,19 @@ class Local:
         error.calls += 1
         error.proven = error.proven and _is_proven(site, replaced, want)
         error.add(want, have, lambda: original(*widened(args), **widened(kwargs)))
-        if site.t is not None and error.tried is None and args:
-            x, rest = points(site, args[0]), args[1:]
+        if site.t is not None and error.tried is None:
+            # by position or by name, as in the call; slopes and bounds are no tensors here
+            named = {k: v for k, v in kwargs.items() if isinstance(v, Tensor)}
+            x = points(site, (*args, *named.values())[0])
             error.tried = Error(name, site, math.inf)  # these inputs are not the network's
-            y, z = original(x.clone(), *rest, **kwargs), gate(x.clone(), *rest, **kwargs)
-            wide = (x.double(), *rest)
-            error.tried.add(y, z, lambda: original(*wide, **kwargs))
+
+            def at(f: Callable[..., Any], x: Tensor) -> Any:
+                if args:
+                    return f(x, *args[1:], **kwargs)
+                return f(**{**kwargs, next(iter(named)): x})
+
+            y, z = at(original, x.clone()), at(gate, x.clone())
+            error.tried.add(y, z, lambda: at(original, x.double()))
 
     def _site(self, visit: Visit) -> Site | str | None:
         """What the nearest owner of the converted network has for a call: a site, the name of the
