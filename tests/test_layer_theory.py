@@ -71,6 +71,28 @@ def test_layer_report_takes_activations_with_parameters_per_channel():
     assert prelu.gain == pytest.approx((1 + 0.25**2) / 2, rel=0.02)
 
 
+@pytest.mark.parametrize(
+    "slopes",
+    [
+        torch.eye(64)[0],  # one of 64 channels differs
+        torch.linspace(0, 1, 33),
+        torch.linspace(0, 1, 63),
+        torch.linspace(0, 1, 1000),
+    ],
+)
+def test_figures_of_a_site_are_means_over_all_of_its_channels(slopes):
+    model = nn.Sequential(nn.PReLU(len(slopes)))
+    model[0].weight.data.copy_(slopes)
+    x = torch.randn(2, len(slopes))
+    x = torch.cat([x, -x])  # as many values on either side, so P(x > 0) = 1/2
+    (site,) = layer_report(model, x)
+    want = (1 + slopes.double().square().mean().item()) / 2
+    # The mean of a^2 over 32 places in 0..1 is off by up to 1 / (6 * 31), the gain by half of it.
+    off = 1 / (12 * 31) if len(slopes.unique()) > 32 else 1e-6
+    assert site.gain == pytest.approx(want, abs=off)
+    assert site.measured_gain == pytest.approx(want, abs=off)
+
+
 class TwoForms(nn.Module):
     """One network whose activations are modules, or calls in its forward."""
 

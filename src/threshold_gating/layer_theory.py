@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -80,7 +81,8 @@ def layer_report(model: nn.Module, *inputs: Any, **kwargs: Any) -> LayerReport:
     What is not one element-wise function (softmax, attention, a recurrent layer) is named by a
     warning and in `skipped`. Arithmetic that bends (`x * (x > 0)`) is not seen; `tg.audit` lists
     it. A call in a block that runs several times is reported for the first run. With parameters
-    per channel the figures are means over the channels (over 32 of them if more differ).
+    per channel the figures are means over the channels; where more than 32 differ, over
+    32 channels spaced evenly.
 
     The model runs in the mode it is in; its state and the inputs stay as they were.
     """
@@ -106,7 +108,7 @@ class _Site(NamedTuple):
     """What reached a site in its first call, and the functions that it applied."""
 
     kind: str
-    functions: tuple[Function, ...]
+    functions: Sequence[tuple[Function, int]]
     mean: float
     variance: float
     some: Tensor
@@ -170,6 +172,7 @@ class _Seen:
 
 
 _READER = "weights"
+_MOST = 32  # functions of a site that are integrated
 _LINEAR = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _FORWARDS = {kind.forward for kind in _LINEAR}
 _RANDOM = {function for function, (kind, _) in sites.FUNCTIONS.items() if kind == "rrelu"}
@@ -205,8 +208,8 @@ def _evaluated(run: Run) -> nn.Module:
     return gate_of(run.module, run.index) if is_gate(run.module) else run.module
 
 
-def _functions(visit: Visit) -> tuple[Function, ...]:
-    """The functions that a site applies, one for each set of parameters it has; () if none is."""
+def _functions(visit: Visit) -> list[tuple[Function, int]]:
+    """The functions that a site applies, and how many of its channels have each; [] if none is."""
     module = _evaluated(visit.run)
     each: list[Function] = []
     if visit.is_call and visit.kind == "prelu":
@@ -219,20 +222,36 @@ def _functions(visit: Visit) -> tuple[Function, ...]:
         each = list(module.instances())
     elif not visit.is_call and not is_gate(module):
         each = [module.forward]
+    return _weighed(each)
+
+
+def _weighed(each: Sequence[Function]) -> list[tuple[Function, int]]:
+    """The distinct functions among those of the channels, and how many channels have each.
+
+    Of more than `_MOST`, those at that many places along the channels, first and last included.
+    """
     # by their text: equal instances and equal slopes print alike
-    distinct = list({repr(f): f for f in each}.values())
-    return tuple(distinct[:: max(1, len(distinct) // 32)][:32])
+    if len(set(map(repr, each))) > _MOST:
+        each = [each[round(k * (len(each) - 1) / (_MOST - 1))] for k in range(_MOST)]
+    counts = Counter(map(repr, each))
+    return [(f, counts[text]) for text, f in {repr(f): f for f in each}.items()]
 
 
 def _row(name: str, site: _Site, sigma_w: float | None) -> LayerTheory:
-    variance, functions = site.variance, [curve(f) for f in site.functions]
+    variance, weights = site.variance, [count for _, count in site.functions]
     if not math.isfinite(variance):
         raise ValueError("its inputs are empty, NaN or infinite")
+
+    def mean(figures: Iterable[float]) -> float:
+        """Over the channels."""
+        return sum(v * w for v, w in zip(figures, weights, strict=True)) / sum(weights)
+
+    functions = [curve(f) for f, _ in site.functions]
     each = [moments(f, max(variance, 1e-12), site.mean) for f in functions]
-    gain = sum(m.slope for m in each) / len(each)
-    bend = sum(m.curvature for m in each) / len(each)
-    growth = sum(m.growth for m in each) / len(each)
-    measured = sum(f(site.some, 1).pow(2).mean().item() for f in functions) / len(functions)
+    gain = mean(m.slope for m in each)
+    bend = mean(m.curvature for m in each)
+    growth = mean(m.growth for m in each)
+    measured = mean(f(site.some, 1).pow(2).mean().item() for f in functions)
     return LayerTheory(
         name=name,
         kind=site.kind,
