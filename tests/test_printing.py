@@ -87,6 +87,14 @@ def test_json_in_a_file_is_beside_the_text_and_the_same(folder, capsys, line):
     assert (folder / "found.json").read_text() == capsys.readouterr().out
 
 
+def test_a_file_may_have_the_name_of_standard_output(folder, capsys):
+    assert main(["table", "relu"]) == 0
+    text = capsys.readouterr().out
+    assert main(["table", "relu", "--json", "./-"]) == 0
+    assert capsys.readouterr().out == text
+    assert strict((folder / "-").read_text())["rows"]
+
+
 @pytest.mark.parametrize("path", ["nowhere/x.json", "."])
 @pytest.mark.parametrize("command", ["env", "table", "demo"])
 def test_json_that_cannot_be_written_is_refused_before_the_work(folder, capsys, command, path):
@@ -144,7 +152,7 @@ def test_a_terminal_gets_a_bar_that_is_gone_at_the_end(stderr):
         ("explain relu -K 2 3", "relu: K = 3: exact with K = 2 already 00:"),
         (
             "calibrate loud.py:Loud --inputs 64,4 -K 2",
-            "loud.py:Loud: calibrate: fitting site 1 of 1",
+            "loud.py:Loud: calibrate: 1 sites fitted 100% |",
         ),
     ],
 )
@@ -231,7 +239,7 @@ def results():
     yield tg.audit(gated, x)
     yield tg.verify(model, gated, x)
     yield tg.verify(model, gated, x, tol=0.0)
-    yield tg.calibrate(model, [x], K=2, progress=lambda text: None)
+    yield tg.calibrate(model, [x], K=2, progress=lambda text, share: None)
     yield proof.prove(tg.TAXONOMY["silu"], F.silu, torch.bfloat16, name="a name " * 20)
     score = evaluation.Score(12.5, 0.0, 1.0)
     yield evaluation.Evaluation({"sm": score, "both": score}, 3, 70, {"softmax": 1})

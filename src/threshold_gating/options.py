@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from threshold_gating._version import __version__
 
-STDOUT = Path("-")
+STDOUT = "-"  # no `Path`: that of "-" is that of "./-", which is a file
 SPECS = "timm:NAME, hf:FOLDER_OR_ID or FILE.py:FACTORY"
 WIKITEXT = "wikitext2-raw"
 # As the modules have them that run. They need torch, so a test compares instead.
@@ -37,7 +37,7 @@ def parser() -> argparse.ArgumentParser:
     for each in commands.choices.values():
         each.add_argument(
             "--json",
-            type=Path,
+            type=_json,
             metavar="FILE|-",
             help="write the result to FILE as JSON; - prints JSON in place of the text",
         )
@@ -346,6 +346,10 @@ def _finite(word: str) -> float:
 def _bound(word: str) -> float:
     value = _number(word)
     return value if value >= 0 else _refuse("E is a number from 0 on, or inf", word)
+
+
+def _json(word: str) -> Path | str:
+    return STDOUT if word == STDOUT else Path(word)
 
 
 def _picture(word: str) -> Path:

@@ -7,9 +7,8 @@ that `convert` would take by itself. Exact sites need no calibration.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,19 +16,17 @@ import torch
 from torch import Tensor, nn
 
 from threshold_gating.conversion import ops
-from threshold_gating.conversion.audit import WIDTH, columns
+from threshold_gating.conversion.audit import columns
 from threshold_gating.conversion.plan import ConversionError, instance_at, refuse
 from threshold_gating.conversion.sampling import Sampled, Sampler
 from threshold_gating.conversion.watch import evaluating
 from threshold_gating.fitting import Fit, fit, match
 from threshold_gating.instance import TG
 
-Progress = Callable[[str], None]
-_Say = Callable[[str, float], None]  # with the share that is done
+Progress = Callable[[str, float], None]  # what is done now, and the share that is done
 
 _INPUTS = 640  # of the paper's recipe
 _LARGEST_K = 8  # that max_error may ask for
-_BAR = 20  # characters
 _FIGURES = ("values", "heldout", "seen", "default_error", "error")
 _STARTS = 4  # besides the default; 16 take two to three times as long
 
@@ -126,7 +123,7 @@ def calibrate(
     holdout: float = 0.1,
     recipe: str | None = None,
     seed: int = 0,
-    progress: Progress | None = None,
+    progress: Progress = lambda text, share: None,
 ) -> Calibration:
     """Fit each approximate site of `model` to its own inputs; `convert(model, result)` uses it.
 
@@ -146,7 +143,8 @@ def calibrate(
         recipe: "paper" for App. F: K = 3, product form, nine parameters by Nelder-Mead on `values`
             values (the held-out come on top) of the first 640 inputs. Slow.
         seed: of the sample and the fits; the sample does not depend on the size of the batches.
-        progress: called with a line of text now and then; None writes it to a terminal.
+        progress: called now and then with a line of text and the share that is done, from 0 to 1;
+            `print` will do.
 
     Raises:
         ConversionError: the network does not run, has no approximate site, feeds NaN or infinity to
@@ -155,17 +153,15 @@ def calibrate(
     options = _Options(K, max_error, objective, tails, values, holdout, recipe, seed)
     _check(options, batches)
     refuse(model)
-    with _shown(progress) as say, evaluating(model):
-        found = _collect(model, batches, options, say)
+    with evaluating(model):
+        found = _collect(model, batches, options, progress)
         fits: dict[str, SiteFit] = {}
         with torch.device("cpu"), torch.enable_grad():  # the closed form differentiates
             for name, site in found.items():
-                done = len(fits)
-                say(
-                    f"calibrate: fitting site {done + 1} of {len(found)}, {name}", done / len(found)
-                )
+                done, count = len(fits), len(found)
+                progress(f"calibrate: fitting site {done + 1} of {count}, {name}", done / count)
                 fits[name] = _fitted(name, site, options)
-        say(f"calibrate: {len(fits)} sites fitted", 1.0)
+        progress(f"calibrate: {len(fits)} sites fitted", 1.0)
     return Calibration(fits)
 
 
@@ -211,31 +207,14 @@ def _check(o: _Options, batches: Iterable[Any]) -> None:
             raise ValueError(f"calibrate: {name} is {words}; got {value!r}.")
 
 
-@contextmanager
-def _shown(progress: Progress | None) -> Iterator[_Say]:
-    """Where to say how far it is: as asked, else with a bar on a terminal, else nowhere."""
-    if progress is not None or not sys.stderr.isatty():
-        yield lambda text, share: None if progress is None else progress(text)
-        return
-
-    def show(text: str, share: float) -> None:
-        line = f"[{'#' * round(_BAR * share):-<{_BAR}}] {text}"
-        print(f"\r\x1b[K{line[:WIDTH]}", end="", file=sys.stderr, flush=True)
-
-    try:
-        yield show
-    finally:
-        print(file=sys.stderr)
-
-
 def _collect(
-    model: nn.Module, batches: Iterable[Any], options: _Options, say: _Say
+    model: nn.Module, batches: Iterable[Any], options: _Options, progress: Progress
 ) -> dict[str, Sampled]:
     """Run the network on all batches; the approximate sites in the order they ran."""
     sampler = Sampler(model, options.kept, options.seed)
     count = inputs = 0
     for count, batch in enumerate(batches, 1):
-        say(f"calibrate: running batch {count}", 0.0)
+        progress(f"calibrate: running batch {count}", 0.0)
         sampler.run(batch)
         inputs += next((len(t) for t in ops.tensors(batch) if t.dim()), 1)
         if options.recipe == "paper" and inputs >= _INPUTS:

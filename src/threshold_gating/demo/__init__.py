@@ -159,7 +159,13 @@ def _convert(name: str, model: nn.Module, data: Digits, show: Tell) -> list[Conv
     ways: dict[str, dict[str, Choice] | None] = {"": None}
     if name == "ViT":
         batches = torch.split(data.train, 256)
-        fitted = calibrate(model, batches, K=2, values=_CALIBRATED, progress=show)
+        fitted = calibrate(
+            model,
+            batches,
+            K=2,
+            values=_CALIBRATED,
+            progress=lambda text, share: show(text),  # what comes then has no share
+        )
         ways = {
             f"{_TWO} paper": {_GELU: "gelu_paper"},
             f"{_TWO} calibrated": {**fitted},
