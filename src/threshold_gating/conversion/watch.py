@@ -312,9 +312,7 @@ class Watch(TorchFunctionMode):
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         for owner, outer in zip(self.owners, self.outer, strict=True):
             if outer is None:
-                vars(owner).pop(
-                    "tg_watch", None
-                )  # what ran inside may have put back an older state
+                vars(owner).pop("tg_watch", None)  # `kept` inside may have put back less
             else:
                 vars(owner)["tg_watch"] = outer
         self.running.__exit__(*error)
