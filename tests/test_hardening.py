@@ -109,3 +109,19 @@ def test_soft_recurrent_gates_of_every_class_are_named():
     assert list(harden(soft).kept) == ["1"]
     relu = nn.Sequential(tg.Activation("silu"), RNN(4, 4, nonlinearity="relu"))
     assert harden(relu).kept == {}
+
+
+def test_a_soft_module_beside_a_call_has_its_cost():
+    """The owner of the call answers no arithmetic of ours."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.act = nn.Linear(4, 4), nn.SiLU()
+
+        def forward(self, x):
+            return torch.tanh(self.act(self.linear(x)))
+
+    net, x = Net().eval(), torch.randn(64, 4)
+    plain, gated = (harden(n, inputs=x) for n in (tg.convert(net), tg.convert(net, inputs=x)))
+    assert gated.sites["act"] == pytest.approx(plain.sites["act"], rel=1e-5)

@@ -19,24 +19,29 @@ class Net(nn.Module):
         return self.act(self.last(self.first(x)))
 
 
-x = torch.randn(2, 4)
-net = Net()
-gated = tg.convert(net, {"last": "silu"}, inputs=x, tol=float("inf"))
-assert_type(gated, Net)
-assert_type(gated.act(gated.first(x)), Tensor)
-assert_type(tg.fit(torch.sigmoid, K=3, form="product").t, tg.TG)
-layer = tg.Linear(4, 8, tier="S", share="synapse")
-assert_type(tg.training.promote(nn.Sequential(nn.ReLU(), nn.Linear(4, 4)), "W"), nn.Module)
-print(tg.verify(net, gated, x).ok, tg.audit(gated, x).sites)
-assert_type(tg.conversion.revert(gated), Net)
-with tg.kernels.use("reference"):
-    y = tg.TG(1.0, 0.0, (0.0, 1.0), (0.0, 0.0), form="softmax")(x)
-assert_type(y, Tensor)
+def main() -> None:
+    x = torch.randn(2, 4)
+    net = Net()
+    gated = tg.convert(net, {"last": "silu"}, inputs=x, tol=float("inf"))
+    assert_type(gated, Net)
+    assert_type(gated.act(gated.first(x)), Tensor)
+    assert_type(tg.fit(torch.sigmoid, K=3, form="product").t, tg.TG)
+    print(tg.Linear(4, 8, tier="S", share="synapse"))
+    assert_type(tg.training.promote(nn.Sequential(nn.ReLU(), nn.Linear(4, 4)), "W"), nn.Module)
+    print(tg.verify(net, gated, x).ok, tg.audit(gated, x).sites)
+    assert_type(tg.conversion.revert(gated), Net)
+    with tg.kernels.use("reference"):
+        y = tg.TG(1.0, 0.0, (0.0, 1.0), (0.0, 0.0), form="softmax")(x)
+    assert_type(y, Tensor)
 
-if TYPE_CHECKING:  # what an editor underlines while it is typed
-    tg.Activation(share="chanel")  # type: ignore[arg-type]
-    tg.Linear(4, 8, tier="w")  # type: ignore[arg-type]
-    tg.kernels.use("cuda")  # type: ignore[arg-type]
-    tg.blend(x, 1.0, (0.0,), (0.0, 1.0), (0.0, 0.0), form="sofmax")  # type: ignore[arg-type]
-    tg.convert("resnet18")  # type: ignore[type-var]
-    tg.convrt(net)  # type: ignore[attr-defined]
+    if TYPE_CHECKING:  # what an editor underlines while it is typed
+        tg.Activation(share="chanel")  # type: ignore[arg-type]
+        tg.Linear(4, 8, tier="w")  # type: ignore[arg-type]
+        tg.kernels.use("cuda")  # type: ignore[arg-type]
+        tg.blend(x, 1.0, (0.0,), (0.0, 1.0), (0.0, 0.0), form="sofmax")  # type: ignore[arg-type]
+        tg.convert("resnet18")  # type: ignore[type-var]
+        tg.convrt(net)  # type: ignore[attr-defined]
+
+
+if __name__ == "__main__":
+    main()
