@@ -12,6 +12,7 @@ import contextlib
 import copy
 import functools
 import io
+import math
 import pickle
 import random
 import re
@@ -177,6 +178,8 @@ class Trial:
             self.fail("nothing seen", f"convert certifies with inputs that are {network.inputs}")
             return
         self.stated(net, gated)
+        if self.counts_runs():
+            return
         if network.weights % 20 == 1:
             self.tolerance(net)
         twins = self.twins(net, gated)
@@ -212,6 +215,12 @@ class Trial:
             if type(error) is not type(self.alone.error):  # which is what a user gets to see
                 self.crash("convert", error)
         return None
+
+    def counts_runs(self) -> bool:
+        """Whether a wish is for one call of a block that runs several times: the oracle, which is
+        written in the block, has it in every run."""
+        blocks = [name.partition(".")[0] for name in self.made.program.wishes if "#" in name]
+        return any(self.made.source.count(f"self.{block}(") > 1 for block in blocks)
 
     @property
     def accepts_all(self) -> bool:
@@ -419,7 +428,7 @@ class Trial:
         if kind == "nan" and (y.isnan() & ~z.isnan()).any() and not self.masks():
             return "a NaN of the original is a number"
         endless = y.isinf()
-        if what == "value" and not torch.equal(y[endless], z[endless]):
+        if what == "value" and kind != "huge" and not torch.equal(y[endless], z[endless]):
             return "an infinite value of the original is another"
         y, z = y[finite].double(), z[finite].double()
         if not y.numel():
@@ -433,7 +442,9 @@ class Trial:
             eps = torch.finfo(torch.float64 if self.size == 8 else torch.float32).eps
             times = 1.0 if at == "the input" else max(1.0, _largest(noise.x))
             floor += max(eps, min(eps * times, 1e-3 * scale))
-        if off <= floor or off <= floor + min(_OWN * noise.of(what, at), _MOST * scale):
+        # A kink that rounding moves an input across, and a chain in 16 bits, may change all of it.
+        most = math.inf if kind in ("grid", "zero", "tiny") or self.size == 2 else _MOST * scale
+        if off <= floor or off <= floor + min(_OWN * noise.of(what, at), most):
             return ""
         # Told to accept any error, convert accepts that of a bad fit, too.
         fitted = _FITTED[what] * (5 if self.accepts_all else 1)
