@@ -183,7 +183,7 @@ def gelus(row: Row) -> dict[str, Evaluation]:
         for key in GELUS
     }
     batches = [window.ids[None] for window in row.others]
-    chosen = tg.calibrate(row.model, batches, K=3, progress=lambda line: None)
+    chosen = tg.calibrate(row.model, batches, K=3)
     found["calibrated"] = evaluate(row.model, row.windows, columns=["both"], sites=chosen)
     return found
 
