@@ -21,7 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from threshold_gating import attention, kernels, logits
+from threshold_gating import kernels, logits
+from threshold_gating.nn import attention
 
 # shape [B, H, S, D]: the limit of the literal forward, in times FA2
 SHAPES = {(4, 16, 4096, 128): 2.0, (8, 16, 2048, 64): 2.5}

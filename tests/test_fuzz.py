@@ -16,7 +16,7 @@ from tests.fuzz.network import Made, Network, draw, shrunk, text
 from tests.fuzz.parts import KINDS, Part
 from tests.fuzz.printing import program
 from tests.fuzz.workers import heavy
-from threshold_gating.conversion import rewrite
+from threshold_gating.conversion import apply
 
 RELU = Network((Part("module", (("act", "relu"), ("over", False))),))
 TWO = Network(
@@ -115,7 +115,7 @@ def test_the_oracle_knows_parameters(key, f):
 @pytest.fixture
 def unchecked(monkeypatch):
     """convert without its certificate, which would find what is wrong here."""
-    monkeypatch.setattr(rewrite, "_certify", lambda *args, **kwargs: None)
+    monkeypatch.setattr(apply, "_certify", lambda *args, **kwargs: None)
 
 
 def stages(network, ways=FAST):

@@ -20,64 +20,23 @@ SOURCE = Path(__file__).parents[1] / "src" / PACKAGE
 # Mathematics at the bottom, faster forms of it above, models and tools on top.
 _BASE = {"primitive", "instance"}
 _KERNELS = {*_BASE, "taxonomy", "logits", "kernels"}
-_FITTING = {*_KERNELS, "shape"}
-_LAYERS = {*_KERNELS, "attention", "layers"}
-_RECURRENT = {*_LAYERS, "unitwise", "cells", "recurrent"}
-_SITES = {*_RECURRENT, "fitting", "sites"}
-_CONVERSION = {*_SITES, "_version", "conversion"}
-_COMMANDS = {"options", "printing"}
+_NN = {*_KERNELS, "nn"}
+_CONVERSION = {*_NN, "fitting", "_version", "conversion"}
+_THEORY = {*_CONVERSION, "theory"}
 ALLOWED = {
     "_version": set(),
     "primitive": set(),
     "instance": {"primitive"},
-    "_fitted": _BASE,
-    "taxonomy": {*_BASE, "_fitted"},
+    "fitted": _BASE,
+    "taxonomy": {*_BASE, "fitted"},
     "logits": _BASE,
     "kernels": _KERNELS,
-    "attention": _KERNELS,
-    "shape": set(),
-    "fitting": _FITTING,
-    "layers": _KERNELS,
-    "tying": _LAYERS,
-    "dense": {*_LAYERS, "tying"},
-    "meanfield": {"shape"},
-    "layer_theory": {*_CONVERSION, "shape", "meanfield"},
-    "explanation": {*_BASE, "shape", "meanfield"},
-    "theory": {*_CONVERSION, "shape", "meanfield", "layer_theory", "explanation"},
-    "unitwise": _LAYERS,
-    "cells": {*_LAYERS, "unitwise"},
-    "recurrent": _RECURRENT,
-    "sites": _SITES,
+    "nn": _NN,
+    "fitting": _KERNELS,
     "conversion": _CONVERSION,
-    "training": {*_CONVERSION, "dense", "tying"},
-    "hugging_face": _CONVERSION,
-    "evaluation": _CONVERSION,
-    "evaluating": None,
-    "hardware": _CONVERSION,
-    "insight": {*_CONVERSION, "shape", "theory"},
-    "expressions": set(),
-    "converting": None,
-    "proving": None,
-    "networks": {*_CONVERSION, *_COMMANDS, "targets"},
-    "targets": {*_BASE, "taxonomy", "expressions"},
-    "options": {"_version"},
-    "printing": {*_CONVERSION, "options"},
-    "environment": {*_CONVERSION, *_COMMANDS},
-    "explaining": {
-        *_CONVERSION,
-        *_COMMANDS,
-        "shape",
-        "theory",
-        "explanation",
-        "insight",
-        "tables",
-        "targets",
-    },
-    "tables": {*_CONVERSION, *_COMMANDS},
-    "style": set(),
-    "panels": set(),
-    "report": {"panels", "style"},
-    "demo": {*_CONVERSION, *_COMMANDS, "panels", "report"},
+    "training": _CONVERSION,
+    "theory": _THEORY,
+    "show": _THEORY,
     "benchmarking": None,
     "cli": None,  # anything
     "__main__": None,
@@ -150,14 +109,14 @@ def test_imports_point_one_way(module):
 @pytest.mark.parametrize(
     ("module", "is_package", "line", "imported"),
     [
-        ("primitive", False, "from threshold_gating import layers", "layers"),
-        ("primitive", False, "from threshold_gating.layers import Activation", "layers"),
+        ("primitive", False, "from threshold_gating import nn", "nn"),
+        ("primitive", False, "from threshold_gating.nn.activation import Activation", "nn"),
         ("primitive", False, "import threshold_gating.cli as c", "cli"),
         ("primitive", False, "from . import taxonomy", "taxonomy"),
         ("primitive", False, "def f():\n    from .kernels import blend", "kernels"),
         ("taxonomy", False, "from threshold_gating import TG", "__init__"),
-        ("kernels", True, "from ..layers import Activation", "layers"),
-        ("kernels.blend", False, "from .. import layers", "layers"),
+        ("kernels", True, "from ..nn import Activation", "nn"),
+        ("kernels.blend", False, "from .. import nn", "nn"),
     ],
 )
 def test_a_wrong_import_is_found(module, is_package, line, imported):
@@ -211,10 +170,12 @@ def test_importing_loads_no_extra():
 
 def test_the_modules_of_the_commands_load_no_extra():
     """The first answer of `tg explain` must not wait for scipy and matplotlib."""
-    modules = ", ".join(f"{PACKAGE}.{name}" for name in sorted(set(COMMANDS.values())))
+    modules = ", ".join(
+        f"{PACKAGE}.cli.{name}" for name in sorted({*COMMANDS.values()} - {".benchmarking"})
+    )
     code = f"import sys, torch; before = set(sys.modules); import {modules}; "
     loaded = _python(code + "print(*(set(sys.modules) - before))").split()
-    assert f"{PACKAGE}.explaining" in loaded
+    assert f"{PACKAGE}.cli.explain" in loaded
     assert not {name.partition(".")[0] for name in loaded} & set(EXTRAS)
 
 
@@ -239,15 +200,15 @@ def test_every_public_name_is_found_and_is_what_its_module_has():
     for name in tg.__all__:
         found = getattr(tg, name)
         home = tg._HOMES.get(name)
-        module = importlib.import_module(f"{PACKAGE}.{home or name}")
+        module = importlib.import_module(f"{PACKAGE}.{home or tg._MODULES.get(name, name)}")
         assert found is (getattr(module, name) if home else module)
-    assert set(tg._HOMES) <= set(tg.__all__) <= set(dir(tg))
+    assert {*tg._HOMES, *tg._MODULES} <= set(tg.__all__) <= set(dir(tg))
 
 
 def test_no_public_name_is_called_as_a_module_is():
     """The import of that module would put it in the name's place."""
     tops = {module.partition(".")[0] for module in MODULES}
-    assert not tops & set(tg._HOMES)
+    assert not tops & {*tg._HOMES, *tg._MODULES}
 
 
 def test_type_checkers_see_the_same_names():
@@ -255,7 +216,7 @@ def test_type_checkers_see_the_same_names():
     (block,) = (
         n for n in source.body if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"
     )
-    names = [alias.name for line in block.body for alias in line.names]
+    names = [alias.asname or alias.name for line in block.body for alias in line.names]
     assert sorted(names) == sorted(tg.__all__)
 
 

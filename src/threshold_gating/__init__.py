@@ -12,28 +12,27 @@ from threshold_gating._version import __version__ as __version__
 
 if TYPE_CHECKING:
     from threshold_gating import (
-        attention,
         conversion,
-        dense,
         fitting,
         kernels,
-        layers,
+        nn,
         primitive,
-        recurrent,
-        sites,
         taxonomy,
         theory,
         training,
     )
-    from threshold_gating.attention import softmax
-    from threshold_gating.conversion import calibrate, convert, verify
+    from threshold_gating.conversion import calibrate, convert, sites, verify
     from threshold_gating.conversion.audit import audit
-    from threshold_gating.dense import Conv1d, Conv2d, Conv3d, Linear
     from threshold_gating.fitting import fit, match
     from threshold_gating.instance import TG
-    from threshold_gating.layers import Activation
+    from threshold_gating.nn import activation as layers
+    from threshold_gating.nn import attention, dense
+    from threshold_gating.nn import rnn as recurrent
+    from threshold_gating.nn.activation import Activation
+    from threshold_gating.nn.attention import softmax
+    from threshold_gating.nn.dense import Conv1d, Conv2d, Conv3d, Linear
+    from threshold_gating.nn.rnn import GRU, LSTM
     from threshold_gating.primitive import blend, gates
-    from threshold_gating.recurrent import GRU, LSTM
     from threshold_gating.taxonomy import TAXONOMY, family
 
 __all__ = [
@@ -60,6 +59,7 @@ __all__ = [
     "kernels",
     "layers",
     "match",
+    "nn",
     "primitive",
     "recurrent",
     "sites",
@@ -72,15 +72,15 @@ __all__ = [
 
 # Where each public name lives that is not itself a module. None may be called as a module is.
 _HOMES = {
-    "GRU": "recurrent",
-    "LSTM": "recurrent",
+    "GRU": "nn",
+    "LSTM": "nn",
     "TAXONOMY": "taxonomy",
     "TG": "instance",
-    "Activation": "layers",
-    "Conv1d": "dense",
-    "Conv2d": "dense",
-    "Conv3d": "dense",
-    "Linear": "dense",
+    "Activation": "nn",
+    "Conv1d": "nn",
+    "Conv2d": "nn",
+    "Conv3d": "nn",
+    "Linear": "nn",
     "audit": "conversion",
     "blend": "primitive",
     "calibrate": "conversion",
@@ -89,8 +89,16 @@ _HOMES = {
     "fit": "fitting",
     "gates": "primitive",
     "match": "fitting",
-    "softmax": "attention",
+    "softmax": "nn",
     "verify": "conversion",
+}
+# Modules by another name than the path that they have in the package.
+_MODULES = {
+    "attention": "nn.attention",
+    "dense": "nn.dense",
+    "layers": "nn.activation",
+    "recurrent": "nn.rnn",
+    "sites": "conversion.sites",
 }
 
 if not TYPE_CHECKING:  # or a type checker would take any name for one of ours
@@ -107,11 +115,12 @@ if not TYPE_CHECKING:  # or a type checker would take any name for one of ours
         if home is not None:
             value = getattr(_imported(home), name)
             return globals().setdefault(name, value)  # found there from now on
-        module = f"{__name__}.{name}"
+        path = _MODULES.get(name, name)
+        module = f"{__name__}.{path}"
         try:
             if name.startswith("__") or not name.isidentifier():  # __main__ would run
                 raise ModuleNotFoundError(name=module)
-            return _imported(name)
+            return _imported(path)
         except ModuleNotFoundError as error:
             if error.name != module:
                 raise

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from threshold_gating.primitive import FORMS, Anchor, GateForm, blend
 
+AUDITED_AS = "gates"  # see conversion.audit
+
 _REQUIRED = ("tau", "theta", "s", "c")
 
 

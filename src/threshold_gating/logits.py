@@ -31,6 +31,8 @@ from torch import Tensor
 
 from threshold_gating.primitive import wide
 
+AUDITED_AS = "gates"  # see conversion.audit
+
 
 class Top2(NamedTuple):
     """Statistics of rows that give every threshold; each keeps the reduced axis, with size 1."""

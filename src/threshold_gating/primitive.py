@@ -31,6 +31,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+AUDITED_AS = "gates"  # see conversion.audit
+
 Value = float | Tensor
 Values = Value | Sequence[Value]
 GateForm = Literal["softmax", "product"]

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from threshold_gating._fitted import BY_RELATIVE, FITTED
+from threshold_gating.fitted import BY_RELATIVE, FITTED
 from threshold_gating.instance import TG
 from threshold_gating.primitive import Anchor
 

@@ -10,17 +10,8 @@ from dataclasses import replace
 import pytest
 
 import threshold_gating
-from threshold_gating import (
-    TAXONOMY,
-    TG,
-    cli,
-    demo,
-    explaining,
-    kernels,
-    tables,
-    taxonomy,
-)
-from threshold_gating.cli import main
+from threshold_gating import TAXONOMY, TG, cli, kernels, taxonomy
+from threshold_gating.cli import demo, explain, main, table
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -82,7 +73,7 @@ def test_interruption_ends_with_130_and_no_traceback(tg, monkeypatch):
     def interrupted(args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(tables, "table", interrupted)
+    monkeypatch.setattr(table, "table", interrupted)
     assert tg("table") == (130, "", "")
 
 
@@ -98,7 +89,7 @@ def test_a_failure_that_nobody_foresaw_is_one_line(tg, monkeypatch, error, line)
     def fails(args):
         raise error
 
-    monkeypatch.setattr(tables, "table", fails)
+    monkeypatch.setattr(table, "table", fails)
     assert tg("table") == (2, "", f"{line}\n")
     monkeypatch.setenv("TG_TRACEBACK", "1")
     with pytest.raises(type(error)):
@@ -323,7 +314,7 @@ def no_fits(monkeypatch):
     def missing(*args, **options):
         raise ModuleNotFoundError("fit needs scipy") from ModuleNotFoundError("", name="scipy")
 
-    monkeypatch.setattr(explaining, "fit", missing)
+    monkeypatch.setattr(explain, "fit", missing)
 
 
 @pytest.mark.usefixtures("no_fits")

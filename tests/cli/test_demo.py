@@ -9,11 +9,12 @@ import torch
 import torch.nn.functional as F
 
 import threshold_gating as tg
-from tests.test_report import check_page
-from threshold_gating import Activation, demo, kernels, taxonomy
-from threshold_gating.demo.networks import RECIPES, digits, train
-from threshold_gating.demo.watching import instances, watch
-from threshold_gating.report import cells
+from tests.show.test_page import check_page
+from threshold_gating import Activation, kernels, taxonomy
+from threshold_gating.cli import demo
+from threshold_gating.cli.demo.networks import RECIPES, digits, train
+from threshold_gating.cli.demo.watching import instances, watch
+from threshold_gating.show.page import cells
 
 pytest.importorskip("sklearn")
 

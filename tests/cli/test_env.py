@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import threshold_gating
-from threshold_gating import environment, kernels
+from threshold_gating import kernels
+from threshold_gating.cli import env
 
 
 def test_env_tries_every_backend(tg):
@@ -25,9 +26,9 @@ def test_env_tries_every_backend(tg):
 
 def test_env_as_json_has_versions_devices_and_backends(tg, monkeypatch):
     def none_is_installed(name):
-        raise environment.metadata.PackageNotFoundError(name)
+        raise env.metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr(environment.metadata, "version", none_is_installed)
+    monkeypatch.setattr(env.metadata, "version", none_is_installed)
     code, out, _ = tg("env", "--json", "-")
     data = json.loads(out)
     assert code == 0

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from threshold_gating import TAXONOMY, TG, fitting, taxonomy, theory
-from threshold_gating.explaining import as_json, as_text, report
-from threshold_gating.insight import is_exact
+from threshold_gating.cli.explain import as_json, as_text, report
+from threshold_gating.show.insight import is_exact
 
 pytest.importorskip("scipy")
 
@@ -258,6 +258,6 @@ def test_another_missing_module_is_not_hidden(monkeypatch):
     def broken(*args, **options):
         raise ModuleNotFoundError("No module named 'other'", name="other")
 
-    monkeypatch.setattr("threshold_gating.explaining.fit", broken)
+    monkeypatch.setattr("threshold_gating.cli.explain.fit", broken)
     with pytest.raises(ModuleNotFoundError, match="other"):
         report("relu")

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from threshold_gating.expressions import DEEPEST, FUNCTIONS, LONGEST, parse
+from threshold_gating.cli.formula import DEEPEST, FUNCTIONS, LONGEST, parse
 
 F = torch.nn.functional
 X = torch.linspace(-3, 3, 13, dtype=torch.float64)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from threshold_gating import TAXONOMY, taxonomy
-from threshold_gating.targets import target
+from threshold_gating.cli.function import target
 
 F = torch.nn.functional
 X = torch.linspace(-4, 4, 33, dtype=torch.float64)

@@ -5,8 +5,9 @@ import re
 
 import pytest
 
-from threshold_gating import evaluation, kernels, options, tables
-from threshold_gating.cli import COMMANDS, main
+from threshold_gating import kernels
+from threshold_gating.cli import COMMANDS, main, options, table
+from threshold_gating.conversion import perplexity
 from threshold_gating.conversion.enumeration import FORMATS, name_of
 
 
@@ -26,8 +27,8 @@ def test_every_command_that_runs_has_a_parser():
 
 
 def test_literal_choices_are_those_of_the_modules_that_run():
-    assert tuple(tables.FORMATS) == options.TABLES
-    assert tuple(evaluation.COLUMNS) == options.COLUMNS
+    assert tuple(table.FORMATS) == options.TABLES
+    assert tuple(perplexity.COLUMNS) == options.COLUMNS
     assert tuple(map(name_of, FORMATS)) == options.DTYPES
     # torch's own op in place of the gates would be compared with itself
     assert tuple(name for name in kernels.BACKENDS if name != "native") == options.BACKENDS

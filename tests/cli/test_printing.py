@@ -12,9 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import threshold_gating as tg
-from threshold_gating import demo, evaluation, printing
-from threshold_gating.cli import main
-from threshold_gating.conversion import Audit, ops, proof
+from threshold_gating.cli import demo, main, printing
+from threshold_gating.conversion import Audit, aten_ops, perplexity, proof
 from threshold_gating.conversion.audit import Op
 
 
@@ -241,8 +240,8 @@ def results():
     yield tg.verify(model, gated, x, tol=0.0)
     yield tg.calibrate(model, [x], K=2, progress=lambda text, share: None)
     yield proof.prove(tg.TAXONOMY["silu"], F.silu, torch.bfloat16, name="a name " * 20)
-    score = evaluation.Score(12.5, 0.0, 1.0)
-    yield evaluation.Evaluation({"sm": score, "both": score}, 3, 70, {"softmax": 1})
+    score = perplexity.Score(12.5, 0.0, 1.0)
+    yield perplexity.Evaluation({"sm": score, "both": score}, 3, 70, {"softmax": 1})
 
 
 def test_results_print_as_tables_within_100_columns_and_are_short_in_a_prompt():
@@ -260,7 +259,7 @@ def test_results_print_as_tables_within_100_columns_and_are_short_in_a_prompt():
 
 
 def test_the_counts_of_an_audit_are_wrapped():
-    bending = next(iter(ops.BENDING))
+    bending = next(iter(aten_ops.BENDING))
     others = tuple(Op("m", f"native_something_backward_{k}", 123, group=bending) for k in range(9))
     text = str(Audit((), (), others))
     assert max(map(len, text.splitlines())) <= 100

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from threshold_gating import conversion, proving
-from threshold_gating.cli import main
-from threshold_gating.targets import from_file
+from threshold_gating import conversion
+from threshold_gating.cli import main, prove
+from threshold_gating.cli.function import from_file
 from threshold_gating.taxonomy import ROWS
 
 NETWORK = """
@@ -64,10 +64,8 @@ def test_a_row_is_proven_in_every_type_asked_for(tg, tmp_path):
 
 
 def test_all_are_the_exact_rows(tg, tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        proving, "_proven", lambda args, each, dtype: asked.append(each.name) or one
-    )
-    asked, one = [], proving.proof.prove_row("relu", torch.float16)
+    monkeypatch.setattr(prove, "_proven", lambda args, each, dtype: asked.append(each.name) or one)
+    asked, one = [], prove.proof.prove_row("relu", torch.float16)
     assert tg("prove", "all", "relu", "--dtype", "float16")[0] == 0
     assert asked == [key for key, row in ROWS.items() if row.exact]
 
@@ -83,7 +81,7 @@ def test_an_interrupt_shows_what_was_covered(tg, tmp_path, monkeypatch):
     def interrupt(text, share):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(proving, "progress", lambda what: nullcontext(interrupt))
+    monkeypatch.setattr(prove, "progress", lambda what: nullcontext(interrupt))
     file = tmp_path / "p.json"
     code, out, _ = tg("prove", "relu", "silu", "--dtype", "float16", "--json", str(file))
     assert code == 130
@@ -93,8 +91,8 @@ def test_an_interrupt_shows_what_was_covered(tg, tmp_path, monkeypatch):
 
 
 def test_a_claim_that_does_not_hold_is_said_and_returned(tg, monkeypatch):
-    wrong = proving.taxonomy.swish(1.001)
-    monkeypatch.setitem(proving.taxonomy.TAXONOMY, "silu", wrong)
+    wrong = prove.taxonomy.swish(1.001)
+    monkeypatch.setitem(prove.taxonomy.TAXONOMY, "silu", wrong)
     code, out, _ = tg("prove", "silu", "--dtype", "float16")
     assert code == 1
     assert out.splitlines()[-1].endswith("WRONG: silu (float16).")
@@ -163,8 +161,8 @@ def test_a_function_that_does_not_take_a_type_is_named(tg, monkeypatch):
     def refuse(x):
         raise TypeError("no 16 bits, please")
 
-    row = proving._row("relu")
-    monkeypatch.setattr(proving, "_row", lambda key: replace(row, f=refuse))
+    row = prove._row("relu")
+    monkeypatch.setattr(prove, "_row", lambda key: replace(row, f=refuse))
     code, _, err = tg("prove", "relu", "--dtype", "bfloat16")
     assert (code, err) == (2, "tg prove: relu in bfloat16: no 16 bits, please\n")
 

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import threshold_gating as tg
 from threshold_gating import TAXONOMY, TG, Activation, kernels
 from threshold_gating.conversion import ConversionError, convert, convert_, revert
-from threshold_gating.conversion.rewrite import PerCall
+from threshold_gating.conversion.apply import PerCall
 
 
 @pytest.fixture(autouse=True)
@@ -614,15 +614,15 @@ def test_converting_a_network_in_training_leaves_its_statistics_alone():
 
 
 def test_a_certificate_that_is_not_ok_is_an_error_that_names_the_site(monkeypatch):
-    from threshold_gating.conversion import rewrite
+    from threshold_gating.conversion import apply
 
     def worse(module, calls, place):
         gates = original(module, calls, place)
         gates[0].theta0 += 0.01
         return gates
 
-    original = rewrite._gates
-    monkeypatch.setattr(rewrite, "_gates", worse)
+    original = apply._gates
+    monkeypatch.setattr(apply, "_gates", worse)
     model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.randn(2, 4)
     with pytest.raises(ConversionError) as caught:
         convert_(model, inputs=x)

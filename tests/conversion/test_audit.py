@@ -13,10 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from threshold_gating import attention, kernels, recurrent
-from threshold_gating.conversion import convert, ops
+from threshold_gating import kernels
+from threshold_gating.conversion import aten_ops, convert
 from threshold_gating.conversion.audit import AuditedSite, Op, audit, beside
-from threshold_gating.layers import Activation
+from threshold_gating.nn import attention, rnn
+from threshold_gating.nn.activation import Activation
 
 
 class Calls(nn.Module):
@@ -311,7 +312,7 @@ def test_calls_that_are_answered_as_they_come_are_named_by_their_module():
 
 def test_the_librarys_own_modules_and_functions_are_sites():
     model = Calls(lambda m, x: attention.softmax(m.act(x)), act=Activation("silu", train=("tau",)))
-    seen = audit(nn.Sequential(model, recurrent.LSTM(6, 4)), TOKENS)
+    seen = audit(nn.Sequential(model, rnn.LSTM(6, 4)), TOKENS)
     assert seen.left == ()
     assert [(s.name, s.kind, s.K, s.exact) for s in seen.sites] == [
         ("0.act", "silu", 2, False),
@@ -411,7 +412,10 @@ def test_an_audit_is_json():
 
 def test_the_closed_list_names_ops_that_exist_and_none_twice():
     listed = [
-        name for table in (ops.NONLINEAR, ops.OTHER) for names in table.values() for name in names
+        name
+        for table in (aten_ops.NONLINEAR, aten_ops.OTHER)
+        for names in table.values()
+        for name in names
     ]
     assert len(listed) == len(set(listed))
     known = {str(schema.name).removeprefix("aten::") for schema in torch._C._jit_get_all_schemas()}

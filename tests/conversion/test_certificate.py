@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from threshold_gating import TAXONOMY, TG, kernels
-from threshold_gating.conversion import ConversionError, convert, local
+from threshold_gating.conversion import ConversionError, convert, site_error
 from threshold_gating.conversion.certificate import verify
 from threshold_gating.conversion.plan import Site
-from threshold_gating.layers import Activation
+from threshold_gating.nn.activation import Activation
 
 SEED = torch.Generator().manual_seed(0)
 X = torch.randn(4, 5, 6, generator=SEED) * 2
@@ -268,7 +268,7 @@ ULP = 2.0**-23  # of a value near 1
     ],
 )
 def test_a_site_may_be_off_by_twice_the_originals_own_error(value, off, own, exceeds):
-    error, y = local.Error("a", Site("a", "silu", TAXONOMY["silu"])), torch.tensor([value])
+    error, y = site_error.Error("a", Site("a", "silu", TAXONOMY["silu"])), torch.tensor([value])
     error.add(y, y + off, lambda: y.double() + own)
     assert error.exceeds is exceeds
 
@@ -635,9 +635,9 @@ WHOLE = {
 def test_softmax_and_sums_are_held_to_their_ulp(kind, monkeypatch):
     f, within, beyond = WHOLE[kind]
     model = Calls(f)
-    converted, answer = convert(model, inputs=X), local.answer
+    converted, answer = convert(model, inputs=X), site_error.answer
     for error, names in ((within, set()), (beyond, {f":{kind}#0"})):
-        monkeypatch.setattr(local, "answer", lambda *call, e=error: answer(*call) * (1 + e))
+        monkeypatch.setattr(site_error, "answer", lambda *call, e=error: answer(*call) * (1 + e))
         certificate = verify(model, converted, X)
         assert set(certificate.failed) == names
         assert certificate.rows[0].bound == {"softmax": 16}.get(kind, 64)
@@ -651,9 +651,9 @@ HALF = {"softmax": (2, 4e-3, 0.06), "scaled_dot_product_attention": (4, 8e-3, 0.
 def test_softmax_and_sums_are_held_to_their_ulp_in_16_bits(kind, monkeypatch):
     ulps, within, beyond = HALF[kind]
     model, x = Calls(WHOLE[kind][0]).bfloat16(), X.bfloat16()
-    converted, answer = convert(model, inputs=x), local.answer
+    converted, answer = convert(model, inputs=x), site_error.answer
     for error, names in ((within, set()), (beyond, {f":{kind}#0"})):
-        monkeypatch.setattr(local, "answer", lambda *call, e=error: answer(*call) * (1 + e))
+        monkeypatch.setattr(site_error, "answer", lambda *call, e=error: answer(*call) * (1 + e))
         certificate = verify(model, converted, x)
         assert set(certificate.failed) == names
         assert certificate.rows[0].bound == ulps

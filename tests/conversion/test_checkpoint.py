@@ -18,10 +18,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from threshold_gating import TAXONOMY, TG, Activation, kernels, recurrent
-from threshold_gating.conversion import convert, convert_, files, revert
-from threshold_gating.conversion.checkpoint import Checkpoint, CheckpointError, load, save
-from threshold_gating.conversion.files import load_weights
+from threshold_gating import TAXONOMY, TG, Activation, kernels
+from threshold_gating.conversion import convert, convert_, revert
+from threshold_gating.conversion.checkpoint import files
+from threshold_gating.conversion.checkpoint.files import load_weights
+from threshold_gating.conversion.checkpoint.save_load import Checkpoint, CheckpointError, load, save
+from threshold_gating.nn import rnn
 
 
 class Net(nn.Module):
@@ -241,7 +243,7 @@ def test_a_shared_module_stays_shared_and_another_sharing_is_refused(tmp_path):
 def test_gates_that_are_part_of_the_network_itself_come_back(tmp_path):
     def make():
         act = Activation("silu", share="channel", channels=3, train="tau")
-        return nn.Sequential(nn.Linear(3, 3), act, recurrent.GRU(3, 3))
+        return nn.Sequential(nn.Linear(3, 3), act, rnn.GRU(3, 3))
 
     net, x = make(), torch.randn(5, 3)
     net[2].gates["n"] = TAXONOMY["hardtanh"]
@@ -931,7 +933,7 @@ import sys
 sys.modules["safetensors"] = None
 import torch
 from threshold_gating.conversion import convert
-from threshold_gating.conversion.checkpoint import save
+from threshold_gating.conversion.checkpoint.save_load import save
 net = convert(torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.ReLU()))
 save(net, {str(tmp_path)!r}, gates_only=True)
 try: save(net, {str(tmp_path)!r})

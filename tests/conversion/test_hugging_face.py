@@ -10,8 +10,8 @@ from zoo import check
 from zoo.transformer_table import build, text
 
 import threshold_gating as tg
-from threshold_gating import hugging_face
 from threshold_gating import logits as gates
+from threshold_gating.conversion import hugging_face
 
 transformers = pytest.importorskip("transformers")
 

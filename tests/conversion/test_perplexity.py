@@ -16,9 +16,11 @@ import torch
 import torch.nn.functional as F
 
 import threshold_gating as tg
-from threshold_gating import evaluating, evaluation, logits
+from threshold_gating import logits
 from threshold_gating.cli import main
-from threshold_gating.evaluation import Window, evaluate, windows
+from threshold_gating.cli.evaluate import read_text
+from threshold_gating.conversion import perplexity
+from threshold_gating.conversion.perplexity import Window, evaluate, windows
 
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
@@ -96,13 +98,13 @@ def test_every_column_of_an_exact_network_is_the_original_to_rounding(model):
 
 def test_a_column_has_what_it_says_and_nothing_else(model, monkeypatch):
     """Gates that are off move the columns that have them, and only those."""
-    sigma, run = logits._sigma, evaluation._scored
+    sigma, run = logits._sigma, perplexity._scored
 
     def spoiled(networks, window):  # after the conversion, whose certificate would see it
         with mock.patch.object(logits, "_sigma", lambda u: sigma(u + 0.3)):
             return run(networks, window)
 
-    monkeypatch.setattr(evaluation, "_scored", spoiled)
+    monkeypatch.setattr(perplexity, "_scored", spoiled)
     found = evaluate(model, windows(TOKENS, 32)).scores
     assert found["act"].delta == pytest.approx(0, abs=1e-5 * found["sm"].ppl)
     assert abs(found["lse"].delta) > 1e-3
@@ -126,9 +128,9 @@ def test_a_run_that_was_stopped_goes_on_where_it_was(model, tmp_path, monkeypatc
         evaluate(model, some, finished=file, progress=stop)
     assert len(file.read_text().splitlines()) == 2
     file.write_text(file.read_text()[:-20])  # and the last line was cut off
-    scored, run = [], evaluation._scored
+    scored, run = [], perplexity._scored
     monkeypatch.setattr(
-        evaluation, "_scored", lambda networks, w: (scored.append(w), run(networks, w))[1]
+        perplexity, "_scored", lambda networks, w: (scored.append(w), run(networks, w))[1]
     )
     assert evaluate(model, some, finished=file) == whole
     assert len(scored) == 4  # of five
@@ -176,7 +178,7 @@ def test_a_file_of_any_name_goes_on(model, tmp_path, monkeypatch, name):
     some, file = windows(TOKENS[:40], 20), tmp_path / name
     evaluate(model, some, columns=["act"], finished=file)
     file.with_name(file.name + ".bak").write_text("of somebody else")
-    monkeypatch.setattr(evaluation, "_scored", None)
+    monkeypatch.setattr(perplexity, "_scored", None)
     assert evaluate(model, some, columns=["act"], finished=file).windows == 2
 
 
@@ -268,7 +270,7 @@ def test_rows_of_wikitext_are_put_together_as_they_are(monkeypatch, folder, caps
         load_dataset=lambda *what, split: (asked.append((*what, split)), rows)[1]
     )
     monkeypatch.setitem(sys.modules, "datasets", fake)
-    assert evaluating.read_text("wikitext2-raw") == " = A = \n b c \n"
+    assert read_text("wikitext2-raw") == " = A = \n b c \n"
     assert asked == [("Salesforce/wikitext", "wikitext-2-raw-v1", "test")]
     monkeypatch.setitem(sys.modules, "datasets", None)  # as if it were not installed
     assert main(["evaluate", f"hf:{folder}", "--data", "wikitext2-raw"]) == 2

@@ -15,7 +15,7 @@ from threshold_gating.conversion import proof
 from threshold_gating.conversion.enumeration import FORMATS, Format, Walk
 from threshold_gating.conversion.proof import Proof, holds_for_every_input, prove, prove_row
 from threshold_gating.conversion.record import Worst, table
-from threshold_gating.layers import Activation
+from threshold_gating.nn.activation import Activation
 from threshold_gating.primitive import gates
 from threshold_gating.taxonomy import ROWS
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import threshold_gating as tg
-from threshold_gating import sites
+from threshold_gating.conversion import sites
 
 
 def test_every_spelling_of_torch_is_known():

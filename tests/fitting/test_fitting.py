@@ -12,11 +12,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from threshold_gating._fitted import FITTED
+from threshold_gating.fitted import FITTED
 from threshold_gating.fitting import Fit, fit, match, minimax, varpro
+from threshold_gating.fitting.shape import asymptotes
 from threshold_gating.fitting.varpro import Problem
 from threshold_gating.instance import TG
-from threshold_gating.shape import asymptotes
 from threshold_gating.taxonomy import ROWS, TAXONOMY, measure
 
 X = torch.linspace(-8, 8, 1003, dtype=torch.float64)

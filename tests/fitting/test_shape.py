@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from threshold_gating import TAXONOMY
-from threshold_gating.shape import (
+from threshold_gating.fitting.shape import (
     Asymptote,
     Corner,
     Curve,

@@ -19,10 +19,11 @@ pytest.importorskip("triton")
 import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
 
-from threshold_gating import attention, kernels, logits  # noqa: E402
-from threshold_gating.attention import row_statistics, thresholds, with_statistics  # noqa: E402
+from threshold_gating import kernels, logits  # noqa: E402
 from threshold_gating.kernels import flash, flash_backward, flash_forward, flash_gates  # noqa: E402
 from threshold_gating.kernels.flash_launch import Call  # noqa: E402
+from threshold_gating.nn import attention  # noqa: E402
+from threshold_gating.nn.attention import row_statistics, thresholds, with_statistics  # noqa: E402
 
 
 @triton.jit

@@ -10,7 +10,7 @@ from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 
 import threshold_gating as tg
-from threshold_gating.conversion import answering
+from threshold_gating.conversion import intercept
 
 pytestmark = pytest.mark.compile
 
@@ -157,16 +157,16 @@ def test_calls_that_are_approximate_compile_with_their_measured_stand_ins(conver
 
 
 def test_a_call_that_came_while_compiling_is_the_same_site_afterwards(monkeypatch):
-    monkeypatch.setattr(answering, "_NAMES", {})
+    monkeypatch.setattr(intercept, "_NAMES", {})
     x = (torch.randn(2, 6, 5),)
     gated = tg.convert(Block().eval())
     compiled = Compiled(gated)
     with torch.no_grad():
         compiled(x)
-        made = dict(answering._NAMES)
+        made = dict(intercept._NAMES)
         gated(*x)
     assert ("leaky_relu", (0.2,)) in made
-    assert made == answering._NAMES
+    assert made == intercept._NAMES
 
 
 def test_another_backend_compiles_again_and_is_not_answered_by_the_old_graph(convert):

@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from threshold_gating import TAXONOMY, TG, sites, taxonomy
+from threshold_gating import TAXONOMY, TG, taxonomy
+from threshold_gating.conversion import sites
 from threshold_gating.kernels.lowering import native, overwriting
 
 X = torch.cat([torch.linspace(-8, 8, 641), torch.tensor([-0.0, 1e-30, -1e-30, 40.0, -40.0])])

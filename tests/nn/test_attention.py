@@ -8,8 +8,9 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from threshold_gating import attention, kernels, logits
-from threshold_gating.attention import (
+from threshold_gating import kernels, logits
+from threshold_gating.nn import attention
+from threshold_gating.nn.attention import (
     Top2,
     TreeOperations,
     merge,

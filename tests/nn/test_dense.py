@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import threshold_gating as tg
-from threshold_gating.dense import SHARES, TIERED, parameter_count
 from threshold_gating.instance import TG
+from threshold_gating.nn.dense import SHARES, TIERED, parameter_count
 
 ACTIVATIONS = {
     "relu": F.relu,

@@ -9,22 +9,23 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from threshold_gating import TAXONOMY, TG, kernels, recurrent
+from threshold_gating import TAXONOMY, TG, kernels
+from threshold_gating.nn import rnn
 
 T, B, D, H = 7, 4, 5, 6
 
 # name: torch's class, ours, arguments both take
 KINDS = {
-    "LSTM": (nn.LSTM, recurrent.LSTM, {}),
-    "GRU": (nn.GRU, recurrent.GRU, {}),
-    "RNN": (nn.RNN, recurrent.RNN, {}),
-    "RNN relu": (nn.RNN, recurrent.RNN, {"nonlinearity": "relu"}),
+    "LSTM": (nn.LSTM, rnn.LSTM, {}),
+    "GRU": (nn.GRU, rnn.GRU, {}),
+    "RNN": (nn.RNN, rnn.RNN, {}),
+    "RNN relu": (nn.RNN, rnn.RNN, {"nonlinearity": "relu"}),
 }
 CELLS = {
-    "LSTMCell": (nn.LSTMCell, recurrent.LSTMCell, {}),
-    "GRUCell": (nn.GRUCell, recurrent.GRUCell, {}),
-    "RNNCell": (nn.RNNCell, recurrent.RNNCell, {}),
-    "RNNCell relu": (nn.RNNCell, recurrent.RNNCell, {"nonlinearity": "relu"}),
+    "LSTMCell": (nn.LSTMCell, rnn.LSTMCell, {}),
+    "GRUCell": (nn.GRUCell, rnn.GRUCell, {}),
+    "RNNCell": (nn.RNNCell, rnn.RNNCell, {}),
+    "RNNCell relu": (nn.RNNCell, rnn.RNNCell, {"nonlinearity": "relu"}),
 }
 OPTIONS = {
     "one layer": {},
@@ -248,7 +249,7 @@ def test_breaking_one_gate_moves_the_result(kind):
     hidden = [torch.randn(*(1, B)[-len(shape) :], H, dtype=torch.float64) for _ in range(2)]
     hx = hidden if "LSTM" in kind else hidden[0]
     before = tensors(ours(x, hx))[0]
-    for site, t in recurrent.SITES[_sites(ours)].items():
+    for site, t in rnn.SITES[_sites(ours)].items():
         broken = (t.tau, 0, (0.01, 1)) if t.hard else (1.01 * t.tau, t.theta, t.s)
         ours.gates[site] = TG(*broken, t.c)
         # 1 % of the slope of a gate times values of order 0.1 to 1
@@ -318,7 +319,7 @@ def test_the_gates_run_once_a_step_with_native_off_and_not_at_all_with_native_on
     assert len(seen) == 4 * T * calls  # the three sigmoids of an LSTM are one call
 
 
-@pytest.mark.parametrize("op", recurrent.FUNCTIONS, ids=lambda op: op.__name__)
+@pytest.mark.parametrize("op", rnn.FUNCTIONS, ids=lambda op: op.__name__)
 def test_each_fused_op_has_a_function_that_evaluates_its_gates(op):
     name = op.__name__.removesuffix("_cell")
     rows = H * {"lstm": 4, "gru": 3}.get(name, 1)
@@ -331,7 +332,7 @@ def test_each_fused_op_has_a_function_that_evaluates_its_gates(op):
     else:
         hx = (h[None], h[None]) if name == "lstm" else h[None]
         args = (x.expand(T, B, D), hx, params, True, 1, 0.0, False, False, False)
-    have, want = recurrent.FUNCTIONS[op](*args), op(*args)
+    have, want = rnn.FUNCTIONS[op](*args), op(*args)
     for a, b in zip(tensors(have), tensors(want), strict=True):
         # weights of order 1 make the ReLU network grow by a few each step
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
@@ -342,7 +343,7 @@ def test_checkpoints_load_strictly_both_ways(options):
     options = {**OPTIONS[options], "dtype": torch.float64}
     theirs, ours, back = (
         nn.LSTM(D, H, **options),
-        recurrent.LSTM(D, H, **options),
+        rnn.LSTM(D, H, **options),
         nn.LSTM(D, H, **options),
     )
     file = io.BytesIO()
@@ -407,7 +408,7 @@ def test_only_torchs_plain_modules_are_converted():
     normed = nn.utils.parametrizations.weight_norm(nn.LSTM(D, H), "weight_hh_l0")
     for module, name in [*cases, (normed, "ParametrizedLSTM")]:
         with pytest.raises(TypeError) as caught:
-            recurrent.LSTM.from_torch(module)
+            rnn.LSTM.from_torch(module)
         assert str(caught.value) == (f"LSTM.from_torch: takes a plain torch.nn.LSTM; got {name}.")
 
 
@@ -501,21 +502,21 @@ def test_wrong_arguments_raise_what_torch_raises():
         with pytest.raises(ValueError, match="hidden_size") as want:
             nn.LSTM(D, **arguments)
         with pytest.raises(ValueError, match="hidden_size") as have:
-            recurrent.LSTM(D, **arguments)
+            rnn.LSTM(D, **arguments)
         assert str(have.value) == str(want.value)
     with pytest.raises(ValueError, match="Unknown nonlinearity 'gelu'"):
-        recurrent.RNN(D, H, nonlinearity="gelu")
+        rnn.RNN(D, H, nonlinearity="gelu")
     with pytest.raises(RuntimeError, match="Unknown nonlinearity: gelu"):
-        recurrent.RNNCell(D, H, nonlinearity="gelu")(torch.zeros(B, D))
+        rnn.RNNCell(D, H, nonlinearity="gelu")(torch.zeros(B, D))
 
 
 def test_the_text_form_says_what_the_gates_are():
-    assert repr(recurrent.LSTM(2, 3, proj_size=1)) == (
+    assert repr(rnn.LSTM(2, 3, proj_size=1)) == (
         "LSTM(2, 3, proj_size=1, gates: sigmoid x3, tanh x2, exact)"
     )
-    assert repr(recurrent.GRU(2, 3)) == "GRU(2, 3, gates: sigmoid x2, tanh, exact)"
-    assert repr(recurrent.RNN(2, 3, nonlinearity="relu")) == "RNN(2, 3, gates: relu, exact)"
-    cell = recurrent.GRUCell(2, 3)
+    assert repr(rnn.GRU(2, 3)) == "GRU(2, 3, gates: sigmoid x2, tanh, exact)"
+    assert repr(rnn.RNN(2, 3, nonlinearity="relu")) == "RNN(2, 3, gates: relu, exact)"
+    cell = rnn.GRUCell(2, 3)
     cell.gates["z"] = TAXONOMY["hardsigmoid"]
     assert repr(cell) == "GRUCell(2, 3, gates: sigmoid, hardsigmoid, tanh)"
 

@@ -8,9 +8,11 @@ from itertools import pairwise
 import pytest
 import torch
 
-from threshold_gating import TAXONOMY, TG, gates, insight, taxonomy
+from threshold_gating import TAXONOMY, TG, gates, taxonomy
 from threshold_gating.fitting import Fit
-from threshold_gating.insight import (
+from threshold_gating.fitting.shape import curve
+from threshold_gating.show import insight
+from threshold_gating.show.insight import (
     colours,
     draw_branches,
     draw_derivatives,
@@ -22,7 +24,6 @@ from threshold_gating.insight import (
     plot_explanation,
     plot_instances,
 )
-from threshold_gating.shape import curve
 from threshold_gating.theory import explain
 
 figure = pytest.importorskip("matplotlib.figure")
@@ -113,7 +114,7 @@ def test_an_unknown_name_is_refused_before_anything_is_written(tmp_path):
 
 
 def test_importing_it_leaves_matplotlib_alone():
-    code = "import sys, threshold_gating.insight; sys.exit('matplotlib' in sys.modules)"
+    code = "import sys, threshold_gating.show.insight; sys.exit('matplotlib' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -11,8 +11,8 @@ from itertools import pairwise
 
 import pytest
 
-from threshold_gating.panels import Line, Panel, described, draw
-from threshold_gating.report import HEADER, LEGEND, Report, Row, cells, meaning, page
+from threshold_gating.show.page import HEADER, LEGEND, Report, Row, cells, meaning, page
+from threshold_gating.show.svg import Line, Panel, described, draw
 
 VOID = {"meta", "img", "br"}
 

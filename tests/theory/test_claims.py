@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from threshold_gating import TAXONOMY, TG, theory
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def gompertz(x):

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from threshold_gating.meanfield import (
+from threshold_gating.theory.meanfield import (
     correlation_map,
     edge_of_chaos,
     measured_correlations,

@@ -11,8 +11,8 @@ from torch import nn
 
 import threshold_gating as tg
 from threshold_gating import Activation, audit, convert
-from threshold_gating.layer_theory import layer_report
-from threshold_gating.meanfield import moments
+from threshold_gating.theory.meanfield import moments
+from threshold_gating.theory.network import layer_report
 
 
 def _deep_tanh(width, depth, sigma_w):

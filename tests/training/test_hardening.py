@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import threshold_gating as tg
-from threshold_gating.recurrent import RNN
+from threshold_gating.nn.rnn import RNN
 from threshold_gating.training import harden
 
 CALL = "it is a call in a forward, not a module"

@@ -12,12 +12,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 import threshold_gating as tg
-from threshold_gating import kernels, sites
-from threshold_gating.conversion import answering
-from threshold_gating.conversion.local import difference, floats
+from threshold_gating import kernels
+from threshold_gating.conversion import intercept, sites
 from threshold_gating.conversion.plan import arguments
+from threshold_gating.conversion.site_error import difference, floats
 from threshold_gating.conversion.watch import evaluating, fresh
-from threshold_gating.layers import Activation
+from threshold_gating.nn.activation import Activation
 
 BOUND = 3e-6  # of max|d|/max|y|, native off
 # The same in float64, for a network whose own rounding in float32 is larger than the bound.
@@ -200,8 +200,8 @@ def broken(gated, name, damage):
             bad = damage(y, kept)
             return y.copy_(bad) if isinstance(y, torch.Tensor) else bad  # it may be in place
 
-        original = answering.answer
-        with mock.patch.object(answering, "answer", answer):
+        original = intercept.answer
+        with mock.patch.object(intercept, "answer", answer):
             yield
         return
     index, count, kept = int(call) if where else 0, 0, ()

@@ -25,8 +25,8 @@ from threshold_gating.benchmarking.pages import picture, report
 from threshold_gating.benchmarking.rows import Row, remarks, slope_of, table
 from threshold_gating.benchmarking.timing import ON_CPU, ON_GPU, Clock, Place, Work, measure
 from threshold_gating.benchmarking.units import frozen, gated_units, growth
+from threshold_gating.cli.options import STDOUT
 from threshold_gating.conversion.audit import jsonable
-from threshold_gating.options import STDOUT
 
 __all__ = [
     "LARGE",

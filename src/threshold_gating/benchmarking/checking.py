@@ -10,7 +10,7 @@ from torch import Tensor
 
 from threshold_gating import Activation, kernels
 from threshold_gating.kernels.pairs import PAIRS, Pair, disagreement
-from threshold_gating.layers import Share, nearest
+from threshold_gating.nn.activation import Share, nearest
 
 # Largest error against float64 over the largest value, by dtype: one unit in the last place.
 ALLOWED = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}

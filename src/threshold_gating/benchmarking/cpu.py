@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from threshold_gating import Activation
 from threshold_gating.benchmarking.elementwise import SOFT, gradients
 from threshold_gating.benchmarking.timing import Contenders, Place, Work
-from threshold_gating.layers import Share
+from threshold_gating.nn.activation import Share
 
 _CHANNELS = {"channel": 64, "layer": None}
 # By sharing and whether it is compiled: forward, forward and backward.

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from threshold_gating import Activation, kernels, primitive
 from threshold_gating.benchmarking.timing import Contenders, Place, Work
-from threshold_gating.layers import Share, is_centred
+from threshold_gating.nn.activation import Share, is_centred
 
 SOFT, HARD = ("tau", "theta", "s", "c"), ("theta", "s", "c")
 KEYS = {2: "silu", 3: "mish", 5: "gelu"}  # one tau each

@@ -12,20 +12,20 @@ from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import nullcontext, redirect_stdout
 
-from threshold_gating import options
+from threshold_gating.cli import options
 
 # The module of each command, in which a function has the command's name.
 COMMANDS = {
-    "table": "tables",
-    "explain": "explaining",
-    "convert": "converting",
-    "calibrate": "converting",
-    "audit": "converting",
-    "verify": "converting",
-    "evaluate": "evaluating",
-    "prove": "proving",
-    "bench": "benchmarking",
-    "env": "environment",
+    "table": "table",
+    "explain": "explain",
+    "convert": "convert",
+    "calibrate": "convert",
+    "audit": "convert",
+    "verify": "convert",
+    "evaluate": "evaluate",
+    "prove": "prove",
+    "bench": ".benchmarking",
+    "env": "env",
     "demo": "demo",
 }
 _TRACEBACK = "TG_TRACEBACK"
@@ -82,9 +82,9 @@ def _run(words: Sequence[str]) -> int:
 
 def _execute(command: str, args: Namespace) -> int:
     """Run a command; an error that it foresaw is a line."""
-    from threshold_gating import printing
+    from threshold_gating.cli import printing
 
-    run = getattr(importlib.import_module(f"threshold_gating.{COMMANDS[command]}"), command)
+    run = getattr(importlib.import_module(f".{COMMANDS[command]}", __name__), command)
     args.stdout = sys.stdout
     # JSON stands there alone, whatever a user's own code prints.
     alone = redirect_stdout(sys.stderr) if args.json == options.STDOUT else nullcontext()

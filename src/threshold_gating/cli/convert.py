@@ -13,11 +13,12 @@ from typing import Any
 
 from torch import nn
 
-from threshold_gating import conversion, networks, taxonomy
+from threshold_gating import conversion, taxonomy
+from threshold_gating.cli import spec
+from threshold_gating.cli.printing import UsageError, progress, say, show, working
+from threshold_gating.cli.spec import Network, network
 from threshold_gating.conversion.audit import WIDTH
 from threshold_gating.conversion.plan import arguments
-from threshold_gating.networks import Network, network
-from threshold_gating.printing import UsageError, progress, say, show, working
 
 
 def convert(args: argparse.Namespace) -> int:
@@ -72,7 +73,7 @@ def _done(args: argparse.Namespace) -> str:
 def calibrate(args: argparse.Namespace) -> int:
     """`tg calibrate`."""
     _check_out(args.out)
-    batches = None if args.data is None else networks.batches(args.data, args.batch_size)
+    batches = None if args.data is None else spec.batches(args.data, args.batch_size)
     named = network(args, batches[0] if batches else None)
     model, inputs = named.model, named.inputs
     options = {"K": args.K, "max_error": args.max_error, "recipe": args.recipe}

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from threshold_gating import kernels, taxonomy
 from threshold_gating._version import __version__
-from threshold_gating.layers import Activation
-from threshold_gating.printing import show
+from threshold_gating.cli.printing import show
+from threshold_gating.nn.activation import Activation
 
 _OPTIONAL = (
     *("matplotlib", "onnx", "onnxruntime", "ray", "scipy", "timm", "torchvision"),

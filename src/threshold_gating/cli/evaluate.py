@@ -21,14 +21,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from threshold_gating import networks
-from threshold_gating.converting import choices
-from threshold_gating.evaluation import Evaluation
-from threshold_gating.evaluation import evaluate as measured
-from threshold_gating.evaluation import windows as cut
-from threshold_gating.networks import brief, needed
-from threshold_gating.options import WIKITEXT
-from threshold_gating.printing import Tell, UsageError, progress, show
+from threshold_gating.cli import spec
+from threshold_gating.cli.convert import choices
+from threshold_gating.cli.options import WIKITEXT
+from threshold_gating.cli.printing import Tell, UsageError, progress, show
+from threshold_gating.cli.spec import brief, needed
+from threshold_gating.conversion.perplexity import Evaluation
+from threshold_gating.conversion.perplexity import evaluate as measured
+from threshold_gating.conversion.perplexity import windows as cut
 
 
 def evaluate(args: argparse.Namespace) -> int:
@@ -102,7 +102,7 @@ def _summary(result: Evaluation) -> str:
 
 def _device(name: str) -> torch.device:
     """The device of that name; of several GPUs, the one of this process."""
-    device = networks.device(name)
+    device = spec.device(name)
     several = device.type == "cuda" and device.index is None and "LOCAL_RANK" in os.environ
     return torch.device("cuda", int(os.environ["LOCAL_RANK"])) if several else device
 

@@ -19,15 +19,15 @@ from typing import Any, NamedTuple
 import torch
 
 from threshold_gating import taxonomy, theory
-from threshold_gating.explanation import Explanation
+from threshold_gating.cli.function import Function, Target, target
+from threshold_gating.cli.printing import missing, progress, say, show
+from threshold_gating.cli.table import WIDTH
 from threshold_gating.fitting import Fit, fit
-from threshold_gating.insight import is_exact, plot_explanation, probes, rounding, values
+from threshold_gating.fitting.shape import curve
 from threshold_gating.instance import TG
-from threshold_gating.printing import missing, progress, say, show
-from threshold_gating.shape import curve
-from threshold_gating.tables import WIDTH
-from threshold_gating.targets import Function, Target, target
+from threshold_gating.show.insight import is_exact, plot_explanation, probes, rounding, values
 from threshold_gating.taxonomy import ROWS, TAXONOMY
+from threshold_gating.theory.explanation import Explanation
 
 _MEANING = {
     "multiplicative": "an outer branch carries x on",

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from threshold_gating import expressions
+from threshold_gating.cli import formula
 from threshold_gating.taxonomy import ROWS, TAXONOMY, key_of
 
 Function = Callable[[Tensor], Tensor]
@@ -44,19 +44,19 @@ def target(what: str) -> Target:
     else:
         return Target(key, _named(ROWS[key].f, key))
     plain = what.strip().lower().replace("-", "_")
-    known = expressions.FUNCTIONS.get(plain)
+    known = formula.FUNCTIONS.get(plain)
     if plain in _SPELLED or (known is not None and known.takes(1)):
-        formula = _SPELLED.get(plain, f"{plain}(x)")
-        return Target(plain, _named(expressions.parse(formula), plain))
-    if what.isidentifier() and what not in ("x", *expressions.CONSTANTS):
-        names = {*TAXONOMY, *expressions.FUNCTIONS}
+        text = _SPELLED.get(plain, f"{plain}(x)")
+        return Target(plain, _named(formula.parse(text), plain))
+    if what.isidentifier() and what not in ("x", *formula.CONSTANTS):
+        names = {*TAXONOMY, *formula.FUNCTIONS}
         near = get_close_matches(plain, sorted(names), n=3, cutoff=0.5)
         hint = f"did you mean {', '.join(map(repr, near))}? There are" if near else "there are"
         raise ValueError(
             f"no activation {what!r}; {hint} the names of `tg table --all`, expressions in x such "
-            f"as {expressions.EXAMPLE}, and FILE.py:NAME."
+            f"as {formula.EXAMPLE}, and FILE.py:NAME."
         )
-    f = expressions.parse(what)
+    f = formula.parse(what)
     return Target(f.__name__, f)
 
 

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from threshold_gating.cli.options import STDOUT
 from threshold_gating.conversion import CheckpointError, ConversionError
 from threshold_gating.conversion.audit import jsonable
-from threshold_gating.options import STDOUT
 
 
 class UsageError(ValueError):

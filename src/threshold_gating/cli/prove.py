@@ -19,17 +19,19 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from threshold_gating import networks, sites, taxonomy
-from threshold_gating.conversion import Site, config, files, proof
+from threshold_gating import taxonomy
+from threshold_gating.cli import spec
+from threshold_gating.cli.options import SPECS
+from threshold_gating.cli.printing import UsageError, progress, say, show
+from threshold_gating.cli.spec import network
+from threshold_gating.conversion import Site, proof, sites
 from threshold_gating.conversion.audit import WIDTH
+from threshold_gating.conversion.checkpoint import files, schema
 from threshold_gating.conversion.enumeration import FORMATS, name_of
 from threshold_gating.conversion.plan import Plan, make_plan
 from threshold_gating.conversion.record import Proof, table
 from threshold_gating.instance import TG
-from threshold_gating.layers import Activation
-from threshold_gating.networks import network
-from threshold_gating.options import SPECS
-from threshold_gating.printing import UsageError, progress, say, show
+from threshold_gating.nn.activation import Activation
 
 _DTYPES = {name_of(dtype): dtype for dtype in FORMATS}
 
@@ -75,7 +77,7 @@ def _proven(args: argparse.Namespace, each: _Instance, dtype: str) -> Proof:
     # A module evaluates its record but for infinite inputs; other backends would run torch's op.
     module = each.is_module and args.backend == "reference"
     whole = dtype != "float32"  # few enough to try them all, here
-    device = networks.device(args.device)
+    device = spec.device(args.device)
     try:
         with progress(f"{each.name}, {dtype}") as tell:
             return proof.prove(
@@ -171,7 +173,7 @@ def _planned(plan: Plan) -> Iterator[_Place]:
 
 
 def _saved(folder: Path, model: nn.Module | None) -> Iterator[_Place]:
-    saved = config.read(folder)
+    saved = schema.read(folder)
     modules = {} if model is None else dict(model.named_modules())
     for entry in saved.modules:
         if model is not None and entry.names[0] not in modules:

@@ -21,9 +21,9 @@ import torch
 from torch import nn
 
 from threshold_gating import conversion
-from threshold_gating.options import SPECS
-from threshold_gating.printing import UsageError
-from threshold_gating.targets import failure, from_file
+from threshold_gating.cli.function import failure, from_file
+from threshold_gating.cli.options import SPECS
+from threshold_gating.cli.printing import UsageError
 
 
 class Network(NamedTuple):

@@ -9,8 +9,8 @@ from textwrap import fill, wrap
 from typing import NamedTuple
 
 from threshold_gating import taxonomy
+from threshold_gating.cli.printing import UsageError, say, show
 from threshold_gating.instance import TG
-from threshold_gating.printing import UsageError, say, show
 from threshold_gating.taxonomy import Row
 
 WIDTH = 100

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from threshold_gating.conversion import hub, recomputing
-from threshold_gating.conversion.answering import LEAVE, disown, own, unshare
 from threshold_gating.conversion.audit import audit
 from threshold_gating.conversion.certificate import check_tol, verify
+from threshold_gating.conversion.intercept import LEAVE, disown, own, unshare
 from threshold_gating.conversion.plan import (
     Choice,
     ConversionError,
@@ -37,7 +37,7 @@ from threshold_gating.conversion.plan import (
 from threshold_gating.conversion.purity import probing
 from threshold_gating.conversion.recognise import overwrites
 from threshold_gating.instance import TG
-from threshold_gating.layers import Activation
+from threshold_gating.nn.activation import Activation
 
 Network = TypeVar("Network", bound=nn.Module)  # a converted network is of the class that it was
 

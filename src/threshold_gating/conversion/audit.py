@@ -9,6 +9,7 @@ named as not looked at: data that leave torch, other threads, ops of other libra
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 import threading
@@ -18,26 +19,25 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from textwrap import fill
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from threshold_gating import recurrent, taxonomy
-from threshold_gating.conversion import ops
-from threshold_gating.conversion.answering import LEAVE, Answering, answer
+from threshold_gating import taxonomy
+from threshold_gating.conversion import aten_ops
+from threshold_gating.conversion.intercept import LEAVE, Answering, answer
 from threshold_gating.conversion.plan import Site
 from threshold_gating.conversion.watch import Run, Running, evaluating, fresh
-from threshold_gating.layers import Activation
+from threshold_gating.nn import rnn
+from threshold_gating.nn.activation import Activation
 
 WIDTH = 100
 _PACKAGE = __name__.partition(".")[0]
-_NETWORKS = f"{_PACKAGE}.demo"  # in the package, and yet networks like anybody's
-# The gates' own arithmetic. A nonlinear op that another part of the library calls is native.
-_GATES = ("primitive", "instance", "logits", "kernels.tile", "kernels.fused")
-_REFERENCE = {f"{_PACKAGE}.{name}" for name in _GATES}
+# What the ops are that the code of a module or package calls; it says so itself, as AUDITED_AS.
+Role = Literal["gates", "native", "machinery", "network"]
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Audit:
     @property
     def bending(self) -> tuple[Op, ...]:
         """The other ops that are not linear, either, and for which no gate stands."""
-        return tuple(op for op in self.other if op.group in ops.BENDING)
+        return tuple(op for op in self.other if op.group in aten_ops.BENDING)
 
     def __str__(self) -> str:
         header = ("site", "kind", "K", "class", "ran", "calls")
@@ -162,8 +162,24 @@ def execute(model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Audit]:
 
 def is_gate(module: nn.Module) -> bool:
     """Whether a module is one of the library's own."""
-    home = type(module).__module__
-    return home.startswith(f"{_PACKAGE}.") and not home.startswith(_NETWORKS)
+    return _role(type(module).__module__) not in (None, "network")
+
+
+@functools.cache
+def _role(name: str) -> Role | None:
+    """What the ops are that the module of this name calls; None if it is not of the library.
+
+    "gates" are the arithmetic of a gate, "native" ops compute a site by torch's own function
+    (whatever says nothing), "machinery" is what stands between a network and its gates, and a
+    "network" is one like anybody's. A module that says nothing is what its package is.
+    """
+    if name.partition(".")[0] != _PACKAGE:
+        return None
+    while name:
+        if (role := getattr(sys.modules.get(name), "AUDITED_AS", None)) is not None:
+            return cast(Role, role)
+        name = name.rpartition(".")[0]
+    return "native"
 
 
 class _Caller(NamedTuple):
@@ -202,9 +218,7 @@ def _before(frame: FrameType | None) -> FrameType | None:
 
 
 def _is_own(frame: FrameType | None) -> bool:
-    module = _module_of(frame)
-    others = (f"{_PACKAGE}.conversion", _NETWORKS)
-    return module.startswith(f"{_PACKAGE}.") and not module.startswith(others)
+    return _role(_module_of(frame)) in ("gates", "native")
 
 
 def _caller(frame: FrameType | None) -> _Caller:
@@ -233,11 +247,11 @@ class _Reader(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.running = Running(model, before=self._enter)
-        self.trail = ops.Trail(_constants(model))
+        self.trail = aten_ops.Trail(_constants(model))
         self.known = _declared(model)
         self.calls: Counter[str] = Counter()
         self.native: set[str] = set()
-        self.found: list[tuple[str, bool, ops.Found]] = []
+        self.found: list[tuple[str, bool, aten_ops.Found]] = []
         self.unseen: dict[str, None] = {}  # in order, each once
         self._last: tuple[FrameType | None, str] = (None, "")
 
@@ -293,13 +307,13 @@ class _Reader(TorchDispatchMode):  # type: ignore[no-untyped-call]
         caller = _caller(frame)
         live = self.trail.is_live((args, kwargs))
         found = self.trail.follow(func, (args, kwargs), out, caller.is_own)
-        asks = live and ops.name(func) == "_local_scalar_dense" and args[0].is_floating_point()
+        asks = live and aten_ops.name(func) == "_local_scalar_dense" and args[0].is_floating_point()
         if asks and not caller.is_own:
             self._lost("Python's numbers")
         if caller.is_own:
             site = self._site(caller, live)
             # of parameters alone (a learned sharpness is clamped) it is no evaluation of the site
-            if live and ops.is_nonlinear(func) and _module_of(caller.first) not in _REFERENCE:
+            if live and aten_ops.is_nonlinear(func) and _role(_module_of(caller.first)) != "gates":
                 self.native.add(site)
         elif found is not None:
             where = self.running.stack[-1].where if self.running.stack else ""
@@ -369,7 +383,7 @@ class Description(NamedTuple):
 def _constants(model: nn.Module) -> Iterator[Tensor]:
     """Parameters, buffers and tensors that modules merely hold."""
     for module in model.modules():
-        yield from ops.tensors([module._parameters, module._buffers, vars(module)])
+        yield from aten_ops.tensors([module._parameters, module._buffers, vars(module)])
 
 
 def _declared(model: nn.Module) -> dict[str, Description]:
@@ -392,7 +406,7 @@ def _of_site(site: Site) -> Description:
 
 
 def described(act: nn.Module) -> Description:
-    if isinstance(act, recurrent._Gated):
+    if isinstance(act, rnn._Gated):
         return Description(type(act).__name__.lower(), None, act.exact)
     if not isinstance(act, Activation):
         return Description(type(act).__name__.lower(), None, None)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from threshold_gating.conversion import ops
+from threshold_gating.conversion import aten_ops
 from threshold_gating.conversion.audit import columns
 from threshold_gating.conversion.plan import ConversionError, instance_at, refuse
 from threshold_gating.conversion.sampling import Sampled, Sampler
@@ -216,7 +216,7 @@ def _collect(
     for count, batch in enumerate(batches, 1):
         progress(f"calibrate: running batch {count}", 0.0)
         sampler.run(batch)
-        inputs += next((len(t) for t in ops.tensors(batch) if t.dim()), 1)
+        inputs += next((len(t) for t in aten_ops.tensors(batch) if t.dim()), 1)
         if options.recipe == "paper" and inputs >= _INPUTS:
             break
     if not count:

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from threshold_gating import kernels, sites
-from threshold_gating.conversion import ops, outputs, paired
+from threshold_gating import kernels
+from threshold_gating.conversion import aten_ops, outputs, paired, sites
 from threshold_gating.conversion.audit import (
     WIDTH,
     Audit,
@@ -31,9 +31,9 @@ from threshold_gating.conversion.audit import (
     is_gate,
     jsonable,
 )
-from threshold_gating.conversion.local import RELATIVE, Error, Local
 from threshold_gating.conversion.outputs import Output
 from threshold_gating.conversion.plan import ConversionError
+from threshold_gating.conversion.site_error import RELATIVE, Error, Local
 from threshold_gating.conversion.watch import INTERNAL, evaluating, fresh
 
 
@@ -431,7 +431,7 @@ def _held(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for path, module in model.named_modules(remove_duplicate=False):
         for key, value in vars(module).items():
             if key not in INTERNAL and not key.startswith("tg_"):
-                for k, t in enumerate(ops.tensors(value)):
+                for k, t in enumerate(aten_ops.tensors(value)):
                     if not isinstance(t, nn.Parameter):
                         yield f"{path}.{key}{f'[{k}]' if k else ''}".removeprefix("."), t
 

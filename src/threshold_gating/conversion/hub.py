@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from threshold_gating.layers import Activation
+from threshold_gating.nn.activation import Activation
 
 _SAVE = "save_pretrained"
 

@@ -23,8 +23,8 @@ from torch.fx import Graph, GraphModule
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from threshold_gating import kernels, sites
-from threshold_gating.conversion import recomputing
+from threshold_gating import kernels
+from threshold_gating.conversion import recomputing, sites
 from threshold_gating.conversion.plan import ConversionError, Site, calling_line
 
 LEAVE = "*"  # in a plan: every call is left alone
@@ -141,7 +141,7 @@ def _owned_again(made: tuple[Callable[..., Any], tuple[Any, ...]], plan: Any) ->
 
 def _owned_as(module: Any, plan: Any) -> Any:
     """A new graph module, which has not the hooks of the one that it was made from."""
-    from threshold_gating.conversion.rewrite import count_calls  # it imports this module
+    from threshold_gating.conversion.apply import count_calls  # it imports this module
 
     own(module, plan)
     count_calls(module)

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from threshold_gating.conversion.local import LARGEST, RELATIVE, difference, floats, widened
+from threshold_gating.conversion.site_error import LARGEST, RELATIVE, difference, floats, widened
 from threshold_gating.conversion.watch import evaluating, fresh
 
 # Ulp of the largest output that exact sites may make together. Rounding grows with depth: 25 are

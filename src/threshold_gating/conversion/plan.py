@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from threshold_gating import kernels, sites, taxonomy
-from threshold_gating.conversion import recognise
+from threshold_gating import kernels, taxonomy
+from threshold_gating.conversion import recognise, sites
 from threshold_gating.conversion.purity import obstacle, own_attributes, probing
 from threshold_gating.conversion.watch import Run, Visit, Watch, evaluating, fresh
 from threshold_gating.instance import TG
-from threshold_gating.layers import Activation
+from threshold_gating.nn.activation import Activation
 
 Choice = TG | str | int | None
 Function = Callable[[Tensor], Tensor]

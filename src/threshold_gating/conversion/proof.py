@@ -30,8 +30,8 @@ from torch import Tensor, nn
 
 from threshold_gating import kernels, taxonomy
 from threshold_gating.conversion.enumeration import FORMATS, Walk, name_of
-from threshold_gating.conversion.local import LIMITS, difference
 from threshold_gating.conversion.record import Proof, Worst, vector
+from threshold_gating.conversion.site_error import LIMITS, difference
 from threshold_gating.instance import TG
 from threshold_gating.primitive import gates
 from threshold_gating.taxonomy import ROWS, TAXONOMY

@@ -24,9 +24,10 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from threshold_gating import sites, taxonomy
+from threshold_gating import taxonomy
+from threshold_gating.conversion import sites
+from threshold_gating.conversion.sites import Recognised
 from threshold_gating.instance import TG
-from threshold_gating.sites import Recognised
 from threshold_gating.taxonomy import TAXONOMY
 
 Function = Callable[[Tensor], Tensor]

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from threshold_gating.conversion.audit import WIDTH, columns, jsonable
-from threshold_gating.conversion.local import LIMITS
+from threshold_gating.conversion.site_error import LIMITS
 
 
 def vector(device: torch.device) -> str:

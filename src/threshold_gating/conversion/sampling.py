@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from threshold_gating import sites
+from threshold_gating.conversion import sites
 from threshold_gating.conversion.plan import (
     Choices,
     ConversionError,

@@ -21,10 +21,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from threshold_gating import sites
-from threshold_gating.conversion import ops
-from threshold_gating.conversion.answering import LEAVE, answer, as_it_comes
+from threshold_gating.conversion import aten_ops, sites
 from threshold_gating.conversion.audit import described, gate_of, is_gate
+from threshold_gating.conversion.intercept import LEAVE, answer, as_it_comes
 from threshold_gating.conversion.plan import Site
 from threshold_gating.conversion.watch import Run, Told, Visit, Watch, fresh
 
@@ -190,7 +189,7 @@ def difference(y: Tensor, z: Tensor) -> Tensor:
 
 def floats(tree: Any) -> list[Tensor]:
     """The floating-point tensors in an output, whatever holds them."""
-    return [t for t in ops.tensors(tree) if t.is_floating_point()]
+    return [t for t in aten_ops.tensors(tree) if t.is_floating_point()]
 
 
 class Local:

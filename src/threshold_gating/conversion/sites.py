@@ -18,9 +18,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from threshold_gating import attention, kernels, recurrent, taxonomy
+from threshold_gating import kernels, taxonomy
 from threshold_gating.instance import TG
+from threshold_gating.nn import attention, rnn
 from threshold_gating.taxonomy import TAXONOMY
+
+AUDITED_AS = "native"  # see conversion.audit
 
 Function = Callable[..., Any]
 
@@ -234,7 +237,7 @@ WHOLE: dict[str, Callable[..., Any]] = {
     "maximum": _extreme(1),
     "minimum": _extreme(-1),
     **{f"{kind}_by_tensors": _clamp_by_tensors(kind) for kind in KINDS if "clamp" in kind},
-    **{function.__name__: gated for function, gated in recurrent.FUNCTIONS.items()},
+    **{function.__name__: gated for function, gated in rnn.FUNCTIONS.items()},
 }
 
 

@@ -18,13 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from threshold_gating import sites
-from threshold_gating.conversion import ops
+from threshold_gating.conversion import aten_ops, sites
 
 
 def fresh(tree: Any) -> Any:
     """A copy of inputs that a network may overwrite."""
-    return copy.deepcopy(tree, {id(t): t.detach().clone() for t in ops.tensors(tree)})
+    return copy.deepcopy(tree, {id(t): t.detach().clone() for t in aten_ops.tensors(tree)})
 
 
 @contextmanager

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from threshold_gating import shape, taxonomy
+from threshold_gating import taxonomy
 from threshold_gating.fitting import inputs as _inputs
+from threshold_gating.fitting import shape
 from threshold_gating.fitting.inputs import Function, Inputs, Line, Over, values
 from threshold_gating.instance import TG
 from threshold_gating.primitive import FORMS, GateForm

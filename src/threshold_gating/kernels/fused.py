@@ -16,6 +16,8 @@ from threshold_gating.kernels import launch, ops, tile
 from threshold_gating.kernels.form import Call, Form, in_memory, restored
 from threshold_gating.primitive import Value
 
+AUDITED_AS = "gates"  # see conversion.audit
+
 # the op itself, see `primitive`
 _clamp = torch.ops.aten.clamp.default
 

@@ -35,6 +35,8 @@ from threshold_gating import primitive
 from threshold_gating.kernels.form import Form
 from threshold_gating.primitive import Value
 
+AUDITED_AS = "gates"  # see conversion.audit
+
 _LOG2E = math.log2(math.e)
 # The ops themselves, as in `primitive`: a converted network around us answers torch.sigmoid.
 _aten = torch.ops.aten

@@ -27,9 +27,8 @@ from torch.utils.checkpoint import checkpoint
 from threshold_gating import kernels, taxonomy
 from threshold_gating.instance import TG
 from threshold_gating.kernels.products import Conv, Gate, launched
-from threshold_gating.layers import Activation, nearest
-from threshold_gating.primitive import Value
-from threshold_gating.tying import (
+from threshold_gating.nn.activation import Activation, nearest
+from threshold_gating.nn.tying import (
     SHARES,
     Tier,
     TierShare,
@@ -39,6 +38,7 @@ from threshold_gating.tying import (
     share_of,
     trained_of,
 )
+from threshold_gating.primitive import Value
 
 __all__ = ["SHARES", "TIERED", "Conv1d", "Conv2d", "Conv3d", "Linear", "parameter_count"]
 

@@ -3,7 +3,7 @@
 The classes are torch's and run torch's own `forward`, so arguments, checks, errors and results are
 the same. That `forward` ends in one fused op. It is called where the backend allows native and the
 gates are torch's; otherwise a torch function mode answers it by its entry in `FUNCTIONS`, which
-evaluates the gates (`threshold_gating.cells`).
+evaluates the gates (`threshold_gating.nn.rnn_steps`).
 
 An LSTM and a GRU can learn tau and theta of each gate and unit (`train=`). Behind an affine map
 that pair adds no function, sigma(tau (w x + b - theta)) = sigma((tau w) x + tau (b - theta)): for
@@ -27,10 +27,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from threshold_gating import kernels, taxonomy
-from threshold_gating.cells import FUNCTIONS, SITES, Gates
 from threshold_gating.instance import TG
-from threshold_gating.layers import keeping_wide
-from threshold_gating.unitwise import HELD_BY, Learned, Learning, before, learning, start, values
+from threshold_gating.nn.activation import keeping_wide
+from threshold_gating.nn.rnn_steps import FUNCTIONS, SITES, Gates
+from threshold_gating.nn.unitwise import HELD_BY, Learned, Learning, before, learning, start, values
 
 __all__ = ["FUNCTIONS", "GRU", "LSTM", "RNN", "SITES", "GRUCell", "LSTMCell", "RNNCell"]
 

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from threshold_gating import kernels, taxonomy
 from threshold_gating.instance import TG
-from threshold_gating.layers import is_centred
+from threshold_gating.nn.activation import is_centred
+from threshold_gating.nn.unitwise import Learned
 from threshold_gating.primitive import Value
-from threshold_gating.unitwise import Learned
 
 State = tuple[Tensor, ...]
 Instance = TG | Learned

@@ -8,7 +8,7 @@ from typing import Literal
 
 from threshold_gating import taxonomy
 from threshold_gating.instance import TG
-from threshold_gating.layers import names_of
+from threshold_gating.nn.activation import names_of
 
 # The pairs of Table 1. Gates per neuron are gates per channel unless there are positions.
 Tier = Literal["W", "S", "general"]

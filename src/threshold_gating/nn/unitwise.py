@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from threshold_gating.instance import TG
-from threshold_gating.layers import sharpening
+from threshold_gating.nn.activation import sharpening
 from threshold_gating.primitive import Value
 
 FAMILIES = ("constant", "free")

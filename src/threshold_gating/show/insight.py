@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from threshold_gating import taxonomy
+from threshold_gating.fitting.shape import Curve, curve, discontinuities
 from threshold_gating.instance import TG
 from threshold_gating.primitive import gates
-from threshold_gating.shape import Curve, curve, discontinuities
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

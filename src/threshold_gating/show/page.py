@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from html import escape
 from itertools import groupby
 
-from threshold_gating.panels import Panel, draw
-from threshold_gating.style import STYLE
+from threshold_gating.show.css import STYLE
+from threshold_gating.show.svg import Panel, draw
 
 # Units in the last place of the largest score (float32) that exact gates may move any score by.
 # Two at most were seen; how torch adds up differs with the machine, and a wrong gate is far off.

@@ -1,9 +1,7 @@
 """Def. 7 to Cor. 11 and Apps. A to C, computed: what is true of a function, not what is promised.
 
-For any element-wise function or `TG`. The measurements of a function's shape (`asymptotes`,
-`corners`, `inflections`, `derivatives`) are in `shape`, random networks (`edge_of_chaos`, `xi`) in
-`meanfield`, live ones (`layer_report`) in `layer_theory`; all are names of this module too.
-`explain` is all in one record, whose text is made in `explanation`.
+For any element-wise function or `TG`. `explain` is all in one record, whose text is made in
+`explanation`.
 
 Where the paper and a computation part, the docstring says so; docs/theory.md has the table.
 """
@@ -19,29 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from threshold_gating import taxonomy
-from threshold_gating.explanation import Crossing, Explanation, Residual, WellBehaved
-from threshold_gating.instance import TG
-from threshold_gating.layer_theory import LayerReport, LayerTheory, layer_report
-from threshold_gating.meanfield import (
-    CorrelationMap,
-    DepthScale,
-    EdgeOfChaos,
-    Moments,
-    correlation_map,
-    edge_of_chaos,
-    gaussian_rule,
-    measured_correlations,
-    moments,
-    xi,
-)
-from threshold_gating.primitive import gates
-from threshold_gating.shape import (
+from threshold_gating.fitting.shape import (
     REACH,
-    Asymptote,
-    Asymptotes,
-    Corner,
     Curve,
-    Derivatives,
     asymptotes,
     corners,
     curve,
@@ -49,22 +27,17 @@ from threshold_gating.shape import (
     inflections,
     is_monotone,
 )
+from threshold_gating.instance import TG
+from threshold_gating.primitive import gates
+from threshold_gating.theory.explanation import Crossing, Explanation, Residual, WellBehaved
+from threshold_gating.theory.meanfield import (
+    edge_of_chaos,
+    gaussian_rule,
+    moments,
+)
 
 if TYPE_CHECKING:
     from threshold_gating.fitting import Fit
-
-# fmt: off
-__all__ = [
-    "Asymptote", "Asymptotes", "Corner", "CorrelationMap", "Crossing", "Curve", "DepthScale",
-    "Derivatives", "EdgeOfChaos", "Explanation", "GradientPath", "Hardening", "Inflected",
-    "LayerReport", "LayerTheory", "Moments", "Residual", "WellBehaved", "asymptotes",
-    "branches_for", "corners",
-    "correlation_map", "crossing", "curvature_ratio", "curve", "derivatives", "edge_of_chaos",
-    "explain", "gradient_path", "hardening", "inflections", "is_monotone", "kappa",
-    "layer_report", "lemma_instance", "measured_correlations", "moments", "remarks_12_13",
-    "residual", "trust_radius", "well_behaved", "xi",
-]
-# fmt: on
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ from dataclasses import dataclass, fields, is_dataclass
 from textwrap import fill
 from typing import Any
 
+from threshold_gating.fitting.shape import REACH, Asymptote, Asymptotes, Corner, Derivatives
 from threshold_gating.instance import TG
-from threshold_gating.meanfield import EdgeOfChaos
-from threshold_gating.shape import REACH, Asymptote, Asymptotes, Corner, Derivatives
+from threshold_gating.theory.meanfield import EdgeOfChaos
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from threshold_gating.shape import curve, discontinuities
+from threshold_gating.fitting.shape import curve, discontinuities
 
 _DEVIATIONS = 13.0  # the normal density beyond is under 1e-37
 _TERMS = 1000  # Hermite coefficients of the correlation map

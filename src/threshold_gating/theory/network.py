@@ -14,13 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from threshold_gating import sites
+from threshold_gating.conversion import sites
 from threshold_gating.conversion.audit import columns, described, gate_of, is_gate
 from threshold_gating.conversion.plan import Choices, module_sites, whole
 from threshold_gating.conversion.watch import Run, Told, Visit, Watch, fresh, undisturbed
-from threshold_gating.layers import Activation
-from threshold_gating.meanfield import moments
-from threshold_gating.shape import curve
+from threshold_gating.fitting.shape import curve
+from threshold_gating.nn.activation import Activation
+from threshold_gating.theory.meanfield import moments
 
 Function = Callable[[Tensor], Tensor]
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from threshold_gating import taxonomy
 from threshold_gating.instance import TG
-from threshold_gating.layers import Activation
-from threshold_gating.recurrent import GRU, LSTM
+from threshold_gating.nn.activation import Activation
+from threshold_gating.nn.rnn import GRU, LSTM
 
 TOLERANCE = 1e-3  # of a slope that counts as flat
 

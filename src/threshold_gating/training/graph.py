@@ -13,14 +13,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx, nn
 
-from threshold_gating import sites
-from threshold_gating.conversion import recognise
-from threshold_gating.conversion.answering import LEAVE, as_it_comes, disown, own
+from threshold_gating.conversion import recognise, sites
+from threshold_gating.conversion.apply import PerCall
+from threshold_gating.conversion.intercept import LEAVE, as_it_comes, disown, own
 from threshold_gating.conversion.plan import Site
-from threshold_gating.conversion.rewrite import PerCall
-from threshold_gating.dense import TIERED
 from threshold_gating.instance import TG
-from threshold_gating.layers import Activation
+from threshold_gating.nn.activation import Activation
+from threshold_gating.nn.dense import TIERED
 
 # What moves elements around and nothing else, so that it commutes with an activation.
 _MOVES: tuple[Any, ...] = (

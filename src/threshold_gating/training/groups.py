@@ -23,9 +23,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from threshold_gating.dense import TIERED
-from threshold_gating.layers import Activation
-from threshold_gating.recurrent import GRU, LSTM
+from threshold_gating.nn.activation import Activation
+from threshold_gating.nn.dense import TIERED
+from threshold_gating.nn.rnn import GRU, LSTM
 
 
 def gate_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

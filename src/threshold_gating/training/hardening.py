@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from threshold_gating import recurrent, sites
+from threshold_gating.conversion import sites
+from threshold_gating.conversion.apply import successor
 from threshold_gating.conversion.audit import gate_of, is_gate
 from threshold_gating.conversion.plan import Choices, ModuleSites, module_sites, run, whole
-from threshold_gating.conversion.rewrite import successor
 from threshold_gating.conversion.watch import Run, Told, Visit, Watch, evaluating, fresh
 from threshold_gating.instance import TG
-from threshold_gating.layers import Activation
+from threshold_gating.nn import rnn
+from threshold_gating.nn.activation import Activation
 from threshold_gating.training.graph import put
 from threshold_gating.training.promotion import difference
 from threshold_gating.training.tiers import is_tiered
@@ -116,7 +117,7 @@ def _out_of_reach(model: nn.Module, plain: ModuleSites, seen: bool) -> Iterator[
         for call, site in (plan or {}).items():
             if site is not None and _is_soft(site.kind, site.t):
                 yield f"{name}:{call}", _CALL
-        if isinstance(module, recurrent._Gated) and not all(t.hard for t in module.gates.values()):
+        if isinstance(module, rnn._Gated) and not all(t.hard for t in module.gates.values()):
             yield name, "it is recurrent, and its gates are within its step"
     for made in plain.values():
         for site in made:

@@ -12,10 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from threshold_gating import sites, taxonomy
-from threshold_gating.dense import TIERED
+from threshold_gating import taxonomy
+from threshold_gating.conversion import sites
 from threshold_gating.instance import TG
-from threshold_gating.layers import Activation
+from threshold_gating.nn.activation import Activation
+from threshold_gating.nn.dense import TIERED
+from threshold_gating.nn.tying import SHARES, Tier, TierShare, share_of
 from threshold_gating.training.graph import (
     Act,
     Consumer,
@@ -33,7 +35,6 @@ from threshold_gating.training.graph import (
     views,
 )
 from threshold_gating.training.tiers import ORDER, is_tiered, lifted, projected
-from threshold_gating.tying import SHARES, Tier, TierShare, share_of
 
 
 @dataclass(frozen=True)

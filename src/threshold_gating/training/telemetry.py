@@ -8,9 +8,9 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from threshold_gating.layers import Activation
+from threshold_gating.nn.activation import Activation
+from threshold_gating.nn.rnn import GRU, LSTM
 from threshold_gating.primitive import Value
-from threshold_gating.recurrent import GRU, LSTM
 from threshold_gating.training.families import TOLERANCE, left_family
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from threshold_gating.dense import SHARES, TIERED
-from threshold_gating.layers import Activation
+from threshold_gating.nn.activation import Activation
+from threshold_gating.nn.dense import SHARES, TIERED
 
 ORDER = ("A", "W", "S", "general")
 _PLAIN = {ours: plain for plain, ours in TIERED.items()}

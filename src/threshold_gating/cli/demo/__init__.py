@@ -22,14 +22,16 @@ from torch import Tensor, nn
 
 from threshold_gating import kernels
 from threshold_gating._version import __version__
+from threshold_gating.cli.demo.networks import RECIPES, Digits, digits, train
+from threshold_gating.cli.demo.watching import instances, panel, watch
+from threshold_gating.cli.printing import Tell, missing, progress, say, write_json
 from threshold_gating.conversion import ConversionError, audit, calibrate, convert
 from threshold_gating.conversion.audit import WIDTH, columns
 from threshold_gating.conversion.plan import Choice
-from threshold_gating.demo.networks import RECIPES, Digits, digits, train
-from threshold_gating.demo.watching import instances, panel, watch
-from threshold_gating.panels import Panel
-from threshold_gating.printing import Tell, missing, progress, say, write_json
-from threshold_gating.report import HEADER, LEGEND, Report, Row, cells, meaning, page
+from threshold_gating.show.page import HEADER, LEGEND, Report, Row, cells, meaning, page
+from threshold_gating.show.svg import Panel
+
+AUDITED_AS = "network"  # see conversion.audit
 
 FILE = "tg_demo.html"
 _GELU = r"re:blocks\.\d+\.act"

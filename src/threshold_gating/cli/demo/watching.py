@@ -13,12 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from threshold_gating import attention, kernels, recurrent, sites
+from threshold_gating import kernels
+from threshold_gating.conversion import sites
 from threshold_gating.conversion.plan import Choices, module_sites, run, whole
 from threshold_gating.conversion.watch import Visit, Watch, evaluating, fresh
 from threshold_gating.instance import TG
-from threshold_gating.layers import Activation
-from threshold_gating.panels import Line, Panel
+from threshold_gating.nn import attention, rnn
+from threshold_gating.nn.activation import Activation
+from threshold_gating.show.svg import Line, Panel
 from threshold_gating.taxonomy import TAXONOMY
 
 _POINTS, _EACH = 121, 8  # of a curve, and how many more lie around each for its error
@@ -79,7 +81,7 @@ def watch(model: nn.Module, x: Tensor) -> list[Seen]:
 def _opened(name: str, kind: str, args: Any) -> Iterator[Seen]:
     """The functions inside a recurrent layer, each with its gates."""
     for part, x in _OPEN[kind](*args).items():
-        t = recurrent.SITES[kind][part]
+        t = rnn.SITES[kind][part]
         f = torch.tanh if t == TAXONOMY["tanh"] else torch.sigmoid
         yield _seen(name, f.__name__, f, x, _PARTS[part], t)
 

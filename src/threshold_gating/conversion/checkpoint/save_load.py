@@ -18,13 +18,14 @@ from typing import Any, TypeVar, overload
 import torch
 from torch import Tensor, nn
 
-from threshold_gating import recurrent
-from threshold_gating.conversion import config, files, hub, rewrite
-from threshold_gating.conversion.answering import own
-from threshold_gating.conversion.config import SCHEMA, Checkpoint
-from threshold_gating.conversion.files import CheckpointError, load_weights
+from threshold_gating.conversion import apply, hub
+from threshold_gating.conversion.checkpoint import files, schema
+from threshold_gating.conversion.checkpoint.files import CheckpointError, load_weights
+from threshold_gating.conversion.checkpoint.schema import SCHEMA, Checkpoint
+from threshold_gating.conversion.intercept import own
 from threshold_gating.conversion.plan import refuse
-from threshold_gating.layers import Activation
+from threshold_gating.nn import rnn
+from threshold_gating.nn.activation import Activation
 
 __all__ = ["SCHEMA", "Checkpoint", "CheckpointError", "load", "load_weights", "save"]
 
@@ -43,8 +44,8 @@ def save(model: nn.Module, directory: str | os.PathLike[str], *, gates_only: boo
         the directory.
     """
     model, directory = _inner(model), Path(directory)
-    about = config.describe(model)
-    if not any(about[kind] for kind in config.STRUCTURE):
+    about = schema.describe(model)
+    if not any(about[kind] for kind in schema.STRUCTURE):
         raise CheckpointError(
             f"save: no gate in {type(model).__name__}; convert it first, or save its state_dict."
         )
@@ -77,14 +78,14 @@ def _inner(model: nn.Module) -> nn.Module:
 
 def _current(directory: Path) -> Mapping[str, Any] | None:
     try:
-        return config.read(directory).weights
+        return schema.read(directory).weights
     except CheckpointError:
         return None
 
 
 def _learned(model: nn.Module) -> dict[str, Tensor]:
     """What is learned of the gates, by the keys of the network's state_dict."""
-    each = (act.state_dict(prefix=prefix) for prefix, act in config.activations(model))
+    each = (act.state_dict(prefix=prefix) for prefix, act in schema.activations(model))
     return dict(itertools.chain.from_iterable(state.items() for state in each))
 
 
@@ -137,13 +138,13 @@ def load(
             saved. False leaves alone what only one side has, casts, and takes another file.
     """
     if model is None:
-        return config.read(Path(directory))
+        return schema.read(Path(directory))
     inner = _inner(model)
     refuse(inner)
     saved, path, tensors = _read(Path(directory), strict)
     before = [(m, type(m), _shallow(vars(m))) for m in inner.modules()]
     try:
-        with config.reading(str(Path(directory) / files.CONFIG)):
+        with schema.reading(str(Path(directory) / files.CONFIG)):
             _rebuild(inner, saved)
         state = _fitting(inner, saved, path, tensors, strict)
         _fill(inner, state, whole=not saved.gates_only)
@@ -152,9 +153,9 @@ def load(
             module.__class__ = kind
             vars(module).clear()
             vars(module).update(attributes)
-        rewrite.count_calls(inner)
+        apply.count_calls(inner)
         raise
-    for name, p in config.gate_parameters(inner):
+    for name, p in schema.gate_parameters(inner):
         p.requires_grad_(name in saved.trainable)
     return model
 
@@ -170,30 +171,30 @@ def _read(directory: Path, strict: bool) -> tuple[Checkpoint, Path, dict[str, Te
     found = None
     while found is None:  # None: a save came between, and that it went on makes sure that this ends
         with files.opened(path) as file:
-            saved = config.read(directory)
+            saved = schema.read(directory)
             if saved.weights is None:
                 return saved, path, {}
             found = files.find_tensors(saved.weights, strict, file)
-    with config.reading(str(found[0])):
+    with schema.reading(str(found[0])):
         found[1].update({alias: found[1][name] for alias, name in saved.aliases.items()})
     return saved, *found
 
 
 def _rebuild(model: nn.Module, saved: Checkpoint) -> None:
     """Bring the gates on record, and no others, into `model`."""
-    on_meta = any(act.theta0.is_meta for _, act in config.activations(model))
-    if not on_meta and config.structure(model) == saved.structure:
+    on_meta = any(act.theta0.is_meta for _, act in schema.activations(model))
+    if not on_meta and schema.structure(model) == saved.structure:
         return  # it is so already
-    rewrite.revert(model)
+    apply.revert(model)
     _check_modules(model, saved)
-    at, places = dict(model.named_modules()), rewrite.places(model)
+    at, places = dict(model.named_modules()), apply.places(model)
     for entry in saved.modules:
         module = at[entry.names[0]]
         place = places[module]
         if place.device.type == "meta":
             place = place._replace(device=torch.device("cpu"))
         _become(module, entry.holds, place)
-    rewrite.count_calls(model)
+    apply.count_calls(model)
     for entry in saved.owners:
         own(at[entry.names[0]], entry.holds)
     for entry in saved.recurrent:
@@ -203,7 +204,7 @@ def _rebuild(model: nn.Module, saved: Checkpoint) -> None:
 
 def _check_modules(model: nn.Module, saved: Checkpoint) -> None:
     """Every module on record is in an unconverted network, as what it was, and no gates beside."""
-    names, at = config.names_of(model), dict(model.named_modules(remove_duplicate=False))
+    names, at = schema.names_of(model), dict(model.named_modules(remove_duplicate=False))
 
     def wrong(what: str) -> CheckpointError:
         return CheckpointError(
@@ -227,20 +228,20 @@ def _check_modules(model: nn.Module, saved: Checkpoint) -> None:
             _check_function(entry, module, wrong)
     for entry in saved.recurrent:
         layer = at[entry.names[0]]
-        if not isinstance(layer, recurrent._Gated) or set(layer.gates) != set(entry.holds):
+        if not isinstance(layer, rnn._Gated) or set(layer.gates) != set(entry.holds):
             raise wrong(f"{entry.names[0]!r} has no gates {', '.join(entry.holds)}")
     recorded = {at[entry.names[0]] for entry in (*saved.modules, *saved.recurrent)}
     for module, (name, *_) in names.items():
-        if isinstance(module, Activation | recurrent._Gated) and module not in recorded:
+        if isinstance(module, Activation | rnn._Gated) and module not in recorded:
             raise wrong(f"{name!r} has gates of its own and none on record")
 
 
 def _check_function(
-    entry: config.Entry, module: nn.Module, wrong: Callable[[str], CheckpointError]
+    entry: schema.Entry, module: nn.Module, wrong: Callable[[str], CheckpointError]
 ) -> None:
     """The module computes what the one computed that was replaced."""
     try:
-        have = config.values_of(module)
+        have = schema.values_of(module)
     except Exception:  # it is no function of each element
         have = None
     want = [float(v) for v in entry.was or ()]
@@ -254,24 +255,24 @@ def _check_function(
         raise wrong(f"{entry.names[0]!r} is {type(module).__name__}, another function than saved,")
 
 
-def _become(module: nn.Module, calls: list[Any], place: rewrite.Place) -> None:
+def _become(module: nn.Module, calls: list[Any], place: apply.Place) -> None:
     """Let `module` be the gates on record; it overwrites its input if it did."""
     before = module if isinstance(module, Activation) else None
     if before is not None and _is_made_so(before, calls):
         return
-    over = before.inplace if before is not None else rewrite.is_inplace(module)
+    over = before.inplace if before is not None else apply.is_inplace(module)
     gates = [
-        config.activation(site, make, place.device, over) if site else rewrite.left(module)
+        schema.activation(site, make, place.device, over) if site else apply.left(module)
         for site, make in calls
     ]
-    rewrite.become(module, gates, [site for site, _ in calls], place)
+    apply.become(module, gates, [site for site, _ in calls], place)
     if before is not None:  # the network's own one is not there to come back
         del module.__dict__["replaced"]
 
 
 def _is_made_so(act: Activation, calls: list[Any]) -> bool:
     wanted = [(site and site.t, make) for site, make in calls]
-    return not act.theta0.is_meta and [(act.init, config.make_of(act))] == wanted
+    return not act.theta0.is_meta and [(act.init, schema.make_of(act))] == wanted
 
 
 def _fitting(

@@ -13,10 +13,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from threshold_gating import kernels, recurrent, sites
+from threshold_gating import kernels
 from threshold_gating._version import __version__
+from threshold_gating.conversion import sites
+from threshold_gating.conversion.apply import Gate, PerCall
 from threshold_gating.conversion.audit import jsonable
-from threshold_gating.conversion.files import (
+from threshold_gating.conversion.checkpoint.files import (
     CONFIG,
     DAMAGE,
     GATES,
@@ -27,9 +29,9 @@ from threshold_gating.conversion.files import (
 )
 from threshold_gating.conversion.plan import Site
 from threshold_gating.conversion.purity import probing
-from threshold_gating.conversion.rewrite import Gate, PerCall
 from threshold_gating.instance import TG
-from threshold_gating.layers import Activation
+from threshold_gating.nn import rnn
+from threshold_gating.nn.activation import Activation
 
 SCHEMA = 1
 STRUCTURE = ("modules", "owners", "recurrent")
@@ -104,7 +106,7 @@ def structure(model: nn.Module) -> dict[str, Any]:
             replaced = vars(module).get("replaced")
             was = None if replaced is None else values_of(replaced)
             found["modules"].append({**where, "calls": calls, "was": was})
-        elif isinstance(module, recurrent._Gated):
+        elif isinstance(module, rnn._Gated):
             instances = {gate: jsonable(t.to_dict()) for gate, t in module.gates.items()}
             found["recurrent"].append({**where, "gates": instances})
         if "tg_sites" in vars(module):

@@ -1,0 +1,1 @@
+"""Converted networks on disk: the files, and what they say of the gates."""
