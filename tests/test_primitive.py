@@ -94,6 +94,16 @@ def test_a_parabola_that_is_not_taken_leaves_no_nan_at_infinity(name):
     assert grad.tolist() == [0.0, 1.0 if name == "hardswish" else INF]
 
 
+@pytest.mark.parametrize("K", [2, 3, 5])
+@pytest.mark.parametrize("end", [-INF, INF])
+def test_the_slope_of_a_hard_branch_that_is_not_taken_has_a_gradient_of_zero_at_infinity(end, K):
+    theta = tuple(range(K - 1))
+    s = torch.arange(1.0, K + 1, requires_grad=True)
+    (grad,) = torch.autograd.grad(blend(torch.tensor([end]), INF, theta, s, (0.0,) * K), s)
+    taken = 0 if end < 0 else K - 1
+    assert grad.tolist() == [end if k == taken else 0.0 for k in range(K)]
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("form", ["softmax", "product"])
 @pytest.mark.parametrize("K", [2, 3, 4, 5])

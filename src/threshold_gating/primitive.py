@@ -137,7 +137,8 @@ def blend(
     if _is_hard(taus, thresholds):
         points = (None,) * K if anchor is None else anchor
         if v is None:
-            inputs = [_reached(z, q_k, k, K) for k, q_k in enumerate(curves)]
+            pairs = zip(curves, slopes, strict=True)
+            inputs = [_reached(z, q_k, s_k, k, K) for k, (q_k, s_k) in enumerate(pairs)]
         parts = zip(inputs, curves, slopes, constants, points, strict=True)
         branches = [_branch(*p) for p in parts]
         y = _select(z, thresholds, _owners(owner, K - 1), branches, _carrier(curves, slopes))
@@ -678,10 +679,10 @@ def _branch(v: Tensor, q: Value, s: Value, c: Value, anchor: Anchor = None) -> V
     return z if y == 0 else z + y
 
 
-def _reached(x: Tensor, q: Value, k: int, K: int) -> Tensor:
-    """x without the infinities that are not in region k: there the gradient of a parabola, which
-    is not taken, would be infinite, and 0 times it NaN."""
-    if _is_number(q, 0) or K == 1:
+def _reached(x: Tensor, q: Value, s: Value, k: int, K: int) -> Tensor:
+    """x without the infinities that are not in region k: there the gradient of a parabola in x, and
+    of a learned slope, which are not taken, would be infinite, and 0 times it NaN."""
+    if K == 1 or (_is_number(q, 0) and not isinstance(s, Tensor)):
         return x
     end = x.isinf() if 0 < k < K - 1 else x == (math.inf if k == 0 else -math.inf)
     return torch.where(end, 0.0, x)
