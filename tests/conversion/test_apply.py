@@ -289,6 +289,33 @@ def test_a_call_from_another_line_is_refused_where_instances_differ():
     assert torch.equal(convert(Moves(), inputs=x)(x, skip=True), Moves()(x, skip=True))
 
 
+def test_a_missing_call_is_no_matter_where_the_lines_of_the_others_tell_them_apart():
+    class Ends(nn.Module):
+        def forward(self, x, last=True):
+            x = F.leaky_relu(x, 0.1)
+            if last:
+                x = F.leaky_relu(x - 0.3, 0.1)
+            return x
+
+    x = torch.randn(5)
+    gated = convert(Ends(), {":leaky_relu#1": SLOPES[0]}, inputs=x, tol=math.inf)
+    assert torch.equal(gated(x, last=False), F.leaky_relu(x, 0.1))
+    left = convert(Ends(), {":leaky_relu#1": None}, inputs=x)  # has no line to tell it by
+    with pytest.raises(ConversionError, match="leaky_relu was called 1 times and 2 times when"):
+        left(x, last=False)
+
+
+def test_a_copy_of_a_traced_network_has_the_lines_of_the_first():
+    class Unlike(nn.Module):
+        def forward(self, x):
+            return F.softplus(F.softplus(x, 2.0))
+
+    x = torch.randn(5)
+    gated = convert(torch.fx.symbolic_trace(Unlike()), inputs=x)
+    copied = copy.deepcopy(gated)
+    assert torch.equal(copied(x), gated(x))
+
+
 def test_a_run_that_fails_half_way_leaves_no_count_behind():
     class Fails(Block):
         def forward(self, x, fail=False):

@@ -308,15 +308,24 @@ class Answering(TorchFunctionMode):
         if torch.compiler.is_compiling() or f"{kind}#1" not in (self.plan or {}):
             return False  # a graph is one path, and one call has no other
         if kind not in self.unlike:
-            same = [s for n, s in (self.plan or {}).items() if n.partition("#")[0] == kind]
-            self.unlike[kind] = len({s and (s.t, s.parameters) for s in same}) > 1
+            planned = self._planned(kind).values()
+            self.unlike[kind] = len({s and (s.t, s.parameters) for s in planned}) > 1
         return self.unlike[kind]
 
+    def _planned(self, kind: str) -> dict[str, Site | None]:
+        return {n: s for n, s in (self.plan or {}).items() if n.partition("#")[0] == kind}
+
     def finish(self) -> None:
-        """The run is over: fewer calls than planned may have had each other's instances."""
+        """The run is over: fewer calls than planned may have had each other's instances.
+
+        Not where each was made by a line of its own, which was looked at then.
+        """
         for kind, made in self.counts.items() if self.plan else ():
-            if f"{kind}#{made}" in (self.plan or {}) and self._is_told_apart(kind):
-                planned = [name for name in self.plan or () if name.partition("#")[0] == kind]
+            if f"{kind}#{made}" not in (self.plan or {}) or not self._is_told_apart(kind):
+                continue
+            planned = self._planned(kind)
+            lines = {site.line for site in planned.values() if site is not None and site.line}
+            if len(lines) < len(planned):
                 raise ConversionError(
                     f"{kind} was called {made} times and {len(planned)} times when the network "
                     f"was converted ({', '.join(planned)}), so its instances may be at the wrong "

@@ -387,12 +387,16 @@ def _call_site(visit: Visit, chosen: Choices) -> Site | None:
 
 
 def calling_line() -> str:
-    """The line of the network's code that is running, as file:line."""
+    """The line of the network's code that is running, as file:line.
+
+    Each copy of a graph module has the same code again, in a file with another number.
+    """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         home = str(frame.f_globals.get("__name__", ""))
         if home.partition(".")[0] != "torch" and not home.startswith(_HOME):
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+            file = re.sub(r"^<eval_with_key>.*", "<eval_with_key>", frame.f_code.co_filename)
+            return f"{file}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
 
