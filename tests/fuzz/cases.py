@@ -121,6 +121,14 @@ CASES: dict[str, Network] = {
         inputs="wide",
     ),
     "a traced elu at 0": one("module", act="elu", second="zero", traced=True),
+    "the slope of a prelu at an infinite input": one("other", which="prelu", second="infinite"),
+    "unlike calls of a traced network under checkpoint, copied": Network(
+        (part("checkpointed_call", act="softplus2", reentrant=True), part("call", act="softplus")),
+        traced=True,
+    ),
+    "unlike calls, one of them by a method that was kept": Network(
+        (_GELU, part("alias", act="gelu_tanh", how="method"))
+    ),
     "gradients of a residual with checkpoint": one(
         "checkpoint", part("linear"), _GELU, reentrant=True
     ),
