@@ -3,8 +3,8 @@
     python -m tests.fuzz.gates --n 100000 --seed 0
 
 A gate is drawn (K, form, one tau or one per threshold, thresholds in any order, hard with owners,
-slopes and intercepts over many decades, parabolas, a clamp, what the branches read, dtype) and evaluated at points that
-include 0, subnormal and huge numbers and its own thresholds. `truth` has the formulas of `tile` in
+slopes and intercepts over many decades, parabolas, points to evaluate branches from, a clamp, what
+the branches read, dtype) and evaluated at points that include 0, subnormal and huge numbers and its own thresholds. `truth` has the formulas of `tile` in
 long double. The bound, with eps of the dtype that is computed in:
 
 * An argument u_m = tau_m (x - theta_m) may be off by e_m = 4 eps (tau_m (|x| + |theta_m|) + w),
@@ -27,7 +27,7 @@ import argparse
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -56,6 +56,7 @@ class Gates:
     s: Tensor
     c: Tensor
     q: Tensor | None  # parabolas
+    a: Tensor | None  # hard branches of one gate, as numbers, are evaluated from their points here
     clamp: tuple[float, float] | None
     form: str
     owner: tuple[str, ...] | None
@@ -72,8 +73,8 @@ def _spread(rng: np.random.Generator, shape: tuple[int, ...], low: float, high: 
 
 def drawn(rng: np.random.Generator, count: int, points: int = 12) -> Gates:
     """`count` random gates of one random structure."""
-    K = int(rng.choice([2, 2, 2, 3, 3, 4, 5, 6, 8]))
-    hard = rng.random() < 0.2
+    K = int(rng.choice([1, *[2] * 6, *[3] * 4, *[4] * 2, *[5] * 2, *[6] * 2, *[8] * 2]))
+    hard = K == 1 or rng.random() < (0.2 if count > 1 else 0.4)
     curved = rng.random() < 0.1
     own = not hard and K > 2 and rng.random() < 0.5
     form = "product" if not hard and K > 2 and rng.random() < 0.15 else "softmax"
@@ -95,6 +96,7 @@ def drawn(rng: np.random.Generator, count: int, points: int = 12) -> Gates:
         c, s = np.abs(c[:1]) * [[-1], [1]], s * 0
     tau = np.exp(rng.uniform(-5, 7, (K - 1 if own else 1, count)))
     q = _spread(rng, (K, count), -3, 1) if curved else None
+    a = _spread(rng, (K, count), -2, 2) if hard and rng.random() < 0.5 else None
     clamp = (-1.5, float(rng.uniform(0, 3))) if rng.random() < 0.05 else None
     x = _spread(rng, (points, count), -1, 2)
     huge = 3e38 if dtype in (torch.float32, torch.bfloat16) else 6e4
@@ -111,7 +113,8 @@ def drawn(rng: np.random.Generator, count: int, points: int = 12) -> Gates:
     rows = rng.integers(points, size=(3, count))
     for row in rows[:2]:
         x[row, np.arange(count)] = rng.choice(special, count)
-    x[rows[2], np.arange(count)] = theta[rng.integers(K - 1, size=count), np.arange(count)]
+    if K > 1:
+        x[rows[2], np.arange(count)] = theta[rng.integers(K - 1, size=count), np.arange(count)]
     v = _spread(rng, (points, count), -2, 2) if rng.random() < 0.25 else None
     owner = tuple(str(o) for o in rng.choice(["lo", "hi"], K - 1)) if hard else None
     return Gates(
@@ -123,6 +126,7 @@ def drawn(rng: np.random.Generator, count: int, points: int = 12) -> Gates:
         tensor(s),
         tensor(c),
         None if q is None else tensor(q),
+        None if a is None else tensor(a),
         clamp,
         form,
         owner,
@@ -148,7 +152,7 @@ def _gates_of(g: Gates, x: Array) -> tuple[Array, Array]:
     if g.tau is None:
         owners = g.owner or ("lo",) * (g.K - 1)
         beyond = [x >= t if o == "hi" else x > t for t, o in zip(theta, owners, strict=True)]
-        region = np.sum(beyond, 0)
+        region = sum(beyond, np.zeros(x.shape, dtype=int))
         return np.stack([(region == k).astype(np.longdouble) for k in range(g.K)]), x - theta
     u = _long(g.tau)[:, None] * (x - theta)
     if g.form == "softmax" or g.K == 2:
@@ -158,6 +162,29 @@ def _gates_of(g: Gates, x: Array) -> tuple[Array, Array]:
         logits = np.concatenate([below[:1], above[:-1] + below[1:], above[-1:]])
     e = np.exp(logits - logits.max(0))
     return e / e.sum(0), u
+
+
+def anchors(g: Gates) -> list[tuple[float, float] | None] | None:
+    """The points that the branches of a gate are evaluated from; a constant one has none."""
+    if g.a is None:
+        return None
+    q = torch.zeros_like(g.s) if g.q is None else g.q
+    rows = zip(*(w[:, 0].tolist() for w in (g.a, q, g.s, g.c)), strict=True)
+    return [(a, (q * a + s) * a + c) if q or s else None for a, q, s, c in rows]
+
+
+def _lines(g: Gates, q: Array, s: Array, c: Array, v: Array) -> tuple[Array, Array, Array]:
+    """The branches [K, points, gates], the sizes of what is added up to them, and to their slopes."""
+    lines, sizes = q * v * v + s * v + c, np.abs(q * v * v) + np.abs(s * v) + np.abs(c)
+    steep = np.abs(s) + np.abs(2 * q * v)
+    for k, point in enumerate(anchors(g) or ()):
+        if point is not None:
+            a, y = (np.longdouble(each) for each in point)
+            factor = np.abs(s[k]) + np.abs(q[k]) * (np.abs(v) + np.abs(a))
+            lines[k] = (v - a) * (q[k] * (v + a) + s[k]) + y
+            sizes[k] = np.abs(v - a) * factor + np.abs(y)
+            steep[k] = factor + np.abs(q[k] * (v - a))  # of the two factors of the product
+    return lines, sizes, steep
 
 
 def truth(g: Gates) -> dict[str, tuple[Array, Array]]:
@@ -170,7 +197,7 @@ def truth(g: Gates) -> dict[str, tuple[Array, Array]]:
     s, c, theta = (_long(w)[:, None] for w in (g.s, g.c, g.theta))
     gate, u = _gates_of(g, x)
     q = np.zeros_like(s) if g.q is None else _long(g.q)[:, None]
-    lines, sizes = q * v * v + s * v + c, np.abs(q * v * v) + np.abs(s * v) + np.abs(c)
+    lines, sizes, steepness = _lines(g, q, s, c, v)
     lower, upper = _masses(gate)
     error = np.full_like(gate, 16 * eps)
     if g.tau is not None:
@@ -189,7 +216,7 @@ def truth(g: Gates) -> dict[str, tuple[Array, Array]]:
         "q": (dy * gate * v * v, np.abs(dy * v * v) * off),
     }
     slope = (gate * (s + 2 * q * v)).sum(0)
-    slope_off = (off * (np.abs(s) + np.abs(2 * q * v))).sum(0)
+    slope_off = (off * steepness).sum(0)
     if g.tau is None:
         turn, turn_off = np.zeros_like(u), np.zeros_like(u)
         tau = np.zeros_like(u)
@@ -250,7 +277,7 @@ def _parameters(g: Gates, how: str) -> tuple[list[Any], dict[str, Any], list[Ten
         given = [[r.reshape(shape).clone().requires_grad_() for r in row] for row in rows]
     tensors = [r for row in given for r in row if isinstance(r, Tensor)]
     tau = given[0] if len(given[0]) > 1 else given[0][0] if given[0] else math.inf
-    options = {"q": given[4] if g.q is not None else None, "clamp": g.clamp}
+    options = {"q": given[4] if g.q is not None else None, "clamp": g.clamp, "anchor": anchors(g)}
     return [tau, *given[1:4]], options, tensors
 
 
@@ -297,7 +324,7 @@ def evaluated(g: Gates, how: str, run: Backend) -> dict[str, Tensor] | None:
     if tensors:
         names = ("tau", "theta", "s", "c", "q")
         for name, rows in zip(names, (g.tau, g.theta, g.s, g.c, g.q), strict=True):
-            if rows is not None:
+            if rows is not None and len(rows):
                 found[name] = torch.stack([grads.pop(0).reshape(-1) for _ in rows])
     return found
 
@@ -362,7 +389,7 @@ def program(g: Gates, how: str, name: str, gate: int) -> str:
             "from threshold_gating import kernels, primitive",
             f"x = torch.tensor({column(g.x)}, dtype={g.x.dtype}, requires_grad=True)",
             f"y = {run}(x, {tau}, {theta}, {s}, {c}, v={v}, form={g.form!r}, owner={g.owner!r}, "
-            f"centred={centred}, q={q}, clamp={g.clamp})  # {name}",
+            f"centred={centred}, q={q}, clamp={g.clamp}, anchor={anchors(g)})  # {name}",
             f"y.backward(torch.tensor({column(g.dy)}, dtype={g.x.dtype})); print(y, x.grad)",
         )
     )
@@ -404,7 +431,7 @@ def batches(seed: int, n: int) -> Iterator[tuple[Gates, str]]:
             how = "channel" if together else str(rng.choice(["layer", "numbers"]))
             if how == "numbers" and g.tau is None and bool((g.theta.diff(dim=0) < 0).any()):
                 how = "layer"  # as numbers they are refused
-            yield g, how
+            yield g if how == "numbers" else replace(g, a=None), how
             left -= count
 
 

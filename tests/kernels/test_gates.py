@@ -15,6 +15,21 @@ def test_many_gates_of_few_structures_are_within_their_bound():
     assert gates.check_gates(seed=1, n=2000) == []
 
 
+def test_gates_of_every_number_of_branches_and_anchored_ones_are_drawn():
+    found = [g for seed in range(8) for g, _ in gates.batches(seed, 200)]
+    assert {g.K for g in found} == {1, 2, 3, 4, 5, 6, 8}
+    assert any(g.a is not None and g.q is None for g in found)
+
+
+@pytest.mark.parametrize("run", [primitive.blend, kernels.blend])
+def test_hard_thresholds_that_crossed_are_counted_at_infinite_inputs_too(run):
+    theta = [torch.tensor(at, requires_grad=True) for at in (1.0, -1.0)]
+    c = [torch.tensor(w, requires_grad=True) for w in (10.0, 20.0, 30.0)]
+    x = torch.tensor([float("-inf"), -2.0, 0.0, 2.0, float("inf")], requires_grad=True)
+    y = run(x, float("inf"), theta, (0.0, 0.0, 0.0), c)
+    assert y.tolist() == [10.0, 10.0, 20.0, 30.0, 30.0]
+
+
 def test_the_kernels_of_triton_are_within_the_same_bound(step_by_step):
     step_by_step(
         "import numpy as np\n"

@@ -183,7 +183,8 @@ def _holds(condition: bool | Tensor) -> bool:
 def _forward_hard(x: Tensor, v: Tensor, form: Form, p: Values, room: Scratch) -> Tensor:
     if not math.isfinite(float(x.sum())):  # 0 * inf; seldom, so by the reference
         other = None if v is x else v
-        return primitive.blend(x, math.inf, p.theta, p.s, p.c, v=other, owner=form.owner)
+        theta = [torch.as_tensor(t, dtype=x.dtype) for t in p.theta]  # data, which may have crossed
+        return primitive.blend(x, math.inf, theta, p.s, p.c, v=other, owner=form.owner)
     g = _hard_gates(x, form, p, room)
     slope, constant = _mean(g, p.s, room), _mean(g, p.c, room)
     y = slope.mul_(v) if isinstance(slope, Tensor) else _branch(slope, v, 0.0, room)
