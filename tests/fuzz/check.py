@@ -548,6 +548,10 @@ class Trial:
                 # `backward` and not `grad`, which is how gradients are asked for here.
                 if "use_reentrant=True" in str(b.error):
                     continue
+                # Gradients of a transposed input that meet one written in place on their way have
+                # other strides than aot_eager noted; so it is with torch's own in-place relu6.
+                if "view size is not compatible" in str(b.error) and "inplace=True" in made.source:
+                    continue
                 try:
                     for plain in (first, self.made.net().eval()):
                         torch._dynamo.reset()
