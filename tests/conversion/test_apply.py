@@ -289,6 +289,36 @@ def test_a_call_from_another_line_is_refused_where_instances_differ():
     assert torch.equal(convert(Moves(), inputs=x)(x, skip=True), Moves()(x, skip=True))
 
 
+class Bare(nn.Module):
+    def forward(self, x):
+        return torch.relu(x)
+
+
+class Written(nn.Module):
+    def forward(self, x):
+        return x * (x > 0)
+
+
+@pytest.mark.parametrize(
+    ("act", "is_told"), [(nn.ReLU(), False), (Bare(), False), (Written(), True)]
+)
+def test_a_module_recognised_by_its_values_that_no_input_reached_is_told_of(act, is_told):
+    class Spare(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.act, self.spare = nn.ReLU(), act
+
+        def forward(self, x, spare=False):
+            return self.spare(x) if spare else self.act(x)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        gated = convert(Spare(), inputs=torch.randn(5))
+    said = " ".join(str(each.message) for each in caught)
+    assert isinstance(gated.spare, tg.Activation)
+    assert ("not reached by these inputs, so not verified: spare" in said) == is_told
+
+
 def test_a_missing_call_is_no_matter_where_the_lines_of_the_others_tell_them_apart():
     class Ends(nn.Module):
         def forward(self, x, last=True):

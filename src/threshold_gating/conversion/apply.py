@@ -34,7 +34,7 @@ from threshold_gating.conversion.plan import (
     arguments,
     make_plan,
 )
-from threshold_gating.conversion.purity import probing
+from threshold_gating.conversion.purity import is_one_call, is_torchs, probing
 from threshold_gating.conversion.recognise import overwrites
 from threshold_gating.instance import TG
 from threshold_gating.nn.activation import Activation
@@ -192,11 +192,18 @@ def _certify(
 
 
 def _is_sure(model: nn.Module, name: str) -> bool:
-    """Whether a site needs no input to be right: its instance is the function it replaced."""
+    """Whether a site needs no input to be right: its instance is the function it replaced.
+
+    That is known of torch's own modules and of one call of torch; another module was recognised by
+    its values, and may be something else where nobody looked.
+    """
     parts = dict(model.named_modules(remove_duplicate=False))
     gate = parts.get(name)
     site = None if gate is None else vars(gate).get("site")
-    return site is not None and site.exact
+    if gate is None or site is None or not site.exact:
+        return False
+    original = vars(gate)["replaced"]
+    return is_torchs(original) or is_one_call(original)
 
 
 def apply_plan(model: nn.Module, plan: Plan) -> None:

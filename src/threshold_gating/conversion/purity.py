@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from threshold_gating.conversion.watch import changed, kept
 
@@ -39,6 +40,30 @@ def probing(module: nn.Module, training: bool = False) -> Iterator[None]:
 def is_torchs(module: nn.Module) -> bool:
     """Whether a module is one of torch's own activations as it was made."""
     return type(module) in vars(nn).values() and "forward" not in vars(module)
+
+
+def is_one_call(module: nn.Module) -> bool:
+    """Whether forward gives back what one function of torch makes of its input, and does no more.
+
+    Whatever a probe does not meet, a value or a shape that is asked for, is a call of torch, too.
+    """
+    x = torch.linspace(-9, 9, 120, device="cpu")
+    with probing(module), torch.no_grad(), _Recorded() as calls:
+        y = module.forward(x)
+    return len(calls.made) == 1 and calls.made[0][0] is x and calls.made[0][1] is y
+
+
+class _Recorded(TorchFunctionMode):
+    """The first argument and the result of every call of torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[tuple[Any, Any]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        y = func(*args, **(kwargs or {}))
+        self.made.append((args[0] if args else None, y))
+        return y
 
 
 def own_attributes(module: nn.Module) -> dict[str, Any]:
