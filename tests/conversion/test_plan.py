@@ -72,9 +72,10 @@ class Clamped(nn.Module):
         return x.clamp(max=float("inf"), min=float("inf")).reciprocal() + x.relu()
 
 
-def test_none_leaves_a_call_alone_that_no_gate_is():
-    with pytest.raises(ConversionError, match=r":clamp#0: no gate is clamp .* leaves the call"):
-        convert(Clamped(), inputs=X)
+def test_a_call_that_no_gate_is_stays_as_it_is_and_is_told_of_unless_asked_for():
+    with pytest.warns(UserWarning, match=r":clamp#0 stays as it is: no gate is clamp"):
+        gated = convert(Clamped(), inputs=X)
+    torch.testing.assert_close(gated(X), Clamped()(X))
     gated = convert(Clamped(), {":clamp#0": None}, inputs=X)
     torch.testing.assert_close(gated(X), Clamped()(X))
 

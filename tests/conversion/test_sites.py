@@ -125,7 +125,7 @@ def test_parameters_that_no_gate_has_are_refused_with_a_way_out(kind, parameters
 
 @pytest.mark.parametrize("threshold", [1.0, -1.0, 5.0])
 @pytest.mark.parametrize("beta", [1.0, 2.0])
-def test_a_softplus_that_jumps_is_refused_and_can_be_left_alone(beta, threshold):
+def test_a_softplus_that_jumps_stays_as_it_is_and_is_told_of(beta, threshold):
     """torch goes over to x at the threshold, however much softplus differs from x there."""
     at = torch.tensor([threshold / beta], dtype=torch.float64)
     jump = float(F.softplus(at, beta, 100.0) - at)
@@ -136,10 +136,12 @@ def test_a_softplus_that_jumps_is_refused_and_can_be_left_alone(beta, threshold)
 
     x = torch.linspace(-6, 6, 97)
     said = rf"jumps by {jump:.2g} at x = {threshold / beta:g}\)"
-    with pytest.raises(tg.conversion.ConversionError, match=said):
-        tg.convert(Calls(), inputs=x)
-    with pytest.raises(tg.conversion.ConversionError, match=said):
-        tg.convert(nn.Sequential(nn.Softplus(beta, threshold), nn.ReLU()), inputs=x)
+    for net in (Calls(), nn.Sequential(nn.Softplus(beta, threshold), nn.ReLU())):
+        with pytest.warns(UserWarning, match=rf"softplus#0 stays as it is: .*{said}"):
+            gated = tg.convert(net, inputs=x)
+        assert torch.equal(gated(x), net(x))
+    with pytest.raises(tg.conversion.ConversionError, match=rf"'relu' and has .*{said}; give None"):
+        tg.convert(Calls(), {":softplus#0": "relu"}, inputs=x)
     left = tg.convert(Calls(), {":softplus#0": None}, inputs=x)
     assert torch.equal(left(x), Calls()(x))
     assert sites.of_call("softplus", (beta, 20.0)).t == tg.taxonomy.softplus(beta)

@@ -86,7 +86,7 @@ def make_plan(model: nn.Module, wishes: Mapping[str, Choice] | None, inputs: Any
     calls: dict[str, dict[str, Site | None]] | None = None
     if inputs is not None:
         calls = {}
-        watch = Watch(model, _collector(calls, chosen), whole(modules))
+        watch = Watch(model, _collector(calls, chosen, notes), whole(modules))
         with evaluating(model), watch:
             run(model, fresh(inputs))
         for module, made in modules.items():
@@ -357,19 +357,20 @@ def _name_calls(module: nn.Module, made: list[Site | None], calls: int, chosen: 
 
 
 def _collector(
-    found: dict[str, dict[str, Site | None]], chosen: Choices
+    found: dict[str, dict[str, Site | None]], chosen: Choices, notes: list[str]
 ) -> Callable[[Visit], None]:
-    """Collects calls as owner -> {"relu#0": site, or None to leave the call alone}."""
+    """Collects calls as owner -> {"relu#0": site, or None to leave the call alone}; adds to the
+    notes."""
 
     def collect(visit: Visit) -> None:
         owner, _, call = visit.name.rpartition(":")
         if visit.is_call and call not in found.setdefault(owner, {}):
-            found[owner][call] = _call_site(visit, chosen)
+            found[owner][call] = _call_site(visit, chosen, notes)
 
     return collect
 
 
-def _call_site(visit: Visit, chosen: Choices) -> Site | None:
+def _call_site(visit: Visit, chosen: Choices, notes: list[str]) -> Site | None:
     name, kind = visit.name, visit.kind
     if kind in sites.WHOLE:
         return None if chosen.leaves(name) else Site(name, kind)
@@ -379,7 +380,15 @@ def _call_site(visit: Visit, chosen: Choices) -> Site | None:
     try:
         known = sites.of_call(kind, parameters)
     except ValueError as error:
-        raise ConversionError(f"{name}: {error}", name) from error
+        why = str(error).partition("; ")[0]
+        if (wish := chosen.wish(name)) is not None:
+            raise ConversionError(
+                f"{name} was given {chosen.given[wish]!r} and has to stay as it is: {why}; "
+                "give None.",
+                name,
+            ) from error
+        notes.append(f"{name} stays as it is: {why}")
+        return None
     what = chosen.at(name, known, visit.function)
     if what is None:
         return None
