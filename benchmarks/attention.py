@@ -1,228 +1,120 @@
-"""Attention by gates on a GPU against torch: checked against float64 first, then timed in turn.
-
-bf16, causal, inputs drawn anew. Times are medians of rounds in which every contender is called
-once, in an order drawn anew: all see the same clocks, so those that are the same come out equal.
-`SDPA` is the fastest of its backends, `FA2` the backend FlashAttention-2, `Flex` compiled
-FlexAttention, which is timed only. A limit that is missed is printed as MISSED.
-
-    python -m benchmarks.attention [--json FILE]
-"""
+"""Attention by gates against torch's, causal: what is timed is in bf16 with inputs drawn anew."""
 
 from __future__ import annotations
 
-import argparse
-import json
-import random
-import statistics
+from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from threshold_gating import kernels, logits
-from threshold_gating.nn import attention
+from benchmarks.elementwise import gradients
+from benchmarks.timing import Contenders, Place, Work, peak
+from threshold_gating import attention
 
-# shape [B, H, S, D]: the limit of the literal forward, in times FA2
-SHAPES = {(4, 16, 4096, 128): 2.0, (8, 16, 2048, 64): 2.5}
+SECTION, PAIRS = "attention", ("attention",)
+Shape = tuple[int, int, int, int]  # batch, heads, length, size of a head
+Function = Callable[..., Tensor]
 BACKENDS = {
     "FA2": SDPBackend.FLASH_ATTENTION,
     "cuDNN": SDPBackend.CUDNN_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
-# Norm of the error over the norm of the values: bf16 operands and gates, each rounded to 2^-9.
-ERROR_LIMIT = 5e-3
-HEADS = 16  # everywhere, for Triton compiles anew for a number that 16 does not divide
-LENGTHS = (2048, 4096, 8192, 16384)
+SDPA = "|".join(BACKENDS)
 GROWTH_LIMIT = 2.2  # peak memory of twice the length, over that of one; quadratic would be 4
 
 
-def limits(literal):
-    """(contender, pass): (what it is compared with, the most that it may take of its time)."""
+class Sizes(NamedTuple):
+    """Inputs with the limit of the literal forward in times FA2; lengths for the memory."""
+
+    shapes: dict[Shape, float]
+    heads: int  # everywhere, for Triton compiles anew for a number that 16 does not divide
+    lengths: tuple[int, ...]
+
+
+def limits(literal: float, backward: bool) -> dict[tuple[str, str], float | None]:
+    """(ours, over): the most that it may take of the other's time."""
+    if backward:
+        found = {("native", SDPA): 1.02, ("fused", "FA2"): 1.2, ("fused tau", "FA2"): 1.2}
+        return {**found, ("literal", "FA2"): 1.8}
+    found = {("native", SDPA): 1.02, ("fused", "FA2"): 1.05, ("fused tau", "FA2"): 1.05}
+    return {**found, ("literal", "FA2"): literal, ("statistics", "fused"): 1.25}
+
+
+def attend(sizes: Sizes, place: Place) -> Iterator[Work]:
+    """Every way against torch's backends, then the memory of those that are linear in it."""
+    for shape, literal in sizes.shapes.items():
+        for backward in (False, True):
+            work = f"{'x'.join(map(str, shape))} {'+ backward' if backward else 'forward'}"
+            build = partial(_contenders, shape, place, backward)
+            allowed = limits(literal, backward)
+            yield Work(SECTION, work, build, allowed, PAIRS, backward=backward, replay=False)
+    for way in ("fused", "literal"):
+        for length in sizes.lengths[1:]:
+            of = partial(_peak, way, sizes.heads, place.device)
+            made = {"half the length": partial(of, length // 2), "ours": partial(of, length)}
+            yield Work(
+                SECTION, f"{way} peak of both passes, {length} tokens", partial(dict, made),
+                {"half the length": GROWTH_LIMIT}, PAIRS, backward=True, unit="MiB",
+            )  # fmt: skip
+
+
+def _contenders(shape: Shape, place: Place, backward: bool) -> Contenders:
+    draw = partial(torch.randn, shape, device=place.device, dtype=torch.bfloat16)
+    qkv, do = [draw() for _ in range(3)], draw()
+    ways = _of_torch(shape, place) | _of_gates(shape, place.device)
+    if not backward:
+        return {name: partial(f, *qkv) for name, f in ways.items()}
+    qkv = [t.requires_grad_() for t in qkv]
+    return {name: partial(gradients, f, qkv, qkv, do) for name, f in ways.items()}
+
+
+def _of_gates(shape: Shape, device: str) -> dict[str, Function]:
+    """Our ways to the same output."""
+    tau = torch.ones(shape[1], device=device, requires_grad=True)
+    attended = partial(attention.scaled_dot_product_attention, is_causal=True)
     return {
-        ("native", "forward"): ("SDPA", 1.02),
-        ("native", "both"): ("SDPA", 1.02),
-        ("fused", "forward"): ("FA2", 1.05),
-        ("fused", "both"): ("FA2", 1.2),
-        ("fused tau", "forward"): ("FA2", 1.05),
-        ("fused tau", "both"): ("FA2", 1.2),
-        ("literal", "forward"): ("FA2", literal),
-        ("literal", "both"): ("FA2", 1.8),
-        ("statistics", "forward"): ("fused", 1.25),
+        "native": partial(attended, way="native"),
+        "fused": partial(attended, way="fused"),
+        "fused tau": partial(attended, way="fused", tau=tau),
+        "statistics": lambda q, k, v: attention.with_statistics(q, k, v, is_causal=True)[0],
+        "literal": partial(attended, way="literal"),
     }
 
 
-def draw(shape, requires_grad=True):
-    return [
-        torch.randn(shape, device="cuda", dtype=torch.bfloat16).requires_grad_(requires_grad)
-        for _ in range(3)
-    ]
+def _of_torch(shape: Shape, place: Place) -> dict[str, Function]:
+    # a CPU shows that it runs, and has not all of them
+    on_gpu = place.device == "cuda"
+    found: dict[str, Function] = {
+        name: partial(_through, backend if on_gpu else SDPBackend.MATH)
+        for name, backend in BACKENDS.items()
+    }
+    return found | (_flex(shape, place) if on_gpu else {})
 
 
-def through(backend, q, k, v):
+def _through(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     with sdpa_kernel(backend):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
-def flex(shape):
+def _flex(shape: Shape, place: Place) -> dict[str, Function]:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    length = shape[2]
-    mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, length, length)
-    return partial(torch.compile(flex_attention, dynamic=False), block_mask=mask)
+    def before(b: Any, h: Any, i: Any, j: Any) -> Any:
+        return i >= j
+
+    if place.compile is None:
+        return {}
+    mask = create_block_mask(before, None, None, shape[2], shape[2])
+    return {"Flex": partial(place.compile(flex_attention, dynamic=False), block_mask=mask)}
 
 
-def gated(shape):
-    """Our ways to the same output, as functions of q, k and v."""
-    tau = torch.ones(shape[1], device="cuda", requires_grad=True)
-    attend = partial(attention.scaled_dot_product_attention, is_causal=True)
-    return {
-        "native": partial(attend, way="native"),
-        "fused": partial(attend, way="fused"),
-        "fused tau": partial(attend, way="fused", tau=tau),
-        "statistics": lambda *qkv: attention.with_statistics(*qkv, is_causal=True)[0],
-        "literal": partial(attend, way="literal"),
-    }
-
-
-def torchs():
-    """Those of torch."""
-    return {name: partial(through, backend) for name, backend in BACKENDS.items()}
-
-
-def relative(have, want):
-    return ((have.double() - want).norm() / want.norm()).item()
-
-
-def check(head):
-    """Worst error of values and gradients of every contender, on heads of 1024 tokens."""
-    torch.manual_seed(0)
-    shape = (1, HEADS, 1024, head)
-    qkv, do = draw(shape), torch.randn(shape, device="cuda", dtype=torch.bfloat16)
-    exact = [t.detach().double().requires_grad_() for t in qkv]
-    with kernels.use("reference"):
-        want = logits.attend(*exact, is_causal=True)
-    wanted = torch.autograd.grad(want, exact, do.double())
-    errors = {}
-    for name, f in {**torchs(), **gated(shape)}.items():
-        have = f(*qkv)
-        grads = torch.autograd.grad(have, qkv, do)
-        pairs = zip((have, *grads), (want, *wanted), strict=True)
-        errors[name] = max(relative(a, b) for a, b in pairs)
-    return errors
-
-
-def timed(functions, rounds=100):
-    """Milliseconds of each function, the median over rounds."""
-    for f in functions.values():
-        f()
-    # Written before each call, it empties the L2 cache and keeps the GPU at work until the call has
-    # been queued, so that no launch is timed. Nothing waits for the GPU before the last round.
-    buffer = torch.empty(2**30, dtype=torch.uint8, device="cuda")
-    taken = {name: [] for name in functions}
-    for _ in range(rounds):
-        for name in random.sample(list(functions), len(functions)):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            buffer.zero_()
-            begin.record()
-            functions[name]()
-            end.record()
-            taken[name].append((begin, end))
-    torch.cuda.synchronize()
-    return {
-        name: statistics.median(begin.elapsed_time(end) for begin, end in pairs)
-        for name, pairs in taken.items()
-    }
-
-
-def times(shape):
-    """{pass: {contender: ms}}, the best of torch's own backends as SDPA."""
-    qkv = draw(shape)
-    do = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
-    found = {**torchs(), "Flex": flex(shape), **gated(shape)}
-
-    def both(f):
-        torch.autograd.grad(f(*qkv), qkv, do)
-
-    with torch.no_grad():
-        forward = timed({name: partial(f, *qkv) for name, f in found.items()})
-    backward = timed({name: partial(both, f) for name, f in found.items()})
-    for each in (forward, backward):
-        each["SDPA"] = min(each[name] for name in BACKENDS)
-    return {"forward": forward, "both": backward}
-
-
-def peak_memory(way, length):
-    """Bytes that forward and backward take beyond inputs and gradients, of heads of 64."""
-    qkv = draw((1, HEADS, length, 64))
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    out = attention.scaled_dot_product_attention(*qkv, is_causal=True, way=way)
-    torch.autograd.grad(out, qkv, torch.ones_like(out))
-    return torch.cuda.max_memory_allocated() - before
-
-
-def verdict(value, limit):
-    return "ok" if value <= limit else "MISSED"
-
-
-def print_times(shape, measured, errors):
-    allowed = limits(SHAPES[shape])
-    print(f"\n[B, H, S, D] = {list(shape)}, error over norm against float64, limit {ERROR_LIMIT}")
-    print(f"{'':<11}{'pass':<9}{'ms':>7}{'/SDPA':>8}{'/FA2':>7}{'/Flex':>7}{'error':>10}  limit")
-    for stage, each in measured.items():
-        for name in (*BACKENDS, "Flex", "native", "fused", "fused tau", "statistics", "literal"):
-            ms = each[name]
-            line = (
-                f"{name:<11}{stage:<9}{ms:>7.3f}{ms / each['SDPA']:>8.3f}{ms / each['FA2']:>7.3f}"
-            )
-            line += f"{ms / each['Flex']:>7.3f}"
-            line += f"{errors[name]:>10.1e}" if name in errors else f"{'-':>10}"
-            if (name, stage) in allowed:
-                to, limit = allowed[name, stage]
-                ratio = ms / each[to]
-                line += f"  {ratio:.3f} of {to}, at most {limit}: {verdict(ratio, limit)}"
-            if errors.get(name, 0) > ERROR_LIMIT:
-                line += "  error MISSED"
-            print(line, flush=True)
-
-
-def print_memory():
-    print(
-        f"\npeak memory of both passes, {HEADS} heads of 64; twice the length:"
-        f" at most x {GROWTH_LIMIT}"
-    )
-    found = {}
-    for way in ("fused", "literal"):
-        peaks = found[way] = [peak_memory(way, length) for length in LENGTHS]
-        growth = max(b / a for a, b in pairwise(peaks))
-        row = ", ".join(f"{n}: {b / 2**20:.1f} MiB" for n, b in zip(LENGTHS, peaks, strict=True))
-        print(f"{way:<9}{row}; x {growth:.2f}: {verdict(growth, GROWTH_LIMIT)}")
-    return found
-
-
-def main():
-    """Print the tables."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", metavar="FILE")
-    args = parser.parse_args()
-    if not torch.cuda.is_available():
-        raise SystemExit("benchmarks.attention: needs a CUDA device")
-    torch.set_float32_matmul_precision("highest")
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, bf16, causal")
-    report = {"torch": torch.__version__, "device": torch.cuda.get_device_name(), "shapes": []}
-    for shape in SHAPES:
-        errors = check(shape[-1])
-        measured = times(shape)
-        print_times(shape, measured, errors)
-        report["shapes"].append({"shape": shape, "ms": measured, "errors": errors})
-    report["memory"] = print_memory()
-    if args.json:
-        with open(args.json, "w") as file:
-            json.dump(report, file, indent=1)
-
-
-if __name__ == "__main__":
-    main()
+def _peak(way: str, heads: int, device: str, length: int) -> float:
+    """MiB of forward and backward beyond their inputs, of heads of 64."""
+    draw = partial(torch.randn, 1, heads, length, 64, device=device, dtype=torch.bfloat16)
+    qkv = [draw().requires_grad_() for _ in range(3)]
+    attended = partial(attention.scaled_dot_product_attention, is_causal=True, way=way)
+    return peak(partial(gradients, attended, qkv, qkv, torch.ones_like(qkv[0])), device)

@@ -1,25 +1,23 @@
-"""How long `tg.calibrate` takes: 24 sites, 100,000 values of each, beside the limit.
+"""How long `tg.calibrate` takes: 24 sites, 100,000 values of each, and what it gains.
 
 The network is a stack of residual layers with GELU, as many as a large vision transformer has; the
 inputs of each site are drawn to another mean and spread. Errors are on held-out values.
-
-    python -m benchmarks.calibration [--json FILE]
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
+from collections.abc import Iterator
+from functools import lru_cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import threshold_gating as tg
+from benchmarks.timing import Contenders, Work
 
-SITES, VALUES = 24, 100_000
-LIMIT = 60.0  # seconds for all sites on two cores
-CHOICES = ({}, {"K": 3}, {"K": 2})
+LIMIT = 60.0  # seconds for all sites
 
 
 class Layer(nn.Module):
@@ -27,65 +25,48 @@ class Layer(nn.Module):
 
     def __init__(self, width: int, mean: float, spread: float) -> None:
         super().__init__()
-        self.norm, self.up, self.down = (
-            nn.LayerNorm(width),
-            nn.Linear(width, width),
-            nn.Linear(width, width),
-        )
-        self.act = nn.GELU()
+        self.norm, self.act = nn.LayerNorm(width), nn.GELU()
+        self.up, self.down = nn.Linear(width, width), nn.Linear(width, width)
         nn.init.normal_(self.up.weight, std=spread * width**-0.5)
         nn.init.constant_(self.up.bias, mean)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(self.act(self.up(self.norm(x))))
+        y: Tensor = x + self.down(self.act(self.up(self.norm(x))))
+        return y
 
 
 def network(width: int = 64) -> nn.Module:
     """Means from -1 to 1 and spreads from 0.5 to 3, in every combination."""
-    torch.manual_seed(0)
     means, spreads = torch.linspace(-1, 1, 6).tolist(), (0.5, 1.0, 2.0, 3.0)
     return nn.Sequential(*(Layer(width, m, s) for s in spreads for m in means)).eval()
 
 
-def measure(model: nn.Module, batches: list[Tensor], options: dict) -> dict:
-    start = time.perf_counter()
-    fits = tg.calibrate(model, batches, values=VALUES, **options).fits.values()
-    seconds = time.perf_counter() - start
-    assert len(fits) == SITES
-    assert {fit.values for fit in fits} == {VALUES}
-    return {
-        "K": options.get("K", 5),
-        "seconds": seconds,
-        "calibrated": sum(fit.chosen == "calibrated" for fit in fits),
-        "error": [fit.error for fit in fits],
-        "default": [fit.default_error for fit in fits],
-    }
+def calibration(values: int) -> Iterator[Work]:
+    """Seconds for all sites, then the mean RMS error over that of the default instances."""
+    for K in (None, 3, 2):
+        found = partial(_found, K, values)
+        for unit, limits in (("s", {"": LIMIT}), ("mean RMS", {"default": 1.0})):
+            name = f"24 sites, {values} values, {f'K={K}' if K else 'default K'}, {unit}"
+            build = partial(_figures, found, unit)
+            yield Work("calibration", name, build, limits, ("frozen module",), unit=unit)
 
 
-def main() -> int:
-    """Print a line for each number of branches with the limit beside it."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", metavar="FILE")
-    args = parser.parse_args()
+def _figures(found: partial[tuple[float, float, float]], unit: str) -> Contenders:
+    seconds, ours, default = found()
+    if unit == "s":
+        return {"ours": lambda: seconds}
+    return {"ours": lambda: ours, "default": lambda: default}
+
+
+@lru_cache(1)
+def _found(K: int | None, values: int) -> tuple[float, float, float]:
+    """Seconds, and the mean errors of what was found and of the defaults."""
+    torch.manual_seed(0)
     model, batches = network(), [torch.randn(512, 64) for _ in range(4)]
-    threads = torch.get_num_threads()
-    print(f"torch {torch.__version__}, {threads} threads; {SITES} sites, {VALUES} values of each")
-    header = ("K", "seconds", "limit", "calibrated", "mean RMS", "default", "ratio")
-    print("{:>2}{:>9}{:>7}{:>12}{:>10}{:>10}{:>7}".format(*header))
-    found = []
-    for options in CHOICES:
-        found.append(r := measure(model, batches, options))
-        ours, default = (sum(r[key]) / SITES for key in ("error", "default"))
-        print(
-            f"{r['K']:>2}{r['seconds']:>9.1f}{LIMIT:>7.0f}{r['calibrated']:>12}{ours:>10.2e}{default:>10.2e}"
-            f"{ours / default:>7.2f}{'  over' if r['seconds'] > LIMIT else ''}",
-            flush=True,
-        )
-    if args.json:
-        with open(args.json, "w") as file:
-            json.dump({"rows": found, "torch": torch.__version__}, file, indent=1)
-    return int(any(r["seconds"] > LIMIT for r in found))
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+    start = time.perf_counter()
+    options: dict[str, Any] = {} if K is None else {"K": K}
+    fits = tg.calibrate(model, batches, values=values, **options).fits.values()
+    seconds = time.perf_counter() - start
+    assert {fit.values for fit in fits} == {values}
+    ours, default = ([getattr(fit, name) for fit in fits] for name in ("error", "default_error"))
+    return seconds, sum(ours) / len(ours), sum(default) / len(default)

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import platform
-from typing import Any, cast
+from collections.abc import Iterable, Iterator
 
 import torch
-from torch import Tensor
 
-from threshold_gating import Activation, kernels
+from threshold_gating import kernels
 from threshold_gating.kernels.pairs import PAIRS, Pair, disagreement
-from threshold_gating.nn.activation import Share, nearest
-
-# Largest error against float64 over the largest value, by dtype: one unit in the last place.
-ALLOWED = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
 
 
 def machine() -> dict[str, str]:
@@ -28,49 +23,42 @@ def machine() -> dict[str, str]:
     return found
 
 
-def check(device: str, dtypes: tuple[torch.dtype, ...], shape: tuple[int, ...]) -> list[str]:
-    """Every pair of the table, and every learned module of it, against float64; what is wrong."""
-    wrong = []
-    for pair in PAIRS.values():
-        ways: dict[str, Any] = {"": pair.kernel}
-        if not pair.second:
-            ways[" module"] = _as_module(pair, device)
-        for dtype in dtypes:
-            for way, kernel in ways.items():
-                torch.manual_seed(0)
-                errors = disagreement(pair, pair.inputs(shape, dtype, device), kernel)
-                bound = ALLOWED[dtype] * (3 if pair.second == "times" else 1)
-                wrong += [
-                    f"{pair.name}{way} {dtype} {name}: error {error:.1e} above {bound:.1e}"
-                    for name, error in errors.items()
-                    if not error <= bound
-                ]
+def check(
+    device: str, dtypes: tuple[torch.dtype, ...], pairs: Iterable[Pair] | None = None
+) -> list[str]:
+    """Every pair of the table against float64, values and gradients; what is wrong, in lines."""
+    wrong: list[str] = []
+    for pair in PAIRS.values() if pairs is None else pairs:
+        # a compiler takes a second or two for each on a CPU
+        few = pair.family == "compiled" and device == "cpu"
+        for dtype in dtypes[:1] if few else dtypes:
+            wrong += _wrong(pair, device, dtype)
     return wrong
 
 
-def _as_module(pair: Pair, device: str) -> Any:
-    """The pair's function of its tensors by a learned `Activation`: the way that is timed."""
-    t, share = pair.t, pair.share
-
-    def call(x: Tensor, tau: Any, theta: Any, s: Any, c: Any, **_: Any) -> Tensor:
-        where = None if share == "layer" else theta[0].shape[1:]
-        channels = None if where is None else where if share == "neuron" else where[0]
-        learned = ("theta", "s", "c") if t.hard else ("tau", "theta", "s", "c")
-        kind = cast(Share, share)
-        act = Activation(t, share=kind, channels=channels, train=learned, device=device)
-        given = {"dtheta": _rows(theta, act.theta0) - act.theta0, "s": _rows(s, act.s)}
-        if t.hard:
-            near = [ck + sk * th for ck, sk, th in zip(c, s, nearest(theta), strict=True)]
-            given["v"] = _rows(near, act.v)
-        else:
-            own = isinstance(tau, list)
-            ratio = (_rows(tau, act.tau0) if own else tau.reshape(act.tau0.shape)) / act.tau0
-            given |= {"rho": ratio.log(), "c": _rows(c, act.c)}
-        y: Tensor = torch.func.functional_call(act, given, (x,))
-        return y
-
-    return call
+def _wrong(pair: Pair, device: str, dtype: torch.dtype) -> Iterator[str]:
+    run = f" (runs {', '.join(pair.launches)})" if pair.launches and _launches(device) else ""
+    what = f"{pair.name} {str(dtype).removeprefix('torch.')}"
+    try:
+        inputs = pair.inputs(pair.shapes[device == "cuda"], dtype, device)
+        errors = disagreement(pair, inputs)
+    except Exception as failed:  # the other kernels are still to be looked at
+        first = str(failed).strip().splitlines()
+        yield f"{what}: {type(failed).__name__}: {first[0] if first else ''}{run}"
+        return
+    for name, error in errors.items():
+        if not error <= (bound := pair.bound(name, dtype)):
+            yield f"{what} {name}: error {error:.1e} above {bound:.1e}{run}"
 
 
-def _rows(values: Any, like: Tensor) -> Tensor:
-    return torch.stack([v.reshape(like.shape[1:]) for v in values])
+def _launches(device: str) -> bool:
+    """Whether kernels of Triton run there."""
+    return device == "cuda" or kernels.backend() == "triton"
+
+
+def unchecked(device: str) -> str:
+    """What the check says nothing about on this machine."""
+    if _launches(device):
+        return ""
+    names = dict.fromkeys(name for pair in PAIRS.values() for name in pair.launches)
+    return f"not checked and not timed, for Triton needs a GPU: {', '.join(names)}."

@@ -8,10 +8,9 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
+from benchmarks.elementwise import SOFT, Share, gradients
+from benchmarks.timing import Contenders, Place, Work
 from threshold_gating import Activation
-from threshold_gating.benchmarking.elementwise import SOFT, gradients
-from threshold_gating.benchmarking.timing import Contenders, Place, Work
-from threshold_gating.nn.activation import Share
 
 _CHANNELS = {"channel": 64, "layer": None}
 # By sharing and whether it is compiled: forward, forward and backward.
@@ -30,8 +29,8 @@ def on_cpu(elements: int, place: Place) -> Iterator[Work]:
             continue
         for what, backward in (("forward", False), ("+ backward", True)):
             build = partial(_contenders, elements, share, how, backward, place)
-            limit = {"silu": limits[backward]}
-            yield Work("cpu", f"K=2 {share} {what} {how}", build, limit, backward=backward)
+            limit, pairs = {"silu": limits[backward]}, ("module", "compiled")
+            yield Work("cpu", f"K=2 {share} {what} {how}", build, limit, pairs, backward=backward)
 
 
 def _contenders(elements: int, share: Share, how: str, backward: bool, place: Place) -> Contenders:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.timing import Contenders, Place, Work
 from threshold_gating import Activation, kernels, primitive
-from threshold_gating.benchmarking.timing import Contenders, Place, Work
-from threshold_gating.nn.activation import Share, is_centred
 
+Share = Literal["layer", "channel", "neuron"]
+PAIRS = ("module", "compiled")  # by which these rows are checked
 SOFT, HARD = ("tau", "theta", "s", "c"), ("theta", "s", "c")
 KEYS = {2: "silu", 3: "mish", 5: "gelu"}  # one tau each
 SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -87,7 +88,7 @@ def plain(act: Activation, group: tuple[int, ...]) -> Callable[[Tensor], Tensor]
     def f(x: Tensor) -> Tensor:
         tau, theta, s, c = act.values()
         rows = ([view(w) for w in row] for row in (theta, s, c))
-        options: dict[str, Any] = {"form": t.form, "owner": t.owner, "centred": is_centred(t)}
+        options: dict[str, Any] = {"form": t.form, "owner": t.owner, "centred": False}
         return primitive.blend(x, view(tau), *rows, **options)
 
     return f
@@ -149,7 +150,7 @@ def elementwise(sizes: Sizes, place: Place) -> Iterator[Work]:
         aim = _AIM if limits is _NARROW[2] else None
         build = partial(_contenders, case, False, place)
         limit = {"copy": forward}
-        yield Work("elementwise", f"{work} forward", build, limit, aim=aim, note=note)
+        yield Work("elementwise", f"{work} forward", build, limit, PAIRS, aim=aim, note=note)
         build = partial(_contenders, case, True, place)
-        limit = {"copy": both}
-        yield Work("elementwise", f"{work} + backward", build, limit, backward=True, note=note)
+        work, limit = f"{work} + backward", {"copy": both}
+        yield Work("elementwise", work, build, limit, PAIRS, backward=True, note=note)

@@ -1,133 +1,119 @@
-"""A Llama-style language model before and after conversion: tokens a second, in one process.
+"""A Llama-style language model before and after conversion: prefill and decoding.
 
-    python -m benchmarks.llm           # 1.1 G parameters, bf16, on a GPU
-    python -m benchmarks.llm --smoke   # a tiny one, anywhere
-
-Random weights: speed does not depend on them. The logits of both are compared first, by gates
-(`reference`); then both run under `auto`, in turn. The limits are tokens/s over the original's.
+Random weights: speed does not depend on them. The logits of both are compared first, by gates.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import statistics
-import time
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterator
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
+from torch import Tensor
 
 import threshold_gating as tg
+from benchmarks.timing import Contenders, Place, Work
 
-LIMITS = {"prefill": 0.98, "decode, compiled": 0.98, "decode, eager": 0.95}
-SMALL = {
-    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 128,
-}  # fmt: skip
-LARGE = {
+SECTION, PAIRS = "llm", ("frozen module", "frozen times", "attention", "compiled")
+# max|d| / max|y| by dtype: bf16 rounds to 1 in 256 at each of 32 sublayers.
+ERRORS = {torch.bfloat16: 0.05, torch.float32: 1e-5}
+CONFIG = {
     "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
     "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 32000,
 }  # fmt: skip
 
 
-def synchronise() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+class Sizes(NamedTuple):
+    """The network, tokens of a prompt, tokens to decode after a sixteenth of it."""
+
+    config: tuple[tuple[str, int], ...]
+    dtype: torch.dtype
+    length: int
+    steps: int
 
 
-def decoder(model: Any, ids: torch.Tensor, steps: int, backend: str | None) -> Callable[[], None]:
-    """Greedy decoding of `steps` tokens after `ids`, with a static cache if compiled."""
-    if backend is None:
+LARGE = Sizes(tuple(CONFIG.items()), torch.bfloat16, 2048, 64)  # 1.1 G parameters
 
-        def eager() -> None:
-            cache, token = None, ids
-            for _ in range(steps):
-                out = model(token, past_key_values=cache, use_cache=True)
-                cache, token = out.past_key_values, out.logits[:, -1:].argmax(-1)
 
-        return eager
-    options: dict[str, Any] = {"mode": "reduce-overhead"} if backend == "inductor" else {}
-    run = torch.compile(model.forward, fullgraph=True, backend=backend, **options)
+def llm(sizes: Sizes, place: Place) -> Iterator[Work]:
+    """The limits are 1 / 0.98 and, eager, 1 / 0.95: tokens a second over the original's."""
+    error = {"": ERRORS[sizes.dtype]}
+    build = partial(_errors, sizes, place.device)
+    yield Work(SECTION, "logits: error", build, error, PAIRS, unit="error")
+    for name, limit, decoded in (
+        ("prefill of 4 prompts", 1.02, _prefill),
+        ("decode, eager", 1.05, _eager),
+        ("decode, compiled", 1.02, _compiled),
+    ):
+        if decoded is not _compiled or place.compile is not None:
+            build = partial(_times, sizes, place, decoded)
+            limits = {"original": limit}
+            yield Work(SECTION, name, build, limits, PAIRS, replay=False, slow=True)
 
-    def compiled() -> None:
-        cache = StaticCache(config=model.config, max_cache_len=ids.shape[1] + steps + 1)
-        out = model(ids, past_key_values=cache, use_cache=True)
+
+@lru_cache(1)
+def _models(sizes: Sizes, device: str) -> tuple[Any, Any, Tensor]:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    with torch.device(device):
+        options: dict[str, Any] = dict(sizes.config)
+        config = LlamaConfig(**options, max_position_embeddings=4096)
+        model: Any = LlamaForCausalLM(config)  # type: ignore[no-untyped-call]
+        model = model.to(sizes.dtype).eval()
+        ids = torch.randint(0, config.vocab_size, (1, sizes.length))
+    return model, tg.convert(model, inputs={"input_ids": ids[:, :32]}), ids
+
+
+def _errors(sizes: Sizes, device: str) -> Contenders:
+    def error() -> float:
+        model, gated, ids = _models(sizes, device)
+        with tg.kernels.use("reference"):
+            y, z = (m(ids[:, :64]).logits.float() for m in (model, gated))
+        return float((y - z).abs().max() / y.abs().max())
+
+    return {"ours": error}
+
+
+def _times(sizes: Sizes, place: Place, made: Callable[..., Callable[[], Any]]) -> Contenders:
+    model, gated, ids = _models(sizes, place.device)
+    return {
+        name: made(m, ids, sizes.steps, place) for name, m in (("original", model), ("ours", gated))
+    }
+
+
+def _prefill(model: Any, ids: Tensor, steps: int, place: Place) -> Callable[[], Any]:
+    return partial(model, ids.repeat(4, 1))  # so that the GPU and not Python sets the time
+
+
+def _eager(model: Any, ids: Tensor, steps: int, place: Place) -> Callable[[], Any]:
+    """Greedy decoding after a sixteenth of the prompt."""
+
+    def decode() -> None:
+        cache, token = None, ids[:, : ids.shape[1] // 16]
+        for _ in range(steps):
+            out = model(token, past_key_values=cache, use_cache=True)
+            cache, token = out.past_key_values, out.logits[:, -1:].argmax(-1)
+
+    return decode
+
+
+def _compiled(model: Any, ids: Tensor, steps: int, place: Place) -> Callable[[], Any]:
+    """The same with a static cache, compiled without what Python costs."""
+    from transformers import StaticCache
+
+    assert place.compile is not None
+    options = {"mode": "reduce-overhead"} if place.device == "cuda" else {}
+    run, short = place.compile(model.forward, fullgraph=True, **options), ids.shape[1] // 16
+
+    def decode() -> None:
+        cache = StaticCache(config=model.config, max_cache_len=short + steps + 1)
+        out = model(ids[:, :short], past_key_values=cache, use_cache=True)
         token = out.logits[:, -1:].argmax(-1)
         for k in range(steps):
-            position = torch.full((1, 1), ids.shape[1] + k, device=ids.device)
+            position = torch.full((1, 1), short + k, device=ids.device)
             out = run(token, past_key_values=cache, position_ids=position, use_cache=True)
             token = out.logits[:, -1:].argmax(-1)
 
-    return compiled
-
-
-def compared(
-    ours: Callable[[], None], theirs: Callable[[], None], rounds: int
-) -> tuple[float, float]:
-    """(median seconds of ours, of theirs), run in turn."""
-    times: tuple[list[float], list[float]] = ([], [])
-    for k in range(rounds + 1):
-        pair = [(ours, times[0]), (theirs, times[1])]
-        for run, spent in pair if k % 2 else pair[::-1]:
-            synchronise()
-            start = time.perf_counter()
-            run()
-            synchronise()
-            if k:  # the first round warms up and compiles
-                spent.append(time.perf_counter() - start)
-    return statistics.median(times[0]), statistics.median(times[1])
-
-
-@torch.no_grad()
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--smoke", action="store_true", help="a tiny model, without inductor")
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("--rounds", type=int, default=15)
-    args = parser.parse_args()
-    device = "cuda" if torch.cuda.is_available() and not args.smoke else "cpu"
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    torch.manual_seed(0)
-    with torch.device(device):
-        config = LlamaConfig(**(SMALL if args.smoke else LARGE), max_position_embeddings=4096)
-        model = LlamaForCausalLM(config).to(dtype).eval()
-    length, steps = (16, 4) if args.smoke else (2048, 64)
-    ids = torch.randint(0, config.vocab_size, (1, length), device=device)
-    gated = tg.convert(model, inputs={"input_ids": ids[:, :32]})
-    with tg.kernels.use("reference"):
-        y, z = (m(ids[:, :64]).logits.float() for m in (model, gated))
-    error = float((y - z).abs().max() / y.abs().max())
-    count = sum(p.numel() for p in model.parameters())
-    print(f"{count / 1e9:.2f} G parameters, {dtype}, {device}, torch {torch.__version__}")
-    print(f"logits by gates, max|d| / max|y|: {error:.1e}")
-    short, backend = ids[:, : length // 16], "aot_eager" if args.smoke else "inductor"
-    work = {
-        "prefill": lambda m: lambda: m(batch),
-        "decode, eager": lambda m: decoder(m, short, steps, None),
-        "decode, compiled": lambda m: decoder(m, short, steps, backend),
-    }
-    batch = ids.repeat(4, 1)  # enough work that the GPU and not Python sets the time
-    tokens = {"prefill": batch.numel()}
-    results: dict[str, Any] = {"error": error, "device": device, "torch": torch.__version__}
-    for name, make in work.items():
-        ours, theirs = compared(make(gated), make(model), args.rounds)
-        n = tokens.get(name, steps)
-        ratio, limit = theirs / ours, LIMITS[name]
-        verdict = "" if ratio >= limit else "  MISSED"
-        print(
-            f"{name:18} {n / ours:10.0f} tokens/s, original {n / theirs:10.0f}, "
-            f"ratio {ratio:.3f} (limit {limit}){verdict}",
-            flush=True,
-        )
-        results[name] = {"ours": n / ours, "theirs": n / theirs, "ratio": ratio, "limit": limit}
-    if args.json:
-        args.json.write_text(json.dumps(results, indent=2) + "\n")
-    # bf16 rounds to 1 in 256 at each of 32 sublayers; float32 to rounding
-    return 0 if error < (0.05 if dtype == torch.bfloat16 else 1e-5) else 1
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+    return decode

@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from benchmarks.timing import Contenders, Place, Work
 from threshold_gating import Activation, convert
-from threshold_gating.benchmarking.timing import Contenders, Place, Work
 
 SECTION = "networks"
+PAIRS = ("frozen module", "module", "compiled")
 Images = tuple[int, int, int, int]
 Wrap = Callable[[nn.Module], Any]
 
@@ -46,11 +47,11 @@ def networks(found: dict[str, Network], shape: Images, place: Place) -> Iterator
             wrap: Wrap = partial(_compiled, place) if how == "compile" else lambda model: model
             build = partial(_inference, network, shape, place, wrap)
             limits = {"original": network.inference}
-            yield Work(SECTION, f"{name} inference {how}", build, limits, rep=200)
+            yield Work(SECTION, f"{name} inference {how}", build, limits, PAIRS, slow=True)
             build = partial(_training, network, shape, place, wrap)
             limits = {"original": network.training}
             work = f"{name} training {how}"
-            yield Work(SECTION, work, build, limits, backward=True, rep=400)
+            yield Work(SECTION, work, build, limits, PAIRS, backward=True, slow=True)
 
 
 def _compiled(place: Place, model: nn.Module) -> Any:

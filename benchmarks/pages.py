@@ -1,40 +1,49 @@
-"""From what `tg bench --json` wrote to a page and a picture; nothing in them is typed by hand."""
+"""From what `python -m benchmarks --json` wrote to a page and a picture; nothing is typed by hand.
+
+    PYTHONPATH=src python -m benchmarks.pages [FOLDER]
+
+Every JSON of the folder (default: benchmarks/h200) is a part of RESULTS.md, bench.json the first.
+"""
 
 from __future__ import annotations
 
+import json
+import sys
 from pathlib import Path
 from typing import Any
 
-from threshold_gating.benchmarking.rows import Row, remarks, table, times_table
+from benchmarks.rows import Row, remarks, table, times_table
+
+HERE = Path(__file__).parent
 
 
 def rows_of(data: dict[str, Any]) -> list[Row]:
     """The rows of a file, if it says how they were timed."""
     if "how" not in data:
         raise ValueError(
-            "these times were written by an older `tg bench`, which timed some rows in other ways "
-            "and did not say which; run `tg bench --json FILE` again."
+            "these times were written by an older benchmark, which timed some rows in other ways "
+            "and did not say which; run `python -m benchmarks --json FILE` again."
         )
     return [Row(**row) for row in data["rows"]]
 
 
 def report(data: dict[str, Any]) -> str:
-    """The page of results."""
+    """One file's part of the page."""
     rows = rows_of(data)
-    parts = ["# Results", "", "Written from the JSON of `tg bench`, nothing by hand.", ""]
-    parts += [data["how"], "", ", ".join(f"{k} {v}" for k, v in data["machine"].items()) + "."]
-    parts += [
-        "",
-        f"Checks: {'all pairs agree' if not data['wrong'] else '; '.join(data['wrong'])}.",
-    ]
+    wrong = data.get("wrong")  # none where another check is among the rows
+    agreed = "" if wrong is None else f"Checks: {'; '.join(wrong) or 'all pairs agree'}."
+    of = ", ".join(f"{k} {v}" for k, v in data["machine"].items()) + "."
+    parts = [data["how"], "", of, "", *filter(None, (agreed, data.get("unchecked")))]
     for section in dict.fromkeys(row.section for row in rows):
         own = [row for row in rows if row.section == section]
         parts += ["", f"## {section}", "", table(own)]
         if said := remarks(own):
             parts += ["", *(f"- {line}" for line in said)]
-        parts += ["", times_table(own)]
+        if times := times_table(own):
+            parts += ["", times]
     if (slope := data.get("slope")) is not None:
         parts += ["", f"Time grows as the {slope:.3f}th power of the work from 2^25 elements on."]
+        parts += ["", "![Cost as the work grows](growth.svg)"]
     return "\n".join(parts) + "\n"
 
 
@@ -54,3 +63,24 @@ def picture(data: dict[str, Any], path: Path) -> None:
     axes.set(xlabel="elements", ylabel="milliseconds", title=data["machine"]["gpu"])
     axes.legend()
     figure.savefig(path)
+
+
+def main(folder: Path = HERE / "h200", out: Path = HERE) -> None:
+    """Write RESULTS.md and growth.svg."""
+    files = sorted(Path(folder).glob("*.json"), key=lambda p: (p.stem != "bench", p.stem))
+    head, parts = (
+        "# Results\n\nWritten from the JSON of `python -m benchmarks`, nothing by hand.",
+        [],
+    )
+    for path in files:
+        try:
+            parts.append(report(data := json.loads(path.read_text())))
+        except ValueError as error:
+            raise SystemExit(f"benchmarks.pages: {path}: {error}") from None
+        if any(row.power for row in rows_of(data)):
+            picture(data, out / "growth.svg")
+    (out / "RESULTS.md").write_text("\n".join((f"{head}\n", *parts)))
+
+
+if __name__ == "__main__":
+    main(*map(Path, sys.argv[1:2]))

@@ -1,4 +1,4 @@
-"""What `tg bench` measured: rows, and the tables they make."""
+"""What was measured: rows, and the tables they make."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-Times = dict[str, float]  # milliseconds by contender
+Times = dict[str, float]  # a figure of each contender, mostly milliseconds
 
 
 @dataclass
 class Row:
-    """One piece of work: milliseconds of each contender, and the ratio that has a limit.
+    """One piece of work: a figure of each contender, and the ratio that has a limit.
 
     Args:
         times: of the call as a user makes it; the ratio and the verdict come from them.
-        over: the contender that `ours` is divided by; "best" is the fastest other one.
+        over: the contender that `ours` is divided by, "a|b" the faster of two, "best" the fastest
+            other one; "" for a figure that has a limit itself.
         replayed: times of recorded graphs, which leave out what Python costs, where there are any.
         failed: why there are no times.
         power: log2 of the number of elements, where it is what the row is about.
@@ -30,15 +31,17 @@ class Row:
     note: str = ""
     failed: str = ""
     power: int | None = None
+    unit: str = "ms"
+    ours: str = "ours"
 
     @property
     def ratio(self) -> float | None:
-        """Our time over the other's; None if one of them is missing."""
-        return _ratio(self.times, self.over)
+        """Our figure over the other's; None if one of them is missing."""
+        return self._ratio(self.times)
 
     @property
     def replayed_ratio(self) -> float | None:
-        return _ratio(self.replayed, self.over)
+        return self._ratio(self.replayed)
 
     @property
     def verdict(self) -> str:
@@ -48,35 +51,46 @@ class Row:
             return ""
         return "ok" if self.ratio <= self.limit else "MISSED"
 
-
-def _ratio(times: Times, over: str) -> float | None:
-    others = [ms for name, ms in times.items() if name != "ours"]
-    other = (min(others) if others else None) if over == "best" else times.get(over)
-    return None if other is None or "ours" not in times else times["ours"] / other
+    def _ratio(self, times: Times) -> float | None:
+        names = (
+            [n for n in times if n != self.ours] if self.over == "best" else self.over.split("|")
+        )
+        others = [times[name] for name in names if name in times] if self.over else [1.0]
+        return times[self.ours] / min(others) if others and self.ours in times else None
 
 
 def table(rows: Iterable[Row]) -> str:
     """The ratios as Markdown that fits a terminal."""
     lines = ["| work | ms | over | ratio | replayed | limit | |", "| --- " * 7 + "|"]
     for row in rows:
-        ms = f"{row.times['ours']:.4g}" if "ours" in row.times else ""
-        figures = [_figure(f) for f in (row.ratio, row.replayed_ratio, row.limit)]
-        lines.append(f"| {' | '.join((row.work, ms, row.over, *figures, row.verdict))} |")
+        ms = _figure(row.times, row.ours, row.unit)
+        figures = [_short(f) for f in (row.ratio, row.replayed_ratio, row.limit)]
+        over = row.over.replace("|", " or ")
+        lines.append(f"| {' | '.join((row.work, ms, over, *figures, row.verdict))} |")
     return "\n".join(lines)
 
 
-def _figure(ratio: float | None) -> str:
-    return "" if ratio is None else f"{ratio:.3f}"
+def _figure(times: Times, name: str, unit: str = "ms") -> str:
+    if name not in times:
+        return ""
+    return f"{times[name]:.4g}" + (f" {unit}" if unit != "ms" else "")
+
+
+def _short(ratio: float | None) -> str:
+    return (
+        "" if ratio is None else f"{ratio:.3f}" if ratio == 0 or ratio >= 0.01 else f"{ratio:.1e}"
+    )
 
 
 def times_table(rows: list[Row]) -> str:
     """Every contender's milliseconds as Markdown; a piece of work once, whatever it is over."""
+    rows = [row for row in rows if row.unit == "ms"]
     names = list(dict.fromkeys(name for row in rows for name in row.times))
     lines = [f"| ms | {' | '.join(names)} |", "| --- " * (len(names) + 1) + "|"]
-    for row in {row.work: row for row in rows}.values():
-        cells = (f"{row.times[name]:.4g}" if name in row.times else "" for name in names)
-        lines.append(f"| {' | '.join((row.work, *cells))} |")
-    return "\n".join(lines)
+    for work, row in {row.work.removesuffix(f" {row.ours}"): row for row in rows}.items():
+        cells = (_figure(row.times, name) for name in names)
+        lines.append(f"| {' | '.join((work, *cells))} |")
+    return "\n".join(lines) if rows else ""
 
 
 def remarks(rows: Iterable[Row]) -> list[str]:

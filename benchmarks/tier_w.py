@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.elementwise import by_reference
+from benchmarks.timing import Contenders, Place, Work
 from threshold_gating import Conv2d, Linear
-from threshold_gating.benchmarking.elementwise import by_reference
-from threshold_gating.benchmarking.timing import Contenders, Place, Work
 
-SECTION = "tier W"
+SECTION, PAIRS = "tier W", ("product",)
 DTYPE = torch.bfloat16
 
 
@@ -35,13 +35,13 @@ def tier_w(sizes: Sizes, place: Place) -> Iterator[Work]:
         work = f"K=2 {batch}x{sizes.width}x{sizes.width} bf16 forward"
         build = partial(_small, batch, sizes.width, place)
         note = "1.00 is the limit, 0.02 more is for noise"
-        yield Work(SECTION, work, build, {"two steps": 1.02}, note=note)
+        yield Work(SECTION, work, build, {"two steps": 1.02}, PAIRS, note=note)
     for width in sizes.vectors:
         build = partial(_vector, width, place)
         note = "one matrix of weights is read of two"
         work = f"hard 1x{width}x{width} bf16 forward"
         # not replayed: what is recorded there takes the formulas, see `columns.takes`
-        yield Work(SECTION, work, build, {"linear": 1.15}, note=note, replay=False)
+        yield Work(SECTION, work, build, {"linear": 1.15}, PAIRS, note=note, replay=False)
 
 
 def _large(sizes: Sizes, place: Place) -> Iterator[Work]:
@@ -49,9 +49,9 @@ def _large(sizes: Sizes, place: Place) -> Iterator[Work]:
         work = f"K=2 {'x'.join(map(str, size))} bf16"
         build = partial(_products, size, place, False)
         limits = {"linear": forward, "silu+linear": 2.05}
-        yield Work(SECTION, f"{work} forward", build, limits)
+        yield Work(SECTION, f"{work} forward", build, limits, PAIRS)
         build = partial(_products, size, place, True)
-        yield Work(SECTION, f"{work} + backward", build, {"linear": both}, backward=True)
+        yield Work(SECTION, f"{work} + backward", build, {"linear": both}, PAIRS, backward=True)
 
 
 def _images(image: tuple[int, int, int, int], place: Place) -> Iterator[Work]:
@@ -59,7 +59,8 @@ def _images(image: tuple[int, int, int, int], place: Place) -> Iterator[Work]:
     note = "in channels_last; K = 2 has twice the products of one convolution"
     for what, backward in (("forward", False), ("+ backward", True)):
         build = partial(_convolutions, image, place, backward)
-        yield Work(SECTION, f"{work} {what}", build, {"conv": None}, backward=backward, note=note)
+        name, limits = f"{work} {what}", {"conv": None}
+        yield Work(SECTION, name, build, limits, PAIRS, backward=backward, note=note)
 
 
 def _products(size: tuple[int, int, int], place: Place, backward: bool) -> Contenders:

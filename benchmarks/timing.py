@@ -1,4 +1,4 @@
-"""How `tg bench` times: contenders in turn, so that clocks and noise hit all alike.
+"""How everything here is timed: contenders in turn, so that clocks and noise hit all alike.
 
 On a GPU a contender's time is the median of `triton.testing.do_bench`, the call as a user makes it
 with the L2 cache emptied before, and of five rounds the least: the noise of a machine that others
@@ -6,8 +6,8 @@ use only ever adds to it. A row says so where the slowest round took far more. A
 process are on one core meanwhile, the one that is quickest just then: torch's thread for backward
 passes otherwise wakes on another one, which on a shared host takes longer than the kernels. The
 time of a recorded graph stands beside it: it leaves out what Python costs. On a CPU it is the least
-processor time of many runs of one thread. Memory is not given back to the system in between, for
-getting it anew can take longer than the work.
+processor time of many runs of one thread; slow work has fewer. Memory is not given back to the
+system in between, for getting it anew can take longer than the work.
 """
 
 from __future__ import annotations
@@ -19,22 +19,28 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
-from threshold_gating.benchmarking.rows import Row, Times
+from benchmarks.rows import Row, Times
+from threshold_gating.kernels.pairs import PAIRS
 
 Contenders = dict[str, Callable[[], Any]]
 Rounds = dict[str, list[float]]  # milliseconds of each contender
-ROUNDS, RUNS, CORES = 5, 40, 16
+ROUNDS, CORES = 5, 16
+# By whether the work is slow: milliseconds of a round on a GPU, runs on a CPU.
+REP, RUNS = {False: 20, True: 400}, {False: 40, True: 9}
+FAMILIES = {pair.family for pair in PAIRS.values()}
 
 
 class Clock(NamedTuple):
     """A way of timing: in words, as the call is made, and replayed where that exists."""
 
     how: str
-    called: Callable[[Contenders, int], Rounds]
+    called: Callable[[Contenders, bool], Rounds]
     replayed: Callable[[Contenders], Times] | None
 
 
@@ -59,36 +65,52 @@ class Work:
 
     Args:
         build: makes the contenders when it is their turn, `ours` among them.
-        limits: what `ours` is divided by and the most that may come out, a row for each.
+        limits: what `ours` is divided by and the most that may come out, a row for each; a name and
+            what it is divided by where several contenders are ours.
+        pairs: the families of pairs that checked what is timed; there is no timing without.
         backward: whether the contenders need derivatives.
         replay: whether a recorded graph is timed too.
         aim: a ratio that is more than was asked for, named where it is met.
-        rep: milliseconds for which a contender is timed in a round.
+        slow: whether fewer runs have to do.
+        unit: "ms" is timed; else the contenders are called once and give a figure in this unit.
     """
 
     section: str
     name: str
     build: Callable[[], Contenders]
-    limits: Mapping[str, float | None]
+    limits: Mapping[str, float | None] | Mapping[tuple[str, str], float | None]
+    pairs: tuple[str, ...]
     backward: bool = False
     replay: bool = True
     aim: float | None = None
     note: str = ""
     power: int | None = None
-    rep: int = 20
+    slow: bool = False
+    unit: str = "ms"
+
+    def __post_init__(self) -> None:
+        unknown = [name for name in self.pairs if name not in FAMILIES]
+        if unknown or not self.pairs:
+            raise ValueError(
+                f"{self.section}, {self.name}: what is timed is checked first, by pairs of "
+                f"threshold_gating.kernels.pairs; got pairs={self.pairs}, there are "
+                f"{', '.join(sorted(FAMILIES))}."
+            )
 
 
 def measure(work: Work, clock: Clock) -> Iterator[Row]:
     """The rows of a piece of work; what fails is a row that says so, and the next can go on."""
     rounds, replayed, failed = _measured(work, clock)
     times = {name: min(each) for name, each in rounds.items()}
-    slower = max(rounds.get("ours", [0.0])) / times.get("ours", 1.0)
-    for over, limit in work.limits.items():
-        row = Row(work.section, work.name, times, over, limit, replayed, work.note, failed)
-        row.power = work.power
+    for which, limit in work.limits.items():
+        ours, over = which if isinstance(which, tuple) else ("ours", which)
+        name = work.name if ours == "ours" else f"{work.name} {ours}"
+        row = Row(work.section, name, times, over, limit, replayed, work.note, failed)
+        row.power, row.unit, row.ours = work.power, work.unit, ours
         said = [row.note]
         if work.aim is not None and row.ratio is not None and row.ratio <= work.aim:
             said.append(f"within {work.aim}, the aim")
+        slower = max(rounds[ours]) / times[ours] if times.get(ours) else 1.0
         if slower > 1.25:
             said.append(f"the slowest round took {slower:.2f} times that")
         row.note = "; ".join(filter(None, said))
@@ -100,7 +122,9 @@ def _measured(work: Work, clock: Clock) -> tuple[Rounds, Times, str]:
     try:
         contenders = work.build()
         with torch.set_grad_enabled(work.backward):
-            rounds = clock.called(contenders, work.rep)
+            if work.unit != "ms":
+                return {name: [float(f())] for name, f in contenders.items()}, {}, ""
+            rounds = clock.called(contenders, work.slow)
             if clock.replayed is None or not work.replay:
                 return rounds, {}, ""
             needed = set(contenders) if "best" in work.limits else {"ours", *work.limits}
@@ -115,7 +139,7 @@ def _in_turn(contenders: Contenders, i: int) -> list[tuple[str, Callable[[], Any
     return list(contenders.items())[:: -1 if i % 2 else 1]
 
 
-def _in_rounds(contenders: Contenders, rep: int) -> Rounds:
+def _in_rounds(contenders: Contenders, slow: bool) -> Rounds:
     from triton.testing import do_bench
 
     taken: Rounds = {name: [] for name in contenders}
@@ -124,7 +148,7 @@ def _in_rounds(contenders: Contenders, rep: int) -> Rounds:
     with _on_one_core():
         for i in range(ROUNDS):
             for name, f in _in_turn(contenders, i):
-                taken[name].append(do_bench(f, warmup=5, rep=rep, return_mode="median"))
+                taken[name].append(do_bench(f, warmup=5, rep=REP[slow], return_mode="median"))
     return taken
 
 
@@ -187,10 +211,10 @@ def _refuse_to_wait(f: Callable[[], Any]) -> None:
             torch.cuda.set_sync_debug_mode("default")
 
 
-def _least(contenders: Contenders, rep: int) -> Rounds:
+def _least(contenders: Contenders, slow: bool) -> Rounds:
     taken: Rounds = {name: [] for name in contenders}
     with _keeping_memory():
-        for i in range(RUNS + 2):
+        for i in range(RUNS[slow] + 2):
             for name, f in _in_turn(contenders, i):
                 start = time.process_time()
                 f()
@@ -218,6 +242,23 @@ def _keeping_memory() -> Iterator[None]:
             mallopt(what, usual)
 
 
+def peak(f: Callable[[], Any], device: str) -> float:
+    """MiB: the most memory that f has at once, beyond what was there before."""
+    f()  # what is made once is there
+    if device == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        f()
+        return (torch.cuda.max_memory_allocated() - before) / 2**20
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+        f()
+    seen: Any = record.profiler
+    events = [e for e in seen.kineto_results.events() if e.name() == "[memory]"]
+    held = accumulate(e.nbytes() for e in sorted(events, key=lambda e: e.start_ns()))
+    return max(held, default=0) / 2**20
+
+
 ON_GPU = Clock(
     f"Medians of triton.testing.do_bench, contenders in turn, least of {ROUNDS} rounds, all "
     "threads on the quickest core; 'replayed' is the ratio of recorded graphs, without what Python "
@@ -226,7 +267,8 @@ ON_GPU = Clock(
     _replayed,
 )
 ON_CPU = Clock(
-    f"One thread, the least processor time of {RUNS} runs, contenders in turn: the noise of a "
+    f"One thread, the least processor time of {RUNS[False]} runs ({RUNS[True]} where one takes "
+    "seconds), contenders in turn: the noise of a "
     "shared machine only adds time. Memory is kept between runs.",
     _least,
     None,

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.elementwise import SHORT, SOFT, gradients
+from benchmarks.timing import Contenders, Place, Work
 from threshold_gating import TAXONOMY, Activation, kernels
-from threshold_gating.benchmarking.elementwise import SHORT, SOFT, gradients
-from threshold_gating.benchmarking.timing import Contenders, Place, Work
 
 _gelu_tanh = partial(F.gelu, approximate="tanh")
 # What torch computes, and the key of what we do.
@@ -22,7 +22,12 @@ UNITS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "geglu tanh": (_gelu_tanh, "gelu_tanh"),
 }
 # torch's modules, because it is a module that stands in for them
-_NATIVE: dict[str, nn.Module] = {"silu": nn.SiLU(), "relu": nn.ReLU(), "tanh": nn.Tanh()}
+_NATIVE: dict[str, nn.Module] = {
+    "silu": nn.SiLU(),
+    "relu": nn.ReLU(),
+    "tanh": nn.Tanh(),
+    "relu in place": nn.ReLU(inplace=True),
+}
 
 
 def gated_units(shape: tuple[int, ...], place: Place) -> Iterator[Work]:
@@ -31,7 +36,9 @@ def gated_units(shape: tuple[int, ...], place: Place) -> Iterator[Work]:
         for backward in (False, True):
             work = f"{name} {'+ backward' if backward else 'forward'}"
             build = partial(_unit, name, shape, place, backward)
-            yield Work("gated units", work, build, {"best": 1.02}, backward=backward)
+            yield Work(
+                "gated units", work, build, {"best": 1.02}, ("frozen times",), backward=backward
+            )
 
 
 def _unit(name: str, shape: tuple[int, ...], place: Place, backward: bool) -> Contenders:
@@ -67,22 +74,24 @@ def _liger(name: str) -> dict[str, Callable[..., Tensor]]:
 
 
 def frozen(shape: tuple[int, ...], dtype: torch.dtype, place: Place) -> Iterator[Work]:
-    """Exact instances under `auto` are torch's own op."""
+    """Exact instances under `auto` are torch's own op, which overwrites where it should."""
     for key in _NATIVE:
         build = partial(_frozen, key, shape, dtype, place)
-        yield Work("frozen", f"{key} {SHORT[dtype]}", build, {"native": 1.02})
+        yield Work("frozen", f"{key} {SHORT[dtype]}", build, {"native": 1.02}, ("frozen module",))
 
 
 def _frozen(key: str, shape: tuple[int, ...], dtype: torch.dtype, place: Place) -> Contenders:
     x = torch.randn(shape, device=place.device, dtype=dtype)
-    return {"native": partial(_NATIVE[key], x), "ours": partial(Activation(key), x)}
+    native = _NATIVE[key]
+    ours = Activation(key.split()[0], inplace=getattr(native, "inplace", False))
+    return {"native": partial(native, x), "ours": partial(ours, x)}
 
 
 def growth(powers: range, place: Place) -> Iterator[Work]:
     """Cost as the work grows: a learned SiLU, one for all elements, over a copy."""
     for power in powers:
         build = partial(_grown, 2**power, place)
-        yield Work("growth", f"2^{power} fp32", build, {"copy": None}, power=power)
+        yield Work("growth", f"2^{power} fp32", build, {"copy": None}, ("module",), power=power)
 
 
 def _grown(elements: int, place: Place) -> Contenders:

@@ -1,119 +1,508 @@
-"""Every kernel beside the reference it must equal: the tests and `tg bench` go through this table.
+"""Every kernel beside the reference it must equal: the tests and `python -m benchmarks` use it.
 
-A kernel that has no pair does not exist.
+A pair is two functions of the same tensors: plain torch, run in float64, and what the library runs
+here, which the backend in force and the device decide. Values and all gradients are compared. A
+kernel without a pair cannot be timed, and a test fails that finds it in the source. The table
+stands above the modules, because what they launch for their own tensors is in it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from threshold_gating import kernels, primitive
-from threshold_gating.instance import TG
-from threshold_gating.taxonomy import TAXONOMY
+import threshold_gating as tg
+from threshold_gating import TAXONOMY, TG, attention, kernels, primitive
 
-Function = Callable[..., Tensor]
+Shape = tuple[int, ...]
+Tensors = dict[str, Tensor]  # by name; several rows of one parameter are "theta 0", "theta 1"
+Function = Callable[[Tensors], Any]  # gives y, or tensors by name
+
+# Largest error against float64 over the largest value, for one rounding: 1e-5 is for sums of a
+# thousand terms in float32, 16 bits have one unit in the last place.
+ALLOWED = {
+    torch.float64: 1e-12,
+    torch.float32: 1e-5,
+    torch.bfloat16: 2.0**-7,
+    torch.float16: 2.0**-10,
+}
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A function of x, mostly of a second input, and of parameters, in two forms.
+    """What kernels compute, in two forms.
 
     Args:
-        t: the instance whose parameters the tensors start from.
-        share: "layer", "channel" (axis 1) or "neuron".
-        second: what another input does: "" (there is none), "read" by the branches, "times" y.
-        reference, kernel: called with (x, [other,] tau, theta, s, c, **options).
+        family: what is timed names the family that it was checked by.
+        launches: the kernels of Triton that run for it, forward and backward.
+        draw: makes the tensors for a shape, dtype and device; those that require gradients get
+            them compared.
+        shapes: of a small input and of a large one.
+        roundings: to 16 bits on the way to a value.
     """
 
+    family: str
     name: str
-    t: TG
-    share: str
-    second: str
+    launches: tuple[str, ...]
+    draw: Callable[[Shape, torch.dtype, Any], Tensors]
     reference: Function
     kernel: Function
+    shapes: tuple[Shape, Shape] = ((63, 7), (1031, 63))
+    roundings: int = 1
 
-    def inputs(self, shape: tuple[int, ...], dtype: torch.dtype, device: Any) -> list[Tensor]:
-        """x and what else the function reads, then its parameters, all requiring gradients."""
+    def inputs(self, shape: Shape, dtype: torch.dtype, device: Any) -> Tensors:
+        """The same tensors every time."""
+        torch.manual_seed(0)
+        return self.draw(shape, dtype, device)
+
+    def bound(self, name: str, dtype: torch.dtype) -> float:
+        """The largest `disagreement` of a result that rounding explains.
+
+        Gates are float32 whatever x is; their sums are as exact where x goes through one pass.
+        """
+        if name.startswith(_SUMS):
+            single = ALLOWED[torch.float32]
+            return single if self.roundings == 1 else self.roundings * max(single, ALLOWED[dtype])
+        return ALLOWED[dtype] * self.roundings
+
+
+def disagreement(pair: Pair, inputs: Tensors, kernel: Function | None = None) -> dict[str, float]:
+    """Largest error of values and of each gradient against float64, over the largest of them."""
+    exact = {name: _exactly(t) for name, t in inputs.items()}
+    want = _found(pair.reference, exact, inputs)
+    have = _found(kernel or pair.kernel, inputs, inputs)
+    x = next(iter(exact.values())).detach()
+    terms = float((1 + x.abs()).sum())
+    errors = {}
+    for name, true in want.items():
+        if name not in have:  # nothing flows back
+            errors[name] = math.inf
+            continue
+        off = (have[name].double() - true).abs().masked_fill(have[name] == true, 0.0)
+        # a gate's gradient is a sum, whose rounding errors are as large as its terms
+        summed = terms / true.numel() if name.startswith(_SUMS) else 0.0
+        size = max(float(true[true.isfinite()].abs().max()), summed, 1e-30)
+        errors[name] = float(off.max()) / size
+    return errors
+
+
+_SUMS = ("dtau", "dtheta", "ds ", "dc ")
+
+
+def _exactly(t: Tensor) -> Tensor:
+    return t.detach().double().requires_grad_(t.requires_grad) if t.is_floating_point() else t
+
+
+def _found(f: Function, given: Tensors, like: Tensors) -> Tensors:
+    """Values of f and its gradients, for random gradients of what it gives."""
+    given_back = f(given)
+    values: Tensors = given_back if isinstance(given_back, dict) else {"y": given_back}
+    ways = {name: y for name, y in values.items() if y.requires_grad}
+    dtype = next(iter(like.values())).dtype
+    torch.manual_seed(1)
+    slopes = [torch.randn(y.shape).to(y.device, dtype).to(y.dtype) for y in ways.values()]
+    learned = {name: t for name, t in given.items() if t.requires_grad}
+    found = {name: y.detach() for name, y in values.items()}
+    if not ways or not learned:
+        return found
+    of = [*learned.values()]
+    grads = torch.autograd.grad([*ways.values()], of, slopes, materialize_grads=True)
+    return found | {f"d{name}": g for name, g in zip(learned, grads, strict=True)}
+
+
+NAMES = ("tau", "theta", "s", "c")
+
+# The gates of one instance: elementwise, from tensors as they are and from a module
+
+
+@dataclass(frozen=True)
+class Gates:
+    """An instance whose parameters are drawn near its own, shared as `share` says (axis 1).
+
+    `other` names a second input: "v", which the branches read, or "up", which multiplies y.
+    """
+
+    t: TG
+    share: str = "layer"
+    other: str = ""
+
+    def draw(self, shape: Shape, dtype: torch.dtype, device: Any) -> Tensors:
         x = torch.randn(shape, device=device).mul(3).to(dtype)
-        others = [torch.randn(shape, device=device).to(dtype)] if self.second else []
-        rows = [*self._taus(), *self.t.theta, *self.t.s, *self.t.c]
-        wide = {"layer": (), "channel": (*shape[1:2],), "neuron": shape[1:]}[self.share]
-        where = (1, *wide, *(1,) * (len(shape) - 1 - len(wide))) if self.share != "layer" else ()
-        noise = torch.rand(len(rows), *wide, device=device).mul(0.1)
-        start = torch.tensor(rows, device=device).view(-1, *(1,) * len(wide))
-        moved = (start + noise).unbind(0)
-        return [t.requires_grad_() for t in (x, *others, *(m.reshape(where) for m in moved))]
+        found = {"x": x, **({self.other: torch.randn_like(x)} if self.other else {})}
+        return _learned(found | self.parameters(shape, device))
 
-    def _taus(self) -> tuple[float, ...]:
-        if self.t.hard:
-            return ()
-        return self.t.tau if isinstance(self.t.tau, tuple) else (self.t.tau,)
+    def parameters(self, shape: Shape, device: Any, names: Sequence[str] = NAMES) -> Tensors:
+        """Rows by name, in shapes that broadcast against x."""
+        after = (1,) * (len(shape) - 2)
+        group = {"layer": (), "channel": (1, *shape[1:2], *after), "neuron": (1, *shape[1:])}
+        return {
+            f"{name} {k}": torch.rand(group[self.share], device=device).mul(0.1) + value
+            for name in names
+            for k, value in enumerate(self.rows({}, name))
+        }
 
-    def call(self, f: Function, inputs: list[Tensor]) -> Tensor:
-        """`f` on what `inputs` made (or on the same in another dtype)."""
-        known = 2 if self.second else 1
-        rest, K = list(inputs[known:]), self.t.K
-        taus = [rest.pop(0) for _ in self._taus()]
-        tau: Any = taus if len(taus) > 1 else taus[0] if taus else float("inf")
-        theta, s, c = rest[: K - 1], rest[K - 1 : 2 * K - 1], rest[2 * K - 1 :]
-        options = {"owner": self.t.owner, "centred": self.name.startswith("tanh")}
-        return f(*inputs[:known], tau, theta, s, c, **options)
+    def rows(self, w: Tensors, name: str) -> list[Any]:
+        """The rows of one parameter: tensors, or the numbers of the instance."""
+        number = getattr(self.t, name) if name != "tau" or not self.t.hard else ()
+        numbers = number if isinstance(number, tuple) else (number,)
+        return [row for key, row in w.items() if key.split()[0] == name] or [*numbers]
+
+    def values(self, w: Tensors) -> tuple[Any, list[Any], list[Any], list[Any]]:
+        """tau, theta, s, c as `primitive.blend` takes them."""
+        tau, theta, s, c = (self.rows(w, name) for name in NAMES)
+        return tau if len(tau) > 1 else tau[0] if tau else math.inf, theta, s, c
+
+    def options(self) -> dict[str, Any]:
+        """What is no tensor; tanh is evaluated about its middle."""
+        return {"owner": self.t.owner, "centred": self.t == TAXONOMY["tanh"]}
+
+    def reference(self, w: Tensors) -> Tensor:
+        y = primitive.blend(w["x"], *self.values(w), v=w.get("v"), **self.options())
+        return w["up"] * y if "up" in w else y
+
+    def kernel(self, w: Tensors) -> Tensor:
+        if "up" in w:
+            return kernels.blend_times(w["x"], w["up"], *self.values(w), **self.options())
+        return kernels.blend(w["x"], *self.values(w), v=w.get("v"), **self.options())
+
+    def module(self, w: Tensors) -> Tensor:
+        """The same by a learned `Activation`, which holds its tensors whole."""
+        return self.applied(self.activation(w), w)
+
+    def activation(self, w: Tensors) -> tg.Activation:
+        x, share = w["x"], cast(Any, self.share)
+        channels = {"layer": None, "channel": x.shape[1], "neuron": tuple(x.shape[1:])}[share]
+        learned = NAMES[1:] if self.t.hard else NAMES
+        return tg.Activation(self.t, share=share, channels=channels, train=learned, device=x.device)
+
+    def applied(self, act: tg.Activation, w: Tensors) -> Tensor:
+        y: Tensor = torch.func.functional_call(act, self.held(act, w), (w["x"],))
+        return y
+
+    def held(self, act: tg.Activation, w: Tensors, prefix: str = "") -> Tensors:
+        """The parameters as the module `act` holds them."""
+
+        def stacked(name: str) -> Tensor:
+            shape = act.s.shape[1:]
+            rows = self.rows(w, name)
+            whole = (r if isinstance(r, Tensor) else act.s.new_full(shape, r) for r in rows)
+            return torch.stack([row.reshape(shape) for row in whole])
+
+        theta, found = stacked("theta"), {"s": stacked("s"), "c": stacked("c")}
+        found["dtheta"] = theta - act.theta0
+        if self.t.hard:  # it holds the values of the branches at their thresholds
+            found["v"] = found["c"] + found["s"] * torch.cat([theta[:1], theta])
+        else:
+            found["rho"] = (stacked("tau").view_as(act.tau0) / act.tau0).log()
+        return {prefix + name: found[name] for name, _ in act.named_parameters()}
 
 
-def _reading(x: Tensor, v: Tensor, *parameters: Any, **options: Any) -> Tensor:
-    return primitive.blend(x, *parameters, v=v, **options)
+def _learned(tensors: Tensors) -> Tensors:
+    return {name: t.requires_grad_() for name, t in tensors.items()}
 
 
-def _kernel_reading(x: Tensor, v: Tensor, *parameters: Any, **options: Any) -> Tensor:
-    return kernels.blend(x, *parameters, v=v, **options)
+# Tier W
 
 
-def _times(x: Tensor, up: Tensor, *parameters: Any, **options: Any) -> Tensor:
-    return up * primitive.blend(x, *parameters, **options)
+@dataclass(frozen=True)
+class Product:
+    """Gates shared by the outputs, then a matrix or a convolution for each branch.
+
+    Without `derived` nothing is differentiated, which one vector under hard gates needs.
+    """
+
+    gates: Gates
+    derived: bool = True
+    outputs: int = 5
+
+    def draw(self, shape: Shape, dtype: torch.dtype, device: Any) -> Tensors:
+        kernel, K = (3,) * (len(shape) - 2), self.gates.t.K
+        x = torch.randn(shape, device=device).to(dtype)
+        x = x.to(memory_format=torch.channels_last) if kernel else x
+        scale = (shape[1] * K) ** -0.5
+        found = {
+            "x": x,
+            "weight": torch.randn(self.outputs, K, shape[1], *kernel, device=device).mul(scale),
+            "bias": torch.randn(self.outputs, device=device),
+        }
+        found = {name: t.to(dtype) for name, t in found.items()}
+        found |= self.gates.parameters(shape, device, self._train())
+        return _learned(found) if self.derived else found
+
+    def _train(self) -> tuple[str, ...]:
+        return ("theta", "c") if self.gates.t.hard else ("tau", "theta")
+
+    def reference(self, w: Tensors) -> Tensor:
+        """sum_k W_k (g_k(x) (s_k x + c_k)) + b, a branch after the other."""
+        tau, theta, s, c = self.gates.values(w)
+        y: Any = 0.0
+        for k, weight in enumerate(w["weight"].unbind(1)):
+            alone = [[row * (j == k) for j, row in enumerate(rows)] for rows in (s, c)]
+            phi = primitive.blend(w["x"], tau, theta, *alone, owner=self.gates.t.owner)
+            bias = w["bias"] if k == 0 else None
+            y = y + _linear(phi, weight, bias)
+        return y  # type: ignore[no-any-return]
+
+    def module(self, w: Tensors) -> Tensor:
+        x, weight, gates = w["x"], w["weight"], self.gates
+        make = functools.partial(tg.Conv2d, kernel_size=3, padding=1) if x.dim() > 2 else tg.Linear
+        layer = make(
+            x.shape[1], len(weight), init=gates.t, share=cast(Any, gates.share),
+            train=self._train(), device=x.device, dtype=x.dtype,
+        )  # fmt: skip
+        given = {"weight": weight, "bias": w["bias"], **gates.held(layer.gate, w, "gate.")}
+        with torch.set_grad_enabled(self.derived):
+            y: Tensor = torch.func.functional_call(layer, given, (x,))
+        return y
 
 
-_Way = tuple[str, Function, Function]
-_ALONE: _Way = ("", primitive.blend, kernels.blend)
-_READ: _Way = ("read", _reading, _kernel_reading)
-_TIMES: _Way = ("times", _times, kernels.blend_times)
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return F.linear(x, weight, bias) if x.dim() == 2 else F.conv2d(x, weight, bias, padding=1)
+
+
+# Attention
+
+
+@dataclass(frozen=True)
+class Attention:
+    """softmax(scale tau Q K^T + mask) V one way, or with the statistics of its rows of logits."""
+
+    way: str
+    causal: bool = False
+    mask: str = ""  # "keep" chosen pairs, "add" to their logits
+    temperature: bool = False
+    shared: int = 1  # heads of queries for one of keys
+
+    def draw(self, shape: Shape, dtype: torch.dtype, device: Any) -> Tensors:
+        batch, heads, length, size = shape
+        keys = (batch, heads // self.shared, length, size)
+        drawn = (("q", shape), ("k", keys), ("v", keys))
+        found = {name: torch.randn(each, device=device).to(dtype) for name, each in drawn}
+        if self.temperature:
+            found["tau"] = torch.rand(heads, device=device) + 0.5
+        found = _learned(found)
+        if self.mask:
+            drawn_mask = torch.randn(length, length, device=device)
+            found["mask"] = drawn_mask > -1 if self.mask == "keep" else drawn_mask.to(dtype)
+        return found
+
+    def options(self, w: Tensors) -> dict[str, Any]:
+        gqa = self.shared > 1
+        known = {"attn_mask": w.get("mask"), "is_causal": self.causal, "enable_gqa": gqa}
+        return {**known, "tau": w.get("tau")}
+
+    def reference(self, w: Tensors) -> Any:
+        """By torch's softmax of the logits, written out."""
+        z = self.logits(w)
+        y = z.softmax(-1) @ w["v"].repeat_interleave(self.shared, 1)
+        if self.way in attention.WAYS:
+            return y
+        z = z.detach()
+        m1, m2 = (m.unsqueeze(-1) for m in z.topk(2).values.unbind(-1))
+        others = z.scatter(-1, z.argmax(-1, keepdim=True), -math.inf)
+        T = torch.where(m2.isfinite(), (others - m2).exp().sum(-1, keepdim=True), 0.0)
+        found = {"m1": m1, "m2": m2, "T": T, "z at i1": m1}
+        return {"y": y, **found} if self.way == "statistics" else found
+
+    def logits(self, w: Tensors) -> Tensor:
+        q, k, mask = w["q"], w["k"].repeat_interleave(self.shared, 1), w.get("mask")
+        z: Tensor = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
+        z = z * w["tau"].view(-1, 1, 1) if "tau" in w else z
+        if mask is not None:
+            z = z.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else z + mask
+        before = torch.ones_like(z, dtype=torch.bool).tril()
+        return z.masked_fill(~before, -math.inf) if self.causal else z
+
+    def kernel(self, w: Tensors) -> Any:
+        qkv, options = (w["q"], w["k"], w["v"]), self.options(w)
+        if self.way in attention.WAYS:
+            return attention.scaled_dot_product_attention(*qkv, way=self.way, **options)
+        if self.way == "statistics":
+            y, found = attention.with_statistics(*qkv, **options)
+        else:
+            found = attention.row_statistics(*qkv[:2], **options)
+        z = self.logits({name: _exactly(t) for name, t in w.items()})
+        # the logit at i1: two that are equal to rounding may be taken for each other
+        rows = {"m1": found.m1, "m2": found.m2, "T": found.T, "z at i1": z.gather(-1, found.i1)}
+        rows = {name: t.detach() for name, t in rows.items()}
+        return {"y": y, **rows} if self.way == "statistics" else rows
+
+
+# The table
+
+_BLEND = ("blend_forward", "blend_backward")
+_ATTENTION = ("forward", "queries_gradient", "keys_gradient")
+_HALVES = ("halves_forward", "halves_backward")
 # One instance for each way a kernel takes: K = 2, K = 2 about its middle, one tau, a tau for each
 # threshold, hard gates.
 _INSTANCES = ("silu", "tanh", "mish", "gelu", "gelu_k4", "leaky_relu", "hardtanh")
-_CASES = [
-    *((key, share, _ALONE) for key in _INSTANCES for share in ("layer", "channel", "neuron")),
-    *((key, "channel", _READ) for key in ("silu", "gelu", "leaky_relu")),
-    *((key, "layer", _TIMES) for key in ("silu", "gelu_tanh")),
-    ("mish", "channel", _TIMES),
-]
-PAIRS = {
-    (name := " ".join(filter(None, (key, share, way[0])))): Pair(name, TAXONOMY[key], share, *way)
-    for key, share, way in _CASES
+_OTHERS = ("relu", "relu6", "elu", "sigmoid", "gelu_tanh")
+# Frozen ones with a tau for each threshold: other ones from either end, thresholds far out, a last
+# branch that vanishes.
+_OWN_TAUS = {
+    "own taus": TG((1.5, 2.0, 1.4), (-2.0, 0.1, 2.0), (0.2, -0.3, 1.2, 1.0), (0.1, 0.5, -0.4, 0.3)),
+    "far taus": TG(
+        (1.5, 2.0, 1.5), (18.0, 20.1, 22.0), (0.2, -0.3, 1.2, 1.0), (0.1, 0.5, -0.4, 0.3)
+    ),
+    "last is flat": TG((1.5, 2.0), (-1.0, 1.0), (0.5, 1.0, 0.0), (0.1, 0.2, 0.3)),
 }
+_TWO = TG(1.0, (0.0,), (1.0, 1.0), (0.0, 0.0))
+_PRODUCTS = {
+    "two soft": _TWO,
+    "three soft": TG(1.2, (-0.5, 0.7), (1.0, 1.0, 1.0), (0.2, -0.3, 0.1)),
+    "hard": TG(math.inf, (-1.0, 0.5), (1.0, 1.0, 1.0), (0.5, 1.0, 2.0), owner=("hi", "lo")),
+}
+_ATTENTIONS = (
+    Attention("fused"),
+    Attention("fused", causal=True, temperature=True),
+    Attention("fused", mask="add", shared=2),
+    Attention("fused", mask="keep", temperature=True),
+    Attention("literal", causal=True),
+    Attention("literal", mask="add", temperature=True),
+    Attention("literal", mask="keep", shared=2),
+    Attention("statistics", causal=True),
+    Attention("statistics", mask="add", temperature=True),
+    Attention("rows", causal=True, temperature=True),
+    Attention("rows", mask="keep"),
+    Attention("native", causal=True),
+)
 
 
-def disagreement(
-    pair: Pair, inputs: list[Tensor], kernel: Function | None = None
-) -> dict[str, float]:
-    """Largest error of y and of each gradient against float64, over the largest value or term."""
-    exact = [t.detach().double().requires_grad_() for t in inputs]
-    found = []
-    for f, given in ((pair.reference, exact), (kernel or pair.kernel, inputs)):
-        y = pair.call(f, given)
-        torch.manual_seed(1)
-        slope = torch.randn(y.shape).to(y.device, inputs[0].dtype)
-        found.append([y, *torch.autograd.grad(y, given, slope.to(y.dtype), materialize_grads=True)])
-    names = ["y", "dx", *(["dother"] if pair.second else [])]
-    names += [f"dparameter {k}" for k in range(len(found[0]) - len(names))]
-    errors = {}
-    terms = float((slope.double().abs() * (1 + exact[0].detach().abs())).sum())
-    for name, want, have in zip(names, *found, strict=True):
-        # a parameter's gradient is a sum, whose rounding errors are as large as its terms
-        summed = terms / want.numel() if name.startswith("dparameter") else 0.0
-        size = max(float(want.detach().abs().max()), summed, 1e-30)
-        errors[name] = float((have.detach().double() - want.detach()).abs().max()) / size
-    return errors
+def _gates() -> Iterator[Pair]:
+    """Learned parameters as tensors of their own, and as a module holds them."""
+    for key in _INSTANCES:
+        for share in ("layer", "channel", "neuron"):
+            g = Gates(TAXONOMY[key], share)
+            pair = Pair("blend", f"{key} {share}", _BLEND, g.draw, g.reference, g.kernel)
+            yield pair
+            launched = (*_BLEND, "add_parts")
+            name = f"{pair.name} module"
+            yield replace(pair, family="module", name=name, launches=launched, kernel=g.module)
+    cases = [(key, "channel", "v") for key in ("silu", "gelu", "leaky_relu")]
+    cases += [("silu", "layer", "up"), ("gelu_tanh", "layer", "up"), ("mish", "channel", "up")]
+    for key, share, other in cases:
+        g, what = Gates(TAXONOMY[key], share, other), {"v": "read", "up": "times"}[other]
+        # up * blend(x) is rounded twice where it is two steps, and its gradients as often
+        rounded = 3 if other == "up" else 1
+        made = Pair("blend", f"{key} {share} {what}", _BLEND, g.draw, g.reference, g.kernel)
+        yield replace(made, family="times" if other == "up" else "blend", roundings=rounded)
+
+
+def _frozen() -> Iterator[Pair]:
+    """Instances whose numbers are put on the device once; and what a frozen module runs."""
+    known = {key: TAXONOMY[key] for key in (*_INSTANCES, *_OTHERS)} | _OWN_TAUS
+
+    def draw(names: Sequence[str], shape: Shape, dtype: torch.dtype, device: Any) -> Tensors:
+        found = {name: torch.randn(shape, device=device).mul(3).to(dtype) for name in names}
+        return _learned(found)
+
+    def exact(t: TG, w: Tensors) -> Tensor:
+        return t(w["x"]) * w.get("up", 1.0)
+
+    def run(t: TG, w: Tensors) -> Tensor:
+        return kernels.evaluate(t, w["x"], up=w.get("up"))
+
+    part = functools.partial
+    for key, t in known.items():
+        alone = part(draw, ("x",))
+        pair = Pair("frozen", f"{key} frozen", _BLEND, alone, part(exact, t), part(run, t))
+        yield pair
+        module = part(_module, tg.Activation(t))
+        yield replace(pair, family="frozen module", name=f"{key} frozen module", kernel=module)
+        pair = replace(pair, draw=part(draw, ("x", "up")), family="frozen times", roundings=3)
+        yield replace(pair, name=f"{key} frozen times")
+
+
+def _module(act: nn.Module, w: Tensors) -> Tensor:
+    y: Tensor = act.to(w["x"].device)(w["x"])
+    return y
+
+
+def _products() -> Iterator[Pair]:
+    for name, t in _PRODUCTS.items():
+        for share in ("channel", "layer"):
+            p = Product(Gates(t, share))
+            launched = _HALVES if name == "two soft" else ()
+            # the gated inputs, the products of halves and the result are rounded, and so back
+            pair = Pair(
+                "product", f"{name} {share} product", launched, p.draw, p.reference, p.module,
+                shapes=((9, 7), (1031, 63)), roundings=3,
+            )  # fmt: skip
+            yield pair
+            shapes = ((2, 6, 4, 5), (4, 32, 28, 28))
+            yield replace(pair, name=f"{name} {share} convolution", shapes=shapes)
+    for share in ("channel", "layer"):
+        p = Product(Gates(_PRODUCTS["hard"], share), derived=False, outputs=40)
+        yield replace(
+            pair, name=f"one vector {share} product", launches=("chosen_columns",), draw=p.draw,
+            reference=p.reference, kernel=p.module, shapes=((1, 37), (1, 1031)),
+        )  # fmt: skip
+
+
+def _attention() -> Iterator[Pair]:
+    for a in _ATTENTIONS:
+        words = ("causal" * a.causal, a.mask, "tau" * a.temperature, "shared" * (a.shared > 1))
+        launched = {"literal": (*_ATTENTION, "gates"), "rows": ("forward",), "native": ()}
+        # gates, the logits' gradients and the result are rounded
+        yield Pair(
+            "attention", " ".join(filter(None, ("attention", a.way, *words))),
+            launched.get(a.way, _ATTENTION), a.draw, a.reference, a.kernel,
+            shapes=((1, 2, 37, 16), (2, 16, 1031, 64)), roundings=3,
+        )  # fmt: skip
+
+
+def _compiled(pairs: dict[str, Pair]) -> Iterator[Pair]:
+    """A few of them in a compiled graph, where kernels are nodes and formulas are traced."""
+    launches: tuple[str, ...]
+    for name, launches in (
+        ("silu channel read", _BLEND),
+        ("gelu frozen", _BLEND),
+        ("attention literal causal", (*_ATTENTION, "gates")),
+    ):
+        pair = pairs[name]
+        yield _in_a_graph(pair, launches, functools.partial(_as_it_is, pair.kernel))
+    for key, share, launches in (
+        ("silu", "channel", ("blend_backward",)),  # two gates go forward by formulas
+        ("gelu", "layer", _BLEND),
+        ("leaky_relu", "neuron", ("blend_backward",)),
+    ):
+        g = Gates(TAXONOMY[key], share)
+        made = functools.partial(_ready, g)
+        yield _in_a_graph(pairs[f"{key} {share} module"], launches, made)
+
+
+def _as_it_is(f: Function, w: Tensors) -> Function:
+    return f
+
+
+def _ready(g: Gates, w: Tensors) -> Function:
+    return functools.partial(g.applied, g.activation(w))
+
+
+def _in_a_graph(
+    pair: Pair, launches: tuple[str, ...], prepare: Callable[[Tensors], Function]
+) -> Pair:
+    def run(w: Tensors) -> Any:
+        device = next(iter(w.values())).device
+        backend = "inductor" if device.type == "cuda" else "aot_eager"  # the same graph, at once
+        torch._dynamo.reset()  # it counts compilations by code
+        return torch.compile(prepare(w), fullgraph=True, backend=backend)(w)
+
+    name = f"{pair.name} compiled"
+    return replace(pair, family="compiled", name=name, launches=launches, kernel=run)
+
+
+def _table() -> dict[str, Pair]:
+    made = (*_gates(), *_frozen(), *_products(), *_attention())
+    found = {pair.name: pair for pair in made}
+    return found | {pair.name: pair for pair in _compiled(found)}
+
+
+PAIRS = _table()

@@ -1,0 +1,151 @@
+"""Which rows there are on this machine, and one run over them."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from benchmarks import attention, elementwise, llm, networks, tier_w
+from benchmarks.calibration import calibration
+from benchmarks.checking import check, machine, unchecked
+from benchmarks.conversion import conversion
+from benchmarks.cpu import on_cpu
+from benchmarks.rows import Row, remarks, slope_of, table
+from benchmarks.timing import ON_CPU, ON_GPU, Clock, Place, Work, measure
+from benchmarks.training import training
+from benchmarks.units import frozen, gated_units, growth
+
+Sections = dict[str, Callable[[], Iterator[Work]]]
+
+
+class Sizes(NamedTuple):
+    """How large the work of each section is."""
+
+    elementwise: elementwise.Sizes
+    tier_w: tier_w.Sizes
+    powers: range
+    images: tuple[int, int, int, int]
+    networks: dict[str, networks.Network]
+    attention: attention.Sizes
+    llm: llm.Sizes
+
+
+LARGE = Sizes(
+    elementwise.Sizes((16384, 4096), (64, 256, 56, 56), (64, 256, 64, 64)),
+    tier_w.Sizes(
+        products=((8192, 4096, 4096), (16384, 8192, 8192)),
+        batches=(1, 2, 4, 8, 16, 32, 64),
+        width=4096,
+        image=(64, 256, 28, 28),
+        vectors=(4096, 8192),
+    ),
+    range(12, 29),
+    (64, 3, 224, 224),
+    networks.NETWORKS,
+    attention.Sizes(
+        {(4, 16, 4096, 128): 2.0, (8, 16, 2048, 64): 2.5}, 16, (2048, 4096, 8192, 16384)
+    ),
+    llm.LARGE,
+)
+
+
+def on_gpu(place: Place, sizes: Sizes) -> Sections:
+    """The sections for a GPU; another device only shows that they run."""
+    return {
+        "elementwise": lambda: elementwise.elementwise(sizes.elementwise, place),
+        "gated units": lambda: gated_units(sizes.elementwise.rows, place),
+        "frozen": lambda: frozen(sizes.elementwise.rows, torch.bfloat16, place),
+        "tier W": lambda: tier_w.tier_w(sizes.tier_w, place),
+        "growth": lambda: growth(sizes.powers, place),
+        "networks": lambda: networks.networks(sizes.networks, sizes.images, place),
+        "attention": lambda: attention.attend(sizes.attention, place),
+        "llm": lambda: llm.llm(sizes.llm, place),
+    }
+
+
+def here(smoke: bool) -> Sections:
+    """The sections for one thread of a CPU."""
+    elements = 2**17 if smoke else 2**22
+    place = Place("cpu", None if smoke else torch.compile)
+    return {
+        "cpu": lambda: on_cpu(elements, place),
+        "frozen": lambda: frozen((elements,), torch.float32, place),
+        "growth": lambda: growth(range(12, 17 if smoke else 25, 2), place),
+        "training": lambda: training(place, 2 if smoke else 64),
+        "conversion": lambda: conversion(1 if smoke else 8),
+        "calibration": lambda: calibration(1_000 if smoke else 100_000),
+    }
+
+
+def run(smoke: bool, path: Path | None, only: list[str] | None = None) -> int:
+    """Check, time, print; 1 if a kernel is wrong. `only` leaves the other sections out."""
+    gpu = torch.cuda.is_available() and not smoke
+    if not gpu:
+        torch.set_num_threads(1)
+    device, clock = ("cuda", ON_GPU) if gpu else ("cpu", ON_CPU)
+    sections = on_gpu(Place(device, torch.compile), LARGE) if gpu else here(smoke)
+    if unknown := sorted(set(only or ()) - set(sections)):
+        there = ", ".join(sections)
+        print(f"benchmarks: no section {unknown[0]!r} here; there are {there}.", file=sys.stderr)
+        return 2
+    info = machine()
+    print(", ".join(f"{k} {v}" for k, v in info.items()), clock.how, sep="\n", flush=True)
+    wrong = check(device, (torch.float32, torch.bfloat16, torch.float16))
+    for line in wrong:
+        print(f"WRONG {line}")
+    if beyond := unchecked(device):
+        print(beyond, flush=True)
+    rows: list[Row] = []
+    data = {"machine": info, "how": clock.how, "wrong": wrong, "unchecked": beyond}
+    _write(path, data, rows)
+    for name in [] if wrong else [n for n in sections if not only or n in only]:
+        rows += _timed(name, sections[name](), clock, smoke)
+        _write(path, data, rows)  # what was measured stays, whatever happens to the rest
+    missed = sum(row.verdict == "MISSED" for row in rows)
+    held = sum(bool(row.verdict) for row in rows)
+    print(f"\n{len(wrong)} wrong, {missed} of {held} limits missed")
+    return 1 if wrong else 0
+
+
+def _timed(name: str, works: Iterator[Work], clock: Clock, smoke: bool) -> list[Row]:
+    print(f"\n{name}\n{table([]).splitlines()[0]}", flush=True)
+    rows, start = [], time.perf_counter()
+    for work in works:
+        for row in measure(work, clock):
+            row.limit = None if smoke else row.limit  # they are for large work
+            rows.append(row)
+            _print(row)
+    print(f"{time.perf_counter() - start:.0f} s")
+    return rows
+
+
+def _write(path: Path | None, data: dict[str, Any], rows: list[Row]) -> None:
+    if path is not None:
+        found = {"rows": [asdict(row) for row in rows], "slope": slope_of(rows)}
+        path.write_text(json.dumps(_plain(data | found), indent=1, allow_nan=False) + "\n")
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no NaN and no infinity: they are words."""
+    if isinstance(value, dict):
+        return {key: _plain(v) for key, v in value.items()}
+    if isinstance(value, list):
+        return [_plain(v) for v in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _print(row: Row) -> None:
+    print(table([row]).splitlines()[-1])
+    unit = f" {row.unit}" if row.unit != "ms" else ""
+    others = ", ".join(f"{n} {v:.4g}{unit}" for n, v in row.times.items() if n != row.ours)
+    said = [line.removeprefix(f"{row.work}: ") for line in remarks([row])]
+    if line := "; ".join(filter(None, (others, *said))):
+        print(f"  {'ms: ' if row.unit == 'ms' else ''}{line}", flush=True)
