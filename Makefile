@@ -5,6 +5,8 @@ PYTHON ?= python3
 JOBS ?= 2
 # Another index to look for torch in, for example PyTorch's own one with CPU builds.
 TORCH_INDEX ?=
+# What `make bench` is given: --smoke, --only SECTION ..., --json FILE.
+BENCH ?=
 # Names or patterns of the networks that `make zoo` is to convert; all if empty.
 ZOO ?=
 # How many networks `make fuzz` tries, and the seed of the first; it prints every seed that fails.
@@ -21,7 +23,7 @@ TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
 PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup --durations=15
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-gpu zoo fuzz evidence lint format docs clean
+.PHONY: help demo test test-all test-gpu bench zoo fuzz evidence lint format docs clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -40,6 +42,9 @@ test-all: $(VENV)/.dev  ## run the tests marked slow as well
 # Most of the time Triton compiles, so processes help though the GPU is one.
 test-gpu: $(VENV)/.dev  ## run the tests that need a GPU, before any timing on one
 	$(PYTEST) -m "gpu and not slow"
+
+bench: $(VENV)/.dev  ## check every kernel, then time it; BENCH="--only cpu --json FILE" for less, and to keep it
+	PYTHONPATH=src $(BIN)/python -m benchmarks $(BENCH)
 
 zoo: $(VENV)/.dev  ## convert one network of every family of timm and many of transformers
 	$(TEST_ENV) $(BIN)/python -m tests.zoo --jobs $(JOBS) $(if $(ZOO),--only $(ZOO))

@@ -41,9 +41,9 @@ def network(width: int = 64) -> nn.Module:
     return nn.Sequential(*(Layer(width, m, s) for s in spreads for m in means)).eval()
 
 
-def calibration(values: int) -> Iterator[Work]:
+def calibration(values: int, branches: tuple[int | None, ...]) -> Iterator[Work]:
     """Seconds for all sites, then the mean RMS error over that of the default instances."""
-    for K in (None, 3, 2):
+    for K in branches:
         found = partial(_found, K, values)
         for unit, limits in (("s", {"": LIMIT}), ("mean RMS", {"default": 1.0})):
             name = f"24 sites, {values} values, {f'K={K}' if K else 'default K'}, {unit}"

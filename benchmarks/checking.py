@@ -24,24 +24,34 @@ def machine() -> dict[str, str]:
 
 
 def check(
-    device: str, dtypes: tuple[torch.dtype, ...], pairs: Iterable[Pair] | None = None
+    device: str,
+    pairs: Iterable[Pair] | None = None,
+    dtypes: tuple[torch.dtype, ...] | None = None,
 ) -> list[str]:
     """Every pair of the table against float64, values and gradients; what is wrong, in lines."""
-    wrong: list[str] = []
-    for pair in PAIRS.values() if pairs is None else pairs:
-        # a compiler takes a second or two for each on a CPU
-        few = pair.family == "compiled" and device == "cpu"
-        for dtype in dtypes[:1] if few else dtypes:
-            wrong += _wrong(pair, device, dtype)
-    return wrong
+    return [
+        line
+        for pair in (PAIRS.values() if pairs is None else pairs)
+        for dtype in dtypes or _dtypes(pair, device)
+        for shape in (pair.shapes[1:] if device == "cuda" else pair.shapes[:1])
+        for line in _wrong(pair, shape, dtype, device)
+    ]
 
 
-def _wrong(pair: Pair, device: str, dtype: torch.dtype) -> Iterator[str]:
+def _dtypes(pair: Pair, device: str) -> tuple[torch.dtype, ...]:
+    """What is timed is mostly in bf16; K = 2 stands for all in fp16, a cast that differs."""
+    if pair.slow:
+        return (torch.bfloat16,) if device == "cuda" else (torch.float32,)
+    narrow = (torch.bfloat16, torch.float16) if pair.name.startswith("silu") else (torch.bfloat16,)
+    return torch.float32, *narrow
+
+
+def _wrong(pair: Pair, shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Iterator[str]:
     run = f" (runs {', '.join(pair.launches)})" if pair.launches and _launches(device) else ""
-    what = f"{pair.name} {str(dtype).removeprefix('torch.')}"
+    size = "x".join(map(str, shape))
+    what = f"{pair.name} {size} {str(dtype).removeprefix('torch.')}"
     try:
-        inputs = pair.inputs(pair.shapes[device == "cuda"], dtype, device)
-        errors = disagreement(pair, inputs)
+        errors = disagreement(pair, pair.inputs(shape, dtype, device))
     except Exception as failed:  # the other kernels are still to be looked at
         first = str(failed).strip().splitlines()
         yield f"{what}: {type(failed).__name__}: {first[0] if first else ''}{run}"

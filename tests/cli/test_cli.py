@@ -65,8 +65,21 @@ def test_a_command_like_no_other_gets_the_list(tg):
     code, _, err = tg("qqq")
     assert code == 2
     assert err.endswith(
-        "tg: error: no command 'qqq'; there are table, explain, convert, calibrate, audit, verify, evaluate, prove, bench, env, demo.\n"
+        "tg: error: no command 'qqq'; there are table, explain, convert, calibrate, audit, verify, evaluate, prove, env, demo.\n"
     )
+
+
+def test_bench_says_where_it_went_and_waits_for_nothing():
+    """Whatever it is given; a script that calls it fails, and says why."""
+    code = "import sys; from threshold_gating.cli import main; "
+    code += (
+        "end = main(['bench', '--smoke', '--json', 'x']); sys.exit(end + ('torch' in sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("tg bench: the benchmarks are not in the package any more")
+    assert "`PYTHONPATH=src python -m benchmarks [--smoke]" in done.stderr
 
 
 def test_interruption_ends_with_130_and_no_traceback(tg, monkeypatch):

@@ -48,7 +48,6 @@ QUICK = [
     "convert loud.py:Loud --inputs 64,4 -o out",
     "calibrate loud.py:Loud --inputs 64,4 -K 2 --tol inf",
     "audit loud.py:Loud --inputs 64,4",
-    "bench --smoke --only frozen",
     "demo",
 ]
 

@@ -3,47 +3,106 @@
 import contextlib
 import copy
 import os
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.utils.parametrize
 import torch.utils.checkpoint
 
+from benchmarks import checking, timing
 from threshold_gating import TAXONOMY, TG, Activation, kernels, primitive
-from threshold_gating.kernels import fused
+from threshold_gating.kernels import fused, products
 from threshold_gating.kernels.form import take_apart
-from threshold_gating.kernels.pairs import PAIRS, disagreement
+from threshold_gating.kernels.pairs import ALLOWED, PAIRS, disagreement
+from threshold_gating.nn import attention
 
-# Over the largest true value or, for sums, term. 16 bits: one unit in the last place, for Triton's
-# interpreter cuts off where a GPU rounds. Sums over a thousand terms in float32 and the two
-# instructions of a gate (2 and 1 units) stay below 1e-5.
-EPS = {dtype: torch.finfo(dtype).eps for dtype in (torch.bfloat16, torch.float16)}
-TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, **EPS}
+ROOT = Path(__file__).parents[2]
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 SHAPES = [(1, 1), (1, 63), (1003, 3), (5, 7, 3, 5)]
-
-
-def tolerance(name, dtype, device="cpu", second=""):
-    bound = TOLERANCE[dtype]
-    if name.startswith("dparameter"):  # these are float32
-        split = second == "times" and device == "cpu"
-        bound = max(bound, TOLERANCE[torch.float32]) if split else TOLERANCE[torch.float32]
-    # up * blend(x) is rounded twice where it is two steps, and its gradients as often
-    return bound * (3 if second == "times" else 1)
+# Gates from tensors of their own take any shape; what a module or a layer runs takes its own.
+GATES = {name: pair for name, pair in PAIRS.items() if pair.family in ("blend", "times")}
+COMPILED = [name for name, pair in PAIRS.items() if pair.family == "compiled"]
 
 
 def check(pair, shape, dtype, device="cpu", kernel=None):
-    torch.manual_seed(0)
-    inputs = pair.inputs(shape, dtype, device)
-    for name, error in disagreement(pair, inputs, kernel).items():
-        bound = tolerance(name, dtype, device, pair.second)
-        assert error <= bound, f"{pair.name} {shape} {dtype} {name}: {error:.1e}"
+    for name, error in disagreement(pair, pair.inputs(shape, dtype, device), kernel).items():
+        assert error <= pair.bound(name, dtype), f"{pair.name} {shape} {dtype} {name}: {error:.1e}"
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("name", GATES)
 def test_the_cpu_path_equals_the_reference(name, shape):
-    for dtype in TOLERANCE:
+    for dtype in DTYPES:
         check(PAIRS[name], shape, dtype)
+
+
+@pytest.mark.parametrize("name", [n for n in PAIRS if n not in GATES and n not in COMPILED])
+def test_what_modules_and_layers_run_on_a_cpu_equals_the_reference(name):
+    for dtype in DTYPES[1:]:
+        check(PAIRS[name], PAIRS[name].shapes[0], dtype)
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("name", COMPILED)
+def test_what_is_compiled_equals_the_reference(name):
+    check(PAIRS[name], PAIRS[name].shapes[0], torch.float32)
+
+
+def doubled(f):
+    """`f` with the first tensor that it gives off by a hundredth."""
+
+    def run(*args, **options):
+        found = f(*args, **options)
+        if isinstance(found, torch.Tensor):
+            return found * 1.01
+        first = next(k for k, t in enumerate(found) if t is not None)
+        made = [t * 1.01 if k == first else t for k, t in enumerate(found)]
+        return type(found)(made)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("owner", "function", "name"),
+    [
+        (fused, "_forward", "silu channel"),
+        (fused, "_forward", "gelu frozen"),
+        (fused, "_backward", "silu channel module"),
+        (products._Two, "value", "two soft channel product"),
+        (products._Two, "gradients", "two soft channel product"),
+        (products._Plan, "product", "three soft layer convolution"),
+        (products._Plan, "product_gradients", "hard channel product"),
+        (attention.logits, "attend", "attention fused"),
+        pytest.param(
+            fused, "blend_traced", "silu channel read compiled", marks=pytest.mark.compile
+        ),
+    ],
+    ids=lambda v: v if isinstance(v, str) else "",
+)
+def test_what_a_cpu_runs_is_missed_when_it_is_broken(owner, function, name, monkeypatch):
+    assert checking.check("cpu", [PAIRS[name]]) == []
+    monkeypatch.setattr(owner, function, doubled(getattr(owner, function)))
+    wrong = checking.check("cpu", [PAIRS[name]])
+    assert wrong
+    assert all(line.startswith(name) for line in wrong)
+
+
+@pytest.mark.parametrize("what", ["reach", "break"])
+def test_every_kernel_of_triton_is_reached_and_is_missed_when_it_is_broken(what, step_by_step):
+    program = Path(__file__).with_name("every_kernel.py")
+    code = f"import runpy, sys; sys.argv[1:] = [{what!r}]; sys.path.insert(0, {str(ROOT)!r}); "
+    step_by_step(code + f"runpy.run_path({str(program)!r}, run_name='__main__')")
+
+
+def test_what_has_no_pair_cannot_be_timed():
+    with pytest.raises(
+        ValueError, match=r"what is timed is checked first, by pairs of .*\('new',\)"
+    ):
+        timing.Work("s", "w", dict, {"copy": 1.0}, ("new",))
+    with pytest.raises(ValueError, match=r"got pairs=\(\)"):
+        timing.Work("s", "w", dict, {"copy": 1.0}, ())
 
 
 @pytest.mark.parametrize(
@@ -55,21 +114,27 @@ def test_tiles_of_any_size_give_the_same(name, monkeypatch):
         check(PAIRS[name], (5, 7, 3, 5), torch.float32)
 
 
-@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("name", GATES)
 def test_channels_last_is_kept_and_equal(name):
     pair = PAIRS[name]
     inputs = pair.inputs((2, 6, 5, 3), torch.float32, "cpu")
-    known = 2 if pair.second else 1
-    inputs[:known] = [
-        t.detach().to(memory_format=torch.channels_last).requires_grad_() for t in inputs[:known]
-    ]
-    assert pair.call(pair.kernel, inputs).is_contiguous(memory_format=torch.channels_last)
+    for key in {"x", "v", "up"} & set(inputs):
+        last = inputs[key].detach().to(memory_format=torch.channels_last)
+        inputs[key] = last.requires_grad_()
+    assert pair.kernel(inputs).is_contiguous(memory_format=torch.channels_last)
     for name, error in disagreement(pair, inputs).items():
-        assert error <= tolerance(name, torch.float32, second=pair.second), name
+        assert error <= pair.bound(name, torch.float32), name
 
 
-def traced(x, *parameters, **options):
-    return fused.blend_traced(x, None, take_apart(x, *parameters, **options))
+def traced(pair):
+    """`pair` by the steps for a compiler."""
+    gates = pair.kernel.__self__
+
+    def run(w):
+        call = take_apart(w["x"], *gates.values(w), **gates.options())
+        return fused.blend_traced(w["x"], None, call)
+
+    return run
 
 
 @pytest.mark.parametrize(
@@ -77,11 +142,11 @@ def traced(x, *parameters, **options):
 )
 def test_the_steps_for_a_compiler_equal_the_reference(name):
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
-        check(PAIRS[name], (5, 7, 3, 5), dtype, kernel=traced)
+        check(PAIRS[name], (5, 7, 3, 5), dtype, kernel=traced(PAIRS[name]))
 
 
-def wrong(x, tau, theta, s, c, **options):
-    return kernels.blend(x, tau, [-t for t in theta], s, c, **options)
+def wrong(w):
+    return PAIRS["silu channel"].kernel({n: -t if n == "theta 0" else t for n, t in w.items()})
 
 
 def test_a_kernel_that_is_wrong_on_purpose_fails():
@@ -104,28 +169,31 @@ def test_a_wrong_gradient_alone_fails():
             PAIRS["silu layer"],
             (1, 63),
             torch.float32,
-            kernel=lambda x, *p, **o: Off.apply(kernels.blend(x, *p, **o)),
+            kernel=lambda w: Off.apply(PAIRS["silu layer"].kernel(w)),
         )
 
 
 @pytest.mark.parametrize("name", ["silu channel", "gelu channel", "gelu_k4 layer", "tanh channel"])
 def test_gradients_have_gradients(name):
     pair = PAIRS[name]
-    inputs = [
-        t.detach().double().requires_grad_() for t in pair.inputs((3, 2), torch.float64, "cpu")
-    ]
-    assert torch.autograd.gradgradcheck(lambda *given: pair.call(pair.kernel, list(given)), inputs)
+    inputs = pair.inputs((3, 2), torch.float64, "cpu")
+    given = [t.detach().double().requires_grad_() for t in inputs.values()]
+
+    def f(*tensors):
+        return pair.kernel(dict(zip(inputs, tensors, strict=True)))
+
+    assert torch.autograd.gradgradcheck(f, given)
 
 
 def test_only_wanted_gradients_are_computed():
     pair = PAIRS["silu channel"]
     inputs = pair.inputs((4, 6), torch.float32, "cpu")
-    for t in inputs[1:]:
+    for t in list(inputs.values())[1:]:
         t.requires_grad_(False)
-    y = pair.call(pair.kernel, inputs)
-    (dx,) = torch.autograd.grad(y.sum(), inputs[0])
-    want = torch.autograd.grad(pair.call(primitive.blend, inputs).sum(), inputs[0])[0]
-    torch.testing.assert_close(dx, want)
+    found = [
+        torch.autograd.grad(f(inputs).sum(), inputs["x"])[0] for f in (pair.kernel, pair.reference)
+    ]
+    torch.testing.assert_close(*found)
 
 
 def test_x_alone_is_kept_for_the_backward_pass():
@@ -133,10 +201,10 @@ def test_x_alone_is_kept_for_the_backward_pass():
     inputs = pair.inputs((64, 6, 5, 5), torch.float32, "cpu")
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        pair.call(pair.kernel, inputs)
-    large = [t for t in kept if t.numel() == inputs[0].numel()]
+        pair.kernel(inputs)
+    large = [t for t in kept if t.numel() == inputs["x"].numel()]
     assert len(large) == 1
-    assert large[0].data_ptr() == inputs[0].data_ptr()
+    assert large[0].data_ptr() == inputs["x"].data_ptr()
 
 
 def test_transforms_of_functions_still_work():
@@ -182,7 +250,7 @@ def test_nan_is_passed_on_and_infinity_stays_with_hard_gates():
 INTERPRETED = """
 import sys, torch
 from unittest import mock
-sys.path.insert(0, {tests!r})
+sys.path[:0] = [{tests!r}, {root!r}]
 import test_pairs as t
 from threshold_gating import kernels
 from threshold_gating.kernels import direct
@@ -203,7 +271,7 @@ with kernels.use("triton"):
     for name in {names!r}:
         for shape in t.SHAPES:
             t.check(PAIRS[name], shape, torch.float32)
-        for dtype in t.EPS:
+        for dtype in t.DTYPES[2:]:
             t.check(PAIRS[name], (3, 63), dtype)
     t.check_special()
     if {part} == 0:
@@ -255,7 +323,7 @@ def check_special(device="cpu"):
             assert have.dtype == x.dtype
             assert have.stride() == x.stride() or x.shape != image.shape
             error = (have.double() - t(x.double())).abs().max() if x.numel() else 0.0
-            assert error <= 4 * TOLERANCE[x.dtype], f"{key}: {error:.1e}"  # values up to 4
+            assert error <= 4 * ALLOWED[x.dtype], f"{key}: {error:.1e}"  # values up to 4
     t, x = TAXONOMY["gelu"], torch.randn(3, device=device)
     assert kernels.constant(t, x).equal(kernels.constant(t, x))
     assert kernels.direct._ready.cache_info().hits > 0
@@ -415,18 +483,24 @@ def agree(act, x, what):
 
 @pytest.mark.parametrize("part", range(4))
 def test_the_triton_kernels_equal_the_reference_step_by_step(part, step_by_step):
-    tests, names = os.path.dirname(__file__), list(PAIRS)[part::4]
-    step_by_step(INTERPRETED.format(tests=tests, names=names, part=part))
+    tests, names = os.path.dirname(__file__), list(GATES)[part::4]
+    step_by_step(INTERPRETED.format(root=str(ROOT), tests=tests, names=names, part=part))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("name", GATES)
 def test_the_triton_kernels_equal_the_reference(name):
     # Each shape and each dtype, not each pair of them: a kernel is compiled for every one.
     for shape in (*SHAPES, (4096, 1031), (8, 64, 56, 56)):
         check(PAIRS[name], shape, torch.float32, "cuda")
     for dtype in (torch.bfloat16, torch.float16):
         check(PAIRS[name], (8, 64, 56, 56), dtype, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [name for name in PAIRS if name not in GATES])
+def test_what_modules_and_layers_launch_equals_the_reference(name):
+    assert checking.check("cuda", [PAIRS[name]]) == []
 
 
 @pytest.mark.gpu
@@ -440,9 +514,9 @@ def test_the_triton_kernels_at_the_edges():
 def test_two_runs_give_the_same_bits():
     pair = PAIRS["gelu channel"]
     inputs = pair.inputs((8192, 1031), torch.bfloat16, "cuda")
-    y = pair.call(pair.kernel, inputs)
-    first = torch.autograd.grad(y, inputs, torch.ones_like(y), retain_graph=True)
-    second = torch.autograd.grad(y, inputs, torch.ones_like(y))
+    y, of = pair.kernel(inputs), [*inputs.values()]
+    first = torch.autograd.grad(y, of, torch.ones_like(y), retain_graph=True)
+    second = torch.autograd.grad(y, of, torch.ones_like(y))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
@@ -450,10 +524,10 @@ def test_two_runs_give_the_same_bits():
 def test_a_compiled_call_holds_the_kernels():
     pair = PAIRS["silu channel"]
     inputs = pair.inputs((512, 64), torch.bfloat16, "cuda")
-    f = torch.compile(lambda *given: pair.call(pair.kernel, list(given)), fullgraph=True)
+    f, of = torch.compile(pair.kernel, fullgraph=True), [*inputs.values()]
     for have, want in zip(
-        torch.autograd.grad(f(*inputs).sum(), inputs),
-        torch.autograd.grad(pair.call(pair.kernel, inputs).sum(), inputs),
+        torch.autograd.grad(f(inputs).sum(), of),
+        torch.autograd.grad(pair.kernel(inputs).sum(), of),
         strict=True,
     ):
         torch.testing.assert_close(have, want)

@@ -24,9 +24,14 @@ COMMANDS = {
     "verify": "convert",
     "evaluate": "evaluate",
     "prove": "prove",
-    "bench": ".benchmarking",
     "env": "env",
     "demo": "demo",
+}
+# What is no command any more, and what to do instead.
+MOVED = {
+    "bench": "the benchmarks are not in the package any more but in its repository, under "
+    "benchmarks/; there run `make bench`, or `PYTHONPATH=src python -m benchmarks [--smoke] "
+    "[--only SECTION ...] [--json FILE]`, which needs no install.",
 }
 _TRACEBACK = "TG_TRACEBACK"
 
@@ -67,6 +72,9 @@ def _command(words: Sequence[str]) -> str | None:
 def _run(words: Sequence[str]) -> int:
     parser = options.parser()
     command = _command(words)
+    if command in MOVED:
+        print(f"tg {command}: {MOVED[command]}", file=sys.stderr)
+        return 2
     if command is not None and command not in COMMANDS:
         from difflib import get_close_matches
 

@@ -32,7 +32,7 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(metavar="COMMAND")
     for add in (_table, _explain, _convert, _calibrate, _audit, _verify):
         add(commands)
-    for add in (_evaluate, _prove, _bench, _env, _demo):
+    for add in (_evaluate, _prove, _env, _demo):
         add(commands)
     for each in commands.choices.values():
         each.add_argument(
@@ -226,12 +226,6 @@ def _prove(commands: Any) -> None:
     of_network = parser.add_argument_group("of a network")
     _gates(of_network)
     _weights(of_network)
-
-
-def _bench(commands: Any) -> None:
-    parser = _command(commands, "bench", "check every kernel, then time it against others")
-    parser.add_argument("--smoke", action="store_true", help="small sizes on the CPU, in seconds")
-    parser.add_argument("--only", nargs="+", metavar="SECTION", help="these sections only")
 
 
 def _env(commands: Any) -> None:

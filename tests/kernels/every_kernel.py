@@ -1,0 +1,143 @@
+"""A program: every kernel of Triton, step by step, is reached by a pair, and is missed if broken.
+
+It has to be a process of its own, because Triton asks whether to interpret when it is imported.
+"""
+
+import ast
+import sys
+from pathlib import Path
+
+import torch
+from triton.runtime.interpreter import InterpretedFunction
+
+import threshold_gating
+from benchmarks.checking import check
+from threshold_gating import kernels
+from threshold_gating.kernels.pairs import PAIRS
+
+FLOAT32 = (torch.float32,)
+# Other tests of pairs have these step by step; and a few of these stand for all.
+ELSEWHERE, FEW = ("blend", "times", "frozen module"), ("module", "compiled")
+# These pairs launch every kernel, and write everything that it can write.
+ENOUGH = (
+    "silu layer module",
+    "silu frozen times",
+    "two soft channel product of few",
+    "one vector channel product",
+    "attention literal causal",
+    "attention fused causal tau",
+    "attention statistics causal",
+)
+# Rooms for sums that are not done: what is in them afterwards nobody reads.
+SCRATCH = {("chosen_columns", "scratch")}
+ordinary, inner = InterpretedFunction.run, InterpretedFunction.__call__
+
+
+def in_the_source():
+    """The functions that Triton compiles by name, and those of them that no other one calls."""
+    found, called = {}, set()
+    for path in Path(threshold_gating.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef) and "triton.jit" in map(
+                ast.unparse, node.decorator_list
+            ):
+                assert node.name not in found, f"two kernels are called {node.name}"
+                found[node.name] = path.name
+                calls = (n.func for n in ast.walk(node) if isinstance(n, ast.Call))
+                called |= {f.id for f in calls if isinstance(f, ast.Name)}
+    return set(found), set(found) - called
+
+
+def as_bytes(t):
+    return t.detach().contiguous().view(-1).view(torch.uint8).clone()
+
+
+class Watch:
+    """What runs for a pair: kernels, the functions in them, the arguments that they write."""
+
+    def __init__(self):
+        self.launched, self.entered, self.written = set(), set(), set()
+
+    def __enter__(self):
+        def run(kernel, *args, **options):
+            tensors = {
+                n: a for n, a in zip(kernel.arg_names, args, strict=False) if torch.is_tensor(a)
+            }
+            before = {name: as_bytes(t) for name, t in tensors.items()}
+            ordinary(kernel, *args, **options)
+            self.launched.add(kernel.__name__)
+            changed = {n for n, t in tensors.items() if not torch.equal(as_bytes(t), before[n])}
+            self.written |= {(kernel.__name__, name) for name in changed}
+
+        def call(function, *args, **options):
+            self.entered.add(function.__name__)
+            return inner(function, *args, **options)
+
+        InterpretedFunction.run, InterpretedFunction.__call__ = run, call
+        return self
+
+    def __exit__(self, *_):
+        InterpretedFunction.run, InterpretedFunction.__call__ = ordinary, inner
+
+
+class Broken:
+    """The kernel `name` with one of its results off by a hundredth (an index by one)."""
+
+    def __init__(self, name, argument):
+        self.name, self.argument = name, argument
+
+    def __enter__(self):
+        def run(kernel, *args, **options):
+            ordinary(kernel, *args, **options)
+            if kernel.__name__ == self.name:
+                t = args[kernel.arg_names.index(self.argument)]
+                t.mul_(1.01) if t.is_floating_point() else t.add_(1)
+
+        InterpretedFunction.run = run
+
+    def __exit__(self, *_):
+        InterpretedFunction.run = ordinary
+
+
+def every_function_is_reached():
+    """By pairs that are right and run what they say."""
+    functions, entries = in_the_source()
+    assert len(entries) >= 10, entries
+    reached, said = set(), set()
+    for pair in PAIRS.values():
+        if pair.family in ELSEWHERE or (pair.family in FEW and "channel" not in pair.name):
+            continue
+        with Watch() as seen:
+            wrong = check("cpu", [pair], FLOAT32)
+        assert not wrong, wrong
+        assert seen.launched == set(pair.launches), f"{pair.name} runs {sorted(seen.launched)}"
+        reached |= seen.launched | seen.entered
+        said |= set(pair.launches)
+    missing = sorted(functions - reached)
+    assert not missing, f"no pair in kernels/pairs.py reaches {', '.join(missing)}"
+    assert said == entries, said ^ entries
+
+
+def each_kernel_is_missed_when_it_is_broken():
+    """Every result of every kernel in turn; one of the pairs in which it is written says so."""
+    _, entries = in_the_source()
+    results = {}
+    for pair in (PAIRS[name] for name in ENOUGH):
+        with Watch() as seen:
+            assert not check("cpu", [pair], FLOAT32)
+        for result in seen.written - SCRATCH:
+            results.setdefault(result, []).append(pair)
+    assert {name for name, _ in results} == entries
+    for (name, argument), pairs in results.items():
+        with Broken(name, argument):
+            found = (line for pair in pairs for line in check("cpu", [pair], FLOAT32))
+            assert any(name in line for line in found), f"{name} writes a wrong {argument}"
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    kernels.use("triton")
+    {"reach": every_function_is_reached, "break": each_kernel_is_missed_when_it_is_broken}[
+        sys.argv[1]
+    ]()
+    print("ok")
