@@ -1,0 +1,142 @@
+"""Contenders in turn, the least time, one core, and rows that fail."""
+
+import os
+import threading
+from functools import partial
+
+import pytest
+import torch
+from small import FAKE
+
+from benchmarks import pages, rows, timing
+from benchmarks.timing import Clock, Work
+
+PAIRS = ("module",)
+
+
+def test_a_row_that_fails_says_so_is_missed_and_lets_the_others_run():
+    def fails():
+        raise RuntimeError("no such kernel\nand much more")
+
+    found = list(timing.measure(Work("s", "broken", fails, {"copy": None}, PAIRS), FAKE))
+    works = [Work("s", "fine", lambda: {"copy": int, "ours": int}, {"copy": 1.0}, PAIRS)]
+    found += [row for work in works for row in timing.measure(work, FAKE)]
+    assert [row.verdict for row in found] == ["MISSED", "ok"]
+    data = {
+        "machine": {"gpu": "none"},
+        "how": "once",
+        "wrong": [],
+        "rows": [vars(r) for r in found],
+    }
+    page = pages.report(data)
+    assert "- broken: failed: RuntimeError: no such kernel\n" in page
+    assert "| broken |  | copy |  |  |  | MISSED |" in page
+
+
+def test_contenders_take_turns_and_the_least_time_counts(monkeypatch):
+    calls, now = [], iter(range(10**6))
+    monkeypatch.setattr(timing.time, "process_time", lambda: next(now) ** 2)
+    times = timing.ON_CPU.called({n: partial(calls.append, n) for n in ("copy", "ours")}, False)
+    assert calls == ["copy", "ours", "ours", "copy"] * (timing.RUNS[False] // 2 + 1)
+    # each call lasts longer than the one before; the first two rounds read the clock four times
+    assert times == {"copy": [1e3 * (5**2 - 4**2)], "ours": [1e3 * (7**2 - 6**2)]}
+    assert timing.RUNS[False] >= 15
+
+
+def test_on_a_gpu_the_least_of_the_rounds_counts_and_a_slow_one_is_named(monkeypatch):
+    triton = pytest.importorskip("triton.testing")
+    monkeypatch.setattr(timing, "ROUNDS", 3)
+    taken = iter([5.0, 2.0, 2.1, 3.0, 4.0, 2.6])
+    monkeypatch.setattr(triton, "do_bench", lambda f, **_: next(taken))
+    work = Work("s", "w", lambda: {"copy": int, "ours": int}, {"copy": 1.0}, PAIRS)
+    [row] = timing.measure(work, timing.ON_GPU._replace(replayed=None))
+    assert row.times == {"copy": 3.0, "ours": 2.0}
+    assert row.note == "the slowest round took 1.30 times that"
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="cores cannot be chosen here")
+def test_on_a_gpu_all_threads_are_timed_on_one_core_and_have_all_again_afterwards(monkeypatch):
+    triton = pytest.importorskip("triton.testing")
+    before, seen = os.sched_getaffinity(0), []
+
+    def cores():
+        return {t: os.sched_getaffinity(int(t)) for t in os.listdir("/proc/self/task")}
+
+    quickest = min(before)
+    monkeypatch.setattr(timing, "_slowness", lambda core: core)
+    started, end = threading.Event(), threading.Event()
+    other = threading.Thread(target=lambda: (started.set(), end.wait()))
+    other.start()
+    started.wait()
+    monkeypatch.setattr(triton, "do_bench", lambda f, **_: seen.append(cores()) or 1.0)
+    timing.ON_GPU.called({"copy": lambda: seen.append(cores())}, False)
+    known = str(other.native_id)
+    assert seen[0][known] == before  # called once to compile, with every core
+    assert {frozenset(c) for each in seen[1:] for c in each.values()} == {frozenset({quickest})}
+    assert cores()[known] == os.sched_getaffinity(0) == before
+    end.set()
+    other.join()
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="cores cannot be chosen here")
+def test_a_core_is_judged_by_what_it_takes_there(monkeypatch):
+    before, seen, now = os.sched_getaffinity(0), [], iter([0, 1, 2, 5, 6, 8])
+    monkeypatch.setattr(
+        timing.time, "perf_counter", lambda: seen.append(os.sched_getaffinity(0)) or next(now)
+    )
+    try:
+        assert timing._slowness(min(before)) == 3  # the worst of three
+        assert seen == [{min(before)}] * 6
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def test_what_cannot_be_recorded_has_no_replayed_time(monkeypatch):
+    triton = pytest.importorskip("triton.testing")
+    monkeypatch.setattr(triton, "do_bench_cudagraph", lambda f, **_: 1.5)
+    modes = []
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+
+    def waits():
+        if modes[-1] == "error":
+            raise RuntimeError("called a synchronizing CUDA operation")
+
+    assert timing.ON_GPU.replayed({"copy": int, "ours": waits}) == {"copy": 1.5}
+    assert modes == ["error", "default"] * 2
+
+
+def test_more_than_was_asked_for_is_named_only_where_it_is_met():
+    for ours, note in ((1.02, "within 1.03, the aim"), (1.05, "")):
+        clock = Clock("", lambda _, slow, ours=ours: {"copy": [1.0], "ours": [ours]}, None)
+        work = Work("s", "w", dict, {"copy": 1.08}, PAIRS, aim=1.03)
+        assert [row.note for row in timing.measure(work, clock)] == [note]
+
+
+def test_a_figure_that_is_no_time_is_taken_once_and_has_its_limit_itself():
+    calls = []
+    work = Work(
+        "s", "w", lambda: {"ours": lambda: calls.append(1) or 3.0}, {"": 2.0}, PAIRS, unit="s"
+    )
+    [row] = timing.measure(work, timing.ON_CPU)
+    assert calls == [1]
+    assert (row.ratio, row.verdict) == (3.0, "MISSED")
+    assert "| w | 3 s |  | 3.000 |  | 2.000 | MISSED |" in rows.table([row])
+
+
+def test_several_of_ours_have_a_row_each_over_the_fastest_of_others():
+    times = {"a": [2.0], "b": [4.0], "fused": [3.0], "literal": [8.0]}
+    clock = Clock("", lambda _, slow: times, None)
+    limits = {("fused", "a|b"): 1.0, ("literal", "b"): 2.0}
+    found = list(timing.measure(Work("s", "w", dict, limits, PAIRS), clock))
+    assert [(row.work, row.ratio) for row in found] == [("w fused", 1.5), ("w literal", 2.0)]
+    assert [row.verdict for row in found] == ["MISSED", "ok"]
+    assert rows.times_table(found).count("| w |") == 1
+
+
+def test_peak_memory_is_the_most_at_once():
+    def f():
+        a = torch.ones(2**18)  # a MiB
+        b = a + 1
+        return b.sum()
+
+    assert timing.peak(f, "cpu") == pytest.approx(2.0, abs=0.01)
