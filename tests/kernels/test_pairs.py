@@ -50,7 +50,7 @@ def test_what_is_compiled_equals_the_reference(name):
     check(PAIRS[name], PAIRS[name].shapes[0], torch.float32)
 
 
-def doubled(f):
+def slightly_off(f):
     """`f` with the first tensor that it gives off by a hundredth."""
 
     def run(*args, **options):
@@ -83,7 +83,7 @@ def doubled(f):
 )
 def test_what_a_cpu_runs_is_missed_when_it_is_broken(owner, function, name, monkeypatch):
     assert checking.check("cpu", [PAIRS[name]]) == []
-    monkeypatch.setattr(owner, function, doubled(getattr(owner, function)))
+    monkeypatch.setattr(owner, function, slightly_off(getattr(owner, function)))
     wrong = checking.check("cpu", [PAIRS[name]])
     assert wrong
     assert all(line.startswith(name) for line in wrong)
