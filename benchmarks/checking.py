@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
+from benchmarks.pairs import PAIRS, Pair, disagreement
 from threshold_gating import kernels
-from threshold_gating.kernels.pairs import PAIRS, Pair, disagreement
 
 
 def machine() -> dict[str, str]:

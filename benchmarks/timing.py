@@ -25,8 +25,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.pairs import PAIRS
 from benchmarks.rows import Row, Times
-from threshold_gating.kernels.pairs import PAIRS
 
 Contenders = dict[str, Callable[[], Any]]
 Rounds = dict[str, list[float]]  # milliseconds of each contender
@@ -93,7 +93,7 @@ class Work:
         if unknown or not self.pairs:
             raise ValueError(
                 f"{self.section}, {self.name}: what is timed is checked first, by pairs of "
-                f"threshold_gating.kernels.pairs; got pairs={self.pairs}, there are "
+                f"benchmarks.pairs; got pairs={self.pairs}, there are "
                 f"{', '.join(sorted(FAMILIES))}."
             )
 

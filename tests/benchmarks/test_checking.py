@@ -5,8 +5,8 @@ from dataclasses import replace
 import torch
 
 from benchmarks import checking
+from benchmarks.pairs import PAIRS
 from threshold_gating import Activation
-from threshold_gating.kernels.pairs import PAIRS
 
 
 def test_a_module_that_is_wrong_where_its_kernel_is_right_is_found(monkeypatch):

@@ -11,10 +11,10 @@ import torch.nn.utils.parametrize
 import torch.utils.checkpoint
 
 from benchmarks import checking, timing
+from benchmarks.pairs import ALLOWED, PAIRS, disagreement
 from threshold_gating import TAXONOMY, TG, Activation, kernels, primitive
 from threshold_gating.kernels import fused, products
 from threshold_gating.kernels.form import take_apart
-from threshold_gating.kernels.pairs import ALLOWED, PAIRS, disagreement
 from threshold_gating.nn import attention
 
 ROOT = Path(__file__).parents[2]
@@ -254,7 +254,7 @@ sys.path[:0] = [{tests!r}, {root!r}]
 import test_pairs as t
 from threshold_gating import kernels
 from threshold_gating.kernels import direct
-from threshold_gating.kernels.pairs import PAIRS
+from benchmarks.pairs import PAIRS
 
 _empty = torch.empty
 def poisoned(*a, **k):

@@ -2,8 +2,7 @@
 
 A pair is two functions of the same tensors: plain torch, run in float64, and what the library runs
 here, which the backend in force and the device decide. Values and all gradients are compared. A
-kernel without a pair cannot be timed, and a test fails that finds it in the source. The table
-stands above the modules, because what they launch for their own tensors is in it.
+kernel without a pair cannot be timed, and a test fails that finds it in the source.
 """
 
 from __future__ import annotations
