@@ -1,4 +1,4 @@
-"""The README says what is so: its code runs, its names are the public ones, its table is printed.
+"""The README says what is so: its code runs, its names are the public ones, it stays short.
 
 Every ```python block runs, in order, in one namespace. A ```text block that is announced by the
 line `<!-- output -->` is what the block before it prints. The pages under docs/ are run likewise;
@@ -92,9 +92,23 @@ def test_the_public_names_are_those_of_the_package(readme):
     assert all(hasattr(tg, name) for name in tg.__all__)
 
 
-def test_table_2_is_what_the_code_prints(readme, capsys):
+def test_table_2_is_what_the_code_prints(capsys):
     assert not main(["table", "--format", "markdown"])
-    assert between(readme, "table2") == capsys.readouterr().out.strip()
+    page = (ROOT / "docs" / "results.md").read_text()
+    assert between(page, "table2") == capsys.readouterr().out.strip()
+
+
+def test_the_first_screen_converts_a_network_and_audits_it(readme):
+    _, code, output = next(blocks(readme))
+    assert "tg.convert(" in code
+    assert "tg.audit(gated" in code
+    assert ", 0 left," in output
+
+
+def test_it_stays_short_and_its_cells_are_short(readme):
+    assert readme.count("\n") < 200
+    cells = [c for row in re.findall(r"^\|.*\|$", readme, re.MULTILINE) for c in row.split("|")]
+    assert max(len(cell.split()) for cell in cells) <= 15  # figures that need more: docs/results.md
 
 
 def test_a_wrong_page_is_found():
