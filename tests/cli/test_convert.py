@@ -273,7 +273,7 @@ def test_without_data_the_inputs_are_random_and_that_is_said(folder, tg):
 def test_a_bound_that_is_none_is_refused(folder, tg, word):
     code, _, err = tg("convert", "net.py:smooth", "--inputs", "5,4", f"--tol={word}")
     assert code == 2
-    assert f"E is a number from 0 on, or inf; got '{word}'" in err
+    assert f"E must be a number from 0 on, or inf; got '{word}'" in err
 
 
 def test_an_error_chooses_the_branches(folder, tg):
@@ -296,7 +296,7 @@ BAD = [
         ("--data", "uneven.pt"),
         "--data uneven.pt must have equally many samples of each tensor; it has 3, 4.",
     ),
-    (("--data", "data.pt", "--batch-size", "0"), "--batch-size is at least 1; got 0."),
+    (("--data", "data.pt", "--batch-size", "0"), "--batch-size must be at least 1; got 0."),
     (("--data", "text.npz"), "--data text.npz: "),
     (("--data", "text.pt"), "text.pt does not load as tensors: "),
 ]
@@ -322,7 +322,7 @@ def test_a_network_without_an_approximate_site_is_not_calibrated(folder, tg):
 
 
 MESSAGES = [
-    (("convert", "resnet50"), "tg convert: no network 'resnet50'; it is timm:NAME, hf:FOLDER_OR_ID or FILE.py:FACTORY."),
+    (("convert", "resnet50"), "tg convert: no network 'resnet50'; write timm:NAME, hf:FOLDER_OR_ID or FILE.py:FACTORY."),
     (("convert", "net.py:make_modell"), "tg convert: no 'make_modell' in net.py; did you mean 'make_model', 'make_inputs'?"),
     (("convert", "nett.py:make_model"), "tg convert: no file 'nett.py'; did you mean 'net.py'?"),
     (("convert", "net.py:wrong"), "tg convert: net.py:wrong gave int, which is not a torch.nn.Module."),
@@ -330,7 +330,7 @@ MESSAGES = [
     (("convert", "net.py:make_model", "--inputs", "nowhere.pt"), "tg convert: --inputs 'nowhere.pt' is not a file; give a shape (1,3,224,224), a file of tensors or FILE.py:FUNCTION."),
     (("convert", "net.py:make_model", "--inputs", "5,4", "--site", "act"), "tg convert: --site 'act' is not NAME=CHOICE."),
     (("convert", "net.py:make_model", "--inputs", "5,4", "--site", "act=geluu"), "tg convert: --site 'act=geluu': no activation 'geluu' in the taxonomy; did you mean 'gelu', 'elu', 'selu'?"),
-    (("convert", "net.py:make_model", "--inputs", "5,4", "--site", "act=99"), "tg convert: --site 'act=99': a number of branches is from 2 to 8; got 99."),
+    (("convert", "net.py:make_model", "--inputs", "5,4", "--site", "act=99"), "tg convert: --site 'act=99': the number of branches must be from 2 to 8; got 99."),
     (("convert", "net.py:make_model", "--inputs", "5,4", "--site", "re:(=relu"), "tg convert: --site 're:(=relu' is not a pattern (missing ), unterminated subpattern at position 3)."),
     (("convert", "net.py:make_model", "--inputs", "5,4", "--site", "act=2", "--site", "act=3"), "tg convert: --site 'act' is given twice; a site takes one choice."),
     (("convert", "net.py:make_model", "--inputs", "0,4"), "tg convert: --inputs '0,4' is not a shape: give whole numbers from 1 on, as in 1,3,224,224."),

@@ -138,7 +138,7 @@ def test_the_text_has_family_fits_best_and_theory(explained):
     text = as_text(r)
     assert "  family        multiplicative: an outer branch carries x on\n" in text
     assert (
-        "  exact         no; the taxonomy's row gelu is not exact, either (`tg table gelu`)" in text
+        "  exact         no; the taxonomy's row gelu is not exact either (`tg table gelu`)" in text
     )
     for a in r.attempts:
         label = f"{a.K}, own tau" if a.own_tau else f"{a.K}"

@@ -171,7 +171,7 @@ def test_an_unknown_type_is_refused(tg, capsys):
     with pytest.raises(SystemExit):
         main(["prove", "relu", "--dtype", "float8"])
     said = capsys.readouterr().err
-    assert "TYPE is one of float32, float16, bfloat16" in said
+    assert "TYPE must be one of float32, float16, bfloat16" in said
     assert "got 'float8'" in said
 
 

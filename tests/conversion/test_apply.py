@@ -863,9 +863,9 @@ ODD = [
     ((nn.ReLU(), (torch.randn(3),)), "the second argument is sites"),
     (("resnet18",), "timm.create_model('resnet18', pretrained=True) makes one"),
     ((nn.ReLU,), "ReLU is a class; give a network, ReLU(...)"),
-    ((torch.relu,), "a network is wanted, a torch.nn.Module; got builtin"),
-    ((nn.ReLU(), "gelu"), "sites is a dict of choices by the names of sites"),
-    ((nn.ReLU(), {0: "gelu"}), "sites are named by texts"),
+    ((torch.relu,), "model must be a torch.nn.Module; got builtin"),
+    ((nn.ReLU(), "gelu"), "sites must be a dict from site names to choices"),
+    ((nn.ReLU(), {0: "gelu"}), "names of sites must be strings"),
 ]
 
 

@@ -358,7 +358,10 @@ def test_a_model_that_fails_leaves_no_hook_behind():
 def test_only_a_module_can_be_audited():
     with pytest.raises(TypeError) as error:
         audit(torch.relu, TOKENS)
-    assert str(error.value) == "audit: model is a torch.nn.Module; got builtin_function_or_method."
+    assert (
+        str(error.value)
+        == "audit: model must be a torch.nn.Module; got builtin_function_or_method."
+    )
 
 
 def test_the_table_is_pinned():

@@ -615,7 +615,7 @@ def test_tol_does_not_excuse_an_instance_that_is_not_what_it_says():
 @pytest.mark.parametrize("tol", [math.nan, -1e-3, "1e-2", True, 1j])
 def test_a_tol_that_is_no_bound_is_refused(tol):
     model = nn.Sequential(nn.ReLU())
-    with pytest.raises(ValueError, match=r"tol is a number >= 0") as caught:
+    with pytest.raises(ValueError, match=r"tol must be a number >= 0") as caught:
         convert(model, inputs=X, tol=tol)
     assert str(caught.value).endswith(f"or None; got {tol!r}.")
 
@@ -800,7 +800,7 @@ CHANGES = {
     "deleted": (lambda m: delattr(m, "offset"), "converted has no offset, which model has."),
     "added": (
         lambda m: m.add_module("late", nn.Linear(2, 2)),
-        "converted has late.weight, late.bias, which model has not.",
+        "converted has late.weight, late.bias, which model does not have.",
     ),
     "attribute": (lambda m: m.scale.fill_(7.0), "1 weights are not the original's, among"),
     "in a dict": (lambda m: m.more["a"][0].fill_(7.0), "them more."),

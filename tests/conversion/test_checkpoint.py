@@ -520,37 +520,37 @@ SAME = (
 DAMAGES = {
     "cut tensors": (
         lambda d: cut(d, "model.safetensors", 300),
-        "model.safetensors: cut short, 300 of SIZE bytes; " + AGAIN,
+        "model.safetensors is truncated, 300 of SIZE bytes; " + AGAIN,
     ),
     "a flipped bit": (
         flipped,
-        "model.safetensors: not the file that tg_config.json was written with (sha256 differs), so damaged or of another network; copy both again, or pass strict=False to take it as it is.",
+        "model.safetensors is not the file that tg_config.json was written with (sha256 differs), so it is damaged or belongs to another network; copy both again, or pass strict=False to take it as it is.",
     ),
     "no tensors": (
         lambda d: (d / "model.safetensors").unlink(),
-        "model.safetensors: missing, and tg_config.json was written with it; copy the whole directory.",
+        "model.safetensors is missing, and tg_config.json was written with it; copy the whole directory.",
     ),
     "cut config": (
         lambda d: cut(d, "tg_config.json", 30),
-        "tg_config.json: is no JSON, so cut short or damaged (Unterminated string starting at: line 3 column 2 (char 17)); "
+        "tg_config.json is not valid JSON, so it is truncated or damaged (Unterminated string starting at: line 3 column 2 (char 17)); "
         + AGAIN,
     ),
     "empty config": (
         lambda d: cut(d, "tg_config.json", 0),
-        "tg_config.json: is no JSON, so cut short or damaged (Expecting value: line 1 column 1 (char 0)); "
+        "tg_config.json is not valid JSON, so it is truncated or damaged (Expecting value: line 1 column 1 (char 0)); "
         + AGAIN,
     ),
     "no config": (
         lambda d: (d / "tg_config.json").unlink(),
-        "tg_config.json: cannot be read (No such file or directory); give the directory that save() wrote.",
+        "tg_config.json cannot be read (No such file or directory); give the directory that save() wrote.",
     ),
     "a config that is a list": (
         lambda d: (d / "tg_config.json").write_text("[]"),
-        "tg_config.json: is no config; give the directory that save() wrote.",
+        "tg_config.json is not a config of gates; give the directory that save() wrote.",
     ),
     "a newer schema": (
         lambda d: edit(d, lambda c: c.update(schema=2, threshold_gating="9.1")),
-        "tg_config.json: written by version 9.1 (schema 2); this is 0.1.0 (schema 1); update threshold-gating.",
+        "tg_config.json was written by version 9.1 (schema 2); this is 0.1.0 (schema 1); update threshold-gating.",
     ),
     "no schema": (
         lambda d: edit(d, lambda c: c.pop("schema")),
@@ -558,7 +558,7 @@ DAMAGES = {
     ),
     "a strange schema": (
         lambda d: edit(d, lambda c: c.update(schema="x")),
-        "tg_config.json: the schema is a whole number from 1 on; got 'x'.",
+        "tg_config.json: the schema must be a whole number from 1 on; got 'x'.",
     ),
     "an unknown module": (
         lambda d: edit(d, lambda c: c["modules"][0].update(name="layer.act")),
@@ -614,11 +614,11 @@ DAMAGES = {
     ),
     "tensors from elsewhere": (
         lambda d: edit(d, lambda c: c["weights"].update(file="../model.safetensors")),
-        "tg_config.json: the file of tensors is model.safetensors or gates.safetensors, in the same directory; got '../model.safetensors'. Save the network again.",
+        "tg_config.json: the file of tensors must be model.safetensors or gates.safetensors, in the same directory; got '../model.safetensors'. Save the network again.",
     ),
     "an infinite number": (
         lambda d: edit(d, lambda c: c["modules"][0]["calls"][0]["instance"].update(tau=math.inf)),
-        "tg_config.json: is no JSON, so cut short or damaged (Infinity is no finite number); "
+        "tg_config.json is not valid JSON, so it is truncated or damaged (Infinity is not a finite number); "
         + AGAIN,
     ),
     "more channels than memory": (
@@ -637,7 +637,7 @@ DAMAGES = {
     ),
     "a number for a text": (
         lambda d: edit(d, lambda c: c["modules"][0].update(also=[3])),
-        "tg_config.json: 'also' has to be a list of texts; 3 is none. Save the network again.",
+        "tg_config.json: 'also' has to be a list of strings; 3 is not a string. Save the network again.",
     ),
     "an alias of nothing": (
         lambda d: edit(d, lambda c: c["aliases"].update({"a": "b"})),
@@ -822,7 +822,7 @@ def test_not_strict_takes_what_fits(learned, tmp_path):
     assert torch.equal(net.fc.weight, learned.fc.weight)
     cut(tmp_path, "model.safetensors", 300)
     with pytest.raises(
-        CheckpointError, match=r"is no whole safetensors file \(.+\); copy it again"
+        CheckpointError, match=r"is not a complete safetensors file \(.+\); copy it again"
     ):
         load(tmp_path, fresh(), strict=False)
 
@@ -837,7 +837,10 @@ def test_another_architecture_is_refused(converted, tmp_path):
         load(tmp_path, nn.Sequential(nn.ReLU()))
     own = fresh()
     own.bn = nn.Sequential(own.bn, Activation("relu"))
-    with pytest.raises(CheckpointError, match=r"'bn.1' has gates of its own and none on record"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"'bn.1' has gates of its own, and the checkpoint has no gates for it",
+    ):
         load(tmp_path, own)
 
 
@@ -856,7 +859,9 @@ def test_state_that_is_no_tensor_is_not_saved(tmp_path):
 
     net = convert(nn.Sequential(nn.ReLU(), nn.Sequential(Odd(), nn.Linear(1, 1))), {"0": "relu"})
     net[1] = nn.Sequential(Odd())
-    with pytest.raises(CheckpointError, match=r"'1.0._extra_state' in the state_dict is no tensor"):
+    with pytest.raises(
+        CheckpointError, match=r"'1.0._extra_state' in the state_dict is not a tensor"
+    ):
         save(net, tmp_path / "out")
 
 
@@ -984,21 +989,21 @@ def test_a_pickle_that_needs_code_is_refused_unless_trusted(tmp_path):
     with pytest.raises(CheckpointError) as error:
         load_weights(tmp_path / "net.pt")
     assert str(error.value) == (
-        f"{tmp_path}/net.pt: a pickle that needs the code of torch.nn.modules.linear.Linear to load; save the state_dict alone or as safetensors, or pass trust=True (--trust) if you trust where it comes from."
+        f"{tmp_path}/net.pt is a pickle that needs the code of torch.nn.modules.linear.Linear to load; save the state_dict alone or as safetensors, or pass trust=True (--trust) if you trust where it comes from."
     )
     assert torch.equal(load_weights(tmp_path / "net.pt", trust=True)["weight"], net.weight)
 
 
 # name of the file, how it is made, what is said of it
 BAD_WEIGHTS = [
-    ("w.pt", lambda p: None, "no such file; give the path of a file of weights."),
-    ("w.npz", Path.touch, "weights come as .safetensors, .pt, .pth, .th; not as '.npz'."),
-    ("w.pt", Path.touch, "is no whole checkpoint of torch (EOFError); copy it again."),
-    ("w.pt", lambda p: p.write_text("hello"), "is no whole checkpoint of torch (KeyError: 101); copy it again."),
-    ("w.pt", lambda p: (torch.save(WEIGHTS, p), os.truncate(p, 500)), "is no whole checkpoint of torch (RuntimeError: PytorchStreamReader failed reading zip archive: failed finding central directory); copy it again."),
-    ("w.safetensors", lambda p: p.write_bytes(b"abc"), "is no whole safetensors file (Error while deserializing header: header too small); copy it again or save again."),
-    ("w.pt", lambda p: torch.save([1, 2], p), "holds no weights; a state_dict is wanted, by itself or under 'state_dict' or 'model'."),
-    ("w.pt", lambda p: torch.save({**WEIGHTS, "epoch": 1}, p), "'epoch' is no tensor; a state_dict is wanted."),
+    ("w.pt", lambda p: None, "does not exist; give the path of a file of weights."),
+    ("w.npz", Path.touch, "does not end as files of weights do, in .safetensors or .pt, .pth, .th; got '.npz'."),
+    ("w.pt", Path.touch, "is not a complete checkpoint of torch (EOFError); copy it again."),
+    ("w.pt", lambda p: p.write_text("hello"), "is not a complete checkpoint of torch (KeyError: 101); copy it again."),
+    ("w.pt", lambda p: (torch.save(WEIGHTS, p), os.truncate(p, 500)), "is not a complete checkpoint of torch (RuntimeError: PytorchStreamReader failed reading zip archive: failed finding central directory); copy it again."),
+    ("w.safetensors", lambda p: p.write_bytes(b"abc"), "is not a complete safetensors file (Error while deserializing header: header too small); copy it again or save again."),
+    ("w.pt", lambda p: torch.save([1, 2], p), "holds no weights; it must hold a state_dict, by itself or under 'state_dict' or 'model'."),
+    ("w.pt", lambda p: torch.save({**WEIGHTS, "epoch": 1}, p), "holds 'epoch', which is not a tensor; it must hold a state_dict."),
 ]  # fmt: skip
 
 
@@ -1007,7 +1012,7 @@ def test_bad_files_of_weights_are_refused(name, make, message, tmp_path):
     make(tmp_path / name)
     with pytest.raises(CheckpointError) as error:
         load_weights(tmp_path / name)
-    assert str(error.value) == f"{tmp_path / name}: {message}"
+    assert str(error.value) == f"{tmp_path / name} {message}"
 
 
 def test_gates_are_put_only_where_the_same_function_was(tmp_path):

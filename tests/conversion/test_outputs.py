@@ -233,7 +233,7 @@ def test_infinities_where_the_original_has_none_fail_whatever_tol_is():
         converted.f = f
         failed = verify(model, converted, X, tol=math.inf).failed
         assert failed["output"] == (
-            "the output has infinities or NaN where the original's has not, or the other way; "
+            "the output is infinite or NaN at other places than the original's; "
             "give inputs on which both are finite, or sites={name: None} for what overflows."
         )
 

@@ -232,7 +232,7 @@ def test_the_command_prints_a_table_and_writes_json(folder, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["evaluate", "timm:x", "--data", "x"], "it is hf:FOLDER_OR_ID or hf:FILE.gguf"),
+        (["evaluate", "timm:x", "--data", "x"], "write hf:FOLDER_OR_ID or hf:FILE.gguf"),
         (["evaluate", "hf:nowhere", "--data", "x"], "tg evaluate: hf: "),
     ],
 )
@@ -250,7 +250,7 @@ def test_data_and_choices_are_checked(folder, capsys):
     assert main(command(folder, "--site", "re:nothing=2")) == 2
     assert "matches no site" in capsys.readouterr().err
     for words, said in (
-        (("--limit", "-5"), "--limit is at least 2 tokens; got -5"),
+        (("--limit", "-5"), "--limit must be at least 2 tokens; got -5"),
         (("--json", "nowhere/out.json"), "--json nowhere/out.json cannot be written"),
         (("--finished", str(folder)), "cannot be written; give a file in a directory"),
         (("--site", "act=geluu"), "did you mean 'gelu'"),

@@ -141,7 +141,11 @@ def test_match_gives_a_hard_instance_where_f_is_its_asymptotes():
         ),
         (F.silu, {"family": "constant"}, "match: f is not of the constant family: its slopes at "),
         (torch.tanh, {"family": "multiplicative"}, "match: f is not of the multiplicative family"),
-        (F.silu, {"family": "linear"}, "match: family is 'constant', 'multiplicative' or None; "),
+        (
+            F.silu,
+            {"family": "linear"},
+            "match: family must be 'constant', 'multiplicative' or None; ",
+        ),
         (F.hardsigmoid, {}, "match: needs f twice differentiable by autograd; torch says: "),
         (lambda x: x.sum(), {}, "must keep the shape of its input; (65,) became ()."),
     ],
@@ -495,18 +499,18 @@ def test_a_fit_reads_as_a_sentence():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"K": 1}, "fit: K is an integer >= 2, or 'auto' with max_error=...; got 1."),
-        ({"K": 2.0}, "fit: K is an integer >= 2, or 'auto' with max_error=...; got 2.0."),
-        ({"K": True}, "fit: K is an integer >= 2, or 'auto' with max_error=...; got True."),
+        ({"K": 1}, "fit: K must be an integer >= 2, or 'auto' with max_error=...; got 1."),
+        ({"K": 2.0}, "fit: K must be an integer >= 2, or 'auto' with max_error=...; got 2.0."),
+        ({"K": True}, "fit: K must be an integer >= 2, or 'auto' with max_error=...; got True."),
         ({"K": "auto"}, "fit: K='auto' and max_error > 0 go together; got K='auto', max_error="),
         ({"K": 3, "max_error": 0.1}, "fit: K='auto' and max_error > 0 go together; got K=3, max"),
         ({"K": "auto", "max_error": -1}, "got K='auto', max_error=-1."),
-        ({"form": "hard"}, "fit: form is 'softmax' or 'product'; got 'hard'."),
-        ({"tails": "loose"}, "fit: tails is 'exact' or 'free'; got 'loose'."),
-        ({"zero": "c"}, "fit: zero is True or False or 'value'; got 'c'."),
-        ({"objective": "max"}, "fit: objective is 'sup' or 'rms'; got 'max'."),
-        ({"recipe": "adam"}, "fit: recipe is None or 'paper'; got 'adam'."),
-        ({"starts": 0}, "fit: starts is at least 1; got 0."),
+        ({"form": "hard"}, "fit: form must be 'softmax' or 'product'; got 'hard'."),
+        ({"tails": "loose"}, "fit: tails must be 'exact' or 'free'; got 'loose'."),
+        ({"zero": "c"}, "fit: zero must be True or False or 'value'; got 'c'."),
+        ({"objective": "max"}, "fit: objective must be 'sup' or 'rms'; got 'max'."),
+        ({"recipe": "adam"}, "fit: recipe must be None or 'paper'; got 'adam'."),
+        ({"starts": 0}, "fit: starts must be at least 1; got 0."),
         (
             {"form": "product", "ordered": False},
             "fit: product-form gates need ordered thresholds; got ordered=False. "
@@ -534,22 +538,25 @@ def test_a_fit_reads_as_a_sentence():
         ),
         (
             {"over": "uniform"},
-            "fit: over is 'line', an interval (a, b), 'normal', ('normal', mean, std) or a 1-D "
+            "fit: over must be 'line', an interval (a, b), 'normal', ('normal', mean, std) or a 1-D "
             "tensor of samples; got 'uniform'.",
         ),
         (
             {"over": (3, -3)},
-            "fit: an interval (a, b) is finite with a < b; got (3, -3). For the whole line use "
+            "fit: an interval (a, b) must be finite with a < b; got (3, -3). For the whole line use "
             "over='line'.",
         ),
-        ({"over": (0, math.inf)}, "fit: an interval (a, b) is finite with a < b; got (0, inf)."),
+        (
+            {"over": (0, math.inf)},
+            "fit: an interval (a, b) must be finite with a < b; got (0, inf).",
+        ),
         (
             {"over": ("normal", 0, -1)},
             "fit: over=('normal', mean, std) needs a finite mean and a std > 0; got mean=0, std=-1",
         ),
         (
             {"over": torch.zeros(0)},
-            "fit: samples are a 1-D floating-point tensor with at least one value; got float32 of "
+            "fit: samples must be a 1-D floating-point tensor with at least one value; got float32 of "
             "shape (0,).",
         ),
         ({"over": torch.zeros(2, 2)}, "got float32 of shape (2, 2)."),
@@ -715,10 +722,10 @@ def test_the_condition_at_zero_is_kept_by_every_step():
 @pytest.mark.parametrize(
     ("f", "said"),
     [
-        ("swish", r"got the text 'swish'. TAXONOMY\['silu'\] is the instance"),
-        ("geluu", r"got the text 'geluu'. no activation 'geluu' .* did you mean 'gelu'"),
-        (torch.nn.GELU, r"GELU is a class; give one that is made, GELU\(\)"),
-        (None, "a function of a tensor is wanted; got None"),
+        ("swish", r"got the string 'swish'. TAXONOMY\['silu'\] is the instance"),
+        ("geluu", r"got the string 'geluu'. no activation 'geluu' .* did you mean 'gelu'"),
+        (torch.nn.GELU, r"GELU is a class; give an object of it, GELU\(\)"),
+        (None, "f must be a function of a tensor; got None"),
     ],
 )
 def test_what_is_no_function_is_answered_with_what_is(solve, f, said):

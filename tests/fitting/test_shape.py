@@ -303,7 +303,7 @@ def test_a_module_that_works_in_place_is_left_alone():
 @pytest.mark.parametrize(
     ("f", "error", "message"),
     [
-        (3, TypeError, "a function of a tensor or a TG is needed; got int."),
+        (3, TypeError, "f must be a function of a tensor or a TG; got int."),
         (
             torch.log,
             ValueError,

@@ -112,7 +112,7 @@ def test_a_constant_has_no_edge_of_chaos():
 
 
 def test_a_variance_must_be_positive():
-    with pytest.raises(ValueError, match=r"moments: the variance q is positive; got 0\.0"):
+    with pytest.raises(ValueError, match=r"moments: the variance q must be positive; got 0\.0"):
         moments(torch.tanh, 0.0)
 
 

@@ -209,7 +209,7 @@ def test_going_down_undoes_going_up(x):
         assert set(down.lost) == set(EVERY)
     with pytest.raises(ValueError, match="has no layer above tier S"):
         demote(promote(network), "S")
-    with pytest.raises(ValueError, match="tier is one of A, W, S; got 'general'"):
+    with pytest.raises(ValueError, match="tier must be one of A, W, S; got 'general'"):
         demote(general, "general")
 
 
@@ -318,7 +318,7 @@ def test_after_annealing_hardening_costs_little(x):
     after = harden(network, inputs=x)
     # sup |x sigma(tau x) - relu(x)| is 0.278 / tau, and the constants move within 1 / tau of theta
     assert after.sites["1"] < 0.02 < before.sites["1"]
-    with pytest.raises(ValueError, match="factor is positive"):
+    with pytest.raises(ValueError, match="factor must be positive"):
         anneal_(network, 0.0)
 
 
@@ -503,7 +503,7 @@ def test_modes_of_parts_are_kept(x):
 
 
 REFUSED = [
-    (TypeError, lambda net: promote("resnet18"), "promote: a torch.nn.Module is wanted; got 'resnet18'."),
+    (TypeError, lambda net: promote("resnet18"), "promote: model must be a torch.nn.Module; got 'resnet18'."),
     (ValueError, lambda net: promote(net, tier="w"), "promote: no tier 'w'; did you mean 'W'?"),
     (ValueError, lambda net: promote(net, tier="X"), "promote: tier is one of W, S, general; got 'X'."),
     (ValueError, lambda net: promote(net, share="row"), "promote: tier W has share layer, channel, neuron (Table 1); got 'row'."),

@@ -148,7 +148,7 @@ def _choice(text: str) -> str | int | None:
     if not (text.isascii() and text.isdigit()):
         return taxonomy.key_of(text)
     if not 2 <= int(text) <= 8:
-        raise ValueError(f"a number of branches is from 2 to 8; got {text}.")
+        raise ValueError(f"the number of branches must be from 2 to 8; got {text}.")
     return int(text)
 
 

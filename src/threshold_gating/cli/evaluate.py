@@ -86,7 +86,7 @@ def _told(tell: Tell | None, done: int, count: int, ppl: dict[str, float]) -> No
 def _check(args: argparse.Namespace) -> None:
     """What would fail only after the work is done, or give the figures of another text."""
     if args.limit is not None and args.limit < 2:
-        raise UsageError(f"--limit is at least 2 tokens; got {args.limit}.")
+        raise UsageError(f"--limit must be at least 2 tokens; got {args.limit}.")
     path = args.finished
     if path is not None and (path.is_dir() or not path.parent.is_dir()):
         raise UsageError(f"--finished {path} cannot be written; give a file in a directory.")
@@ -111,7 +111,7 @@ def load(network: str, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, A
     """A causal language model, in evaluation, and its tokenizer: hf:FOLDER_OR_ID, hf:FILE.gguf."""
     source, _, name = network.partition(":")
     if source != "hf" or not name:
-        raise UsageError(f"no network {network!r}; it is hf:FOLDER_OR_ID or hf:FILE.gguf.")
+        raise UsageError(f"no network {network!r}; write hf:FOLDER_OR_ID or hf:FILE.gguf.")
     transformers = needed("transformers", "text")
     options: dict[str, Any] = {}
     if name.endswith(".gguf"):

@@ -272,7 +272,7 @@ def _exactness(r: Report) -> str:
         return f"yes, with K = {r.best.K}, {name}" + (f" ({note})" if note else "")
     tried = ", ".join(str(K) for K in sorted({attempt.K for attempt in r.attempts}))
     if row:
-        return f"no; the taxonomy's row {r.row} is not exact, either (`tg table {r.row}`)"
+        return f"no; the taxonomy's row {r.row} is not exact either (`tg table {r.row}`)"
     why = taxonomy.NOT_REPRESENTABLE.get(r.target.name)
     return f"no, {why}" if why else f"not with K = {tried}" if tried else "not known"
 

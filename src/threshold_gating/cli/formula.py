@@ -153,7 +153,7 @@ class _Reader:
             )
         for at, character in enumerate(text):
             if not _CHARACTERS.match(character):
-                instead = _INSTEAD.get(character, f"an expression is like {EXAMPLE}")
+                instead = _INSTEAD.get(character, f"write an expression such as {EXAMPLE}")
                 self._refuse(f"{character!r} has no place in an expression; {instead}", at)
         return self.value(self._tree(), 0)
 
@@ -188,7 +188,7 @@ class _Reader:
             return self._comparison(node, depth)
         if isinstance(node, ast.Call):
             return self._call(node, depth)
-        self._refuse(_WORDS.get(type(node), f"an expression is like {EXAMPLE}"), node)
+        self._refuse(_WORDS.get(type(node), f"write an expression such as {EXAMPLE}"), node)
 
     def _number(self, node: ast.Constant) -> Function:
         if type(node.value) not in (int, float):  # True, 1j, ...
@@ -272,7 +272,7 @@ class _Reader:
             )
         known, count = FUNCTIONS[name], len(node.args)
         if not known.takes(count):
-            self._refuse(f"{_usage(name)} is how it is called; {count} given", node)
+            self._refuse(f"write {_usage(name)}; {count} given", node)
         arguments = [self.value(argument, depth + 1) for argument in node.args]
         if name == "where":
             return _where(*arguments)

@@ -134,7 +134,7 @@ def _calibrate(commands: Any) -> None:
         "--data",
         type=Path,
         metavar="FILE",
-        help="samples along the first axis: a tensor or named ones (.pt, .safetensors, .npz)",
+        help="samples along the first axis: a tensor, or several by name (.pt, .safetensors, .npz)",
     )
     parser.add_argument(
         "--batch-size", type=int, default=32, metavar="N", help="samples at a time (default: 32)"
@@ -328,18 +328,18 @@ def _number(word: str) -> float:
 
 def _number_of_branches(word: str) -> int:
     if not (word.isascii() and word.isdigit() and 2 <= int(word) <= 8):
-        _refuse("a number of branches is from 2 to 8", word)
+        _refuse("the number of branches must be from 2 to 8", word)
     return int(word)
 
 
 def _finite(word: str) -> float:
     value = _number(word)
-    return value if math.isfinite(value) else _refuse("X is a finite number", word)
+    return value if math.isfinite(value) else _refuse("X must be a finite number", word)
 
 
 def _bound(word: str) -> float:
     value = _number(word)
-    return value if value >= 0 else _refuse("E is a number from 0 on, or inf", word)
+    return value if value >= 0 else _refuse("E must be a number from 0 on, or inf", word)
 
 
 def _json(word: str) -> Path | str:
@@ -348,7 +348,7 @@ def _json(word: str) -> Path | str:
 
 def _picture(word: str) -> Path:
     if Path(word).suffix.lower() not in (".png", ".svg"):
-        _refuse("FILE ends in .png or .svg", word)
+        _refuse("FILE must end in .png or .svg", word)
     return Path(word)
 
 
@@ -362,12 +362,12 @@ def _columns(text: str) -> list[str]:
     names = text.split(",")
     for name in names:
         if name not in COLUMNS:
-            _refuse(f"a column is one of {', '.join(COLUMNS)}", name)
+            _refuse(f"a column must be one of {', '.join(COLUMNS)}", name)
     return names
 
 
 def _dtype(word: str) -> str:
     name = word.removeprefix("torch.")
     if name not in DTYPES:
-        _refuse(f"TYPE is one of {', '.join(DTYPES)}, whose numbers can all be tried", word)
+        _refuse(f"TYPE must be one of {', '.join(DTYPES)}, whose numbers can all be tried", word)
     return name

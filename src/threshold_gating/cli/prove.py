@@ -217,7 +217,7 @@ def _rows(words: list[str]) -> list[_Instance]:
             exact = [key for key, row in taxonomy.ROWS.items() if row.exact]
             keys += exact if word == "all" else [taxonomy.key_of(word)]
         except ValueError as error:
-            raise UsageError(f"{error} A network is {SPECS}.") from error
+            raise UsageError(f"{error} Write a network as {SPECS}.") from error
     return [_row(key) for key in dict.fromkeys(keys)]
 
 

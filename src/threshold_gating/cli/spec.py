@@ -64,7 +64,7 @@ def network(args: argparse.Namespace, given: Any = None) -> Network:
     elif source.endswith(".py") and name:
         model = _from_file(Path(source), name)
     else:
-        raise UsageError(f"no network {args.network!r}; it is {SPECS}.")
+        raise UsageError(f"no network {args.network!r}; write {SPECS}.")
     if not isinstance(model, nn.Module):
         raise UsageError(
             f"{args.network} gave {type(model).__name__}, which is not a torch.nn.Module."
@@ -210,7 +210,7 @@ def _from_file(path: Path, name: str) -> Any:
 def batches(path: Path, size: int) -> list[Any]:
     """The samples of a file, `size` at a time: a tensor, or a dict of arguments by name."""
     if size < 1:
-        raise UsageError(f"--batch-size is at least 1; got {size}.")
+        raise UsageError(f"--batch-size must be at least 1; got {size}.")
     if not path.is_file():
         raise UsageError(f"--data {str(path)!r} is not a file.")
     read = _arrays(path) if path.suffix == ".npz" else _loaded(path)

@@ -63,7 +63,7 @@ _OTHER = {
 _NORMS = {"sup": "sup", "RMS": "rms", "rel": "rel_rms"}
 _FAMILIES = (
     "Families: mult. (multiplicative), an outer branch carries x on; satur. (saturating), only "
-    "inner ones do, or a clamp bounds the output; const. (constant), none does."
+    "inner ones do, or a clamp bounds the output; const. (constant), no branch does."
 )
 
 

@@ -99,31 +99,33 @@ def _check_arguments(caller: str, model: Any, sites: Any, inputs: Any) -> None:
         raise TypeError(f"{caller}: {name} is a class; give a network, {name}(...).")
     if isinstance(model, str):
         raise TypeError(
-            f"{caller}: a network is wanted, a torch.nn.Module; got the text {model!r}. "
+            f"{caller}: model must be a torch.nn.Module; got the string {model!r}. "
             f"timm.create_model({model!r}, pretrained=True) makes one, and the command "
             f"`tg convert timm:{model}` takes a name."
         )
     if not isinstance(model, nn.Module):
         kind = type(model).__name__
-        raise TypeError(f"{caller}: a network is wanted, a torch.nn.Module; got {kind}.")
+        raise TypeError(f"{caller}: model must be a torch.nn.Module; got {kind}.")
     parts = sites.values() if isinstance(sites, Mapping) else sites
     parts = parts if isinstance(sites, Mapping | tuple | list) else (sites,)
     if any(isinstance(part, Tensor) for part in parts):
         raise TypeError(
-            f"{caller}: the second argument is sites, what to put where; inputs have a name: "
+            f"{caller}: the second argument is sites, the choices by site; pass inputs by name: "
             f"{caller}(model, inputs=x)."
         )
     if sites is not None and not isinstance(sites, Mapping):
         raise TypeError(
-            f"{caller}: sites is a dict of choices by the names of sites, as "
+            f"{caller}: sites must be a dict from site names to choices, such as "
             f"{{'act': 'gelu_k3'}}; got {type(sites).__name__}."
         )
     if bad := [name for name in sites or {} if not isinstance(name, str)]:
-        raise TypeError(f"{caller}: sites are named by texts, as in `tg.audit`; got {bad[0]!r}.")
+        raise TypeError(
+            f"{caller}: names of sites must be strings, as `tg.audit` prints them; got {bad[0]!r}."
+        )
     if isinstance(inputs, str):
         raise TypeError(
-            f"{caller}: inputs are a tensor, a tuple of arguments or a dict of keyword arguments; "
-            f"got the text {inputs!r}."
+            f"{caller}: inputs must be a tensor, a tuple of arguments or a dict of keyword "
+            f"arguments; got the string {inputs!r}."
         )
 
 

@@ -147,7 +147,7 @@ def audit(model: nn.Module, *args: Any, **kwargs: Any) -> Audit:
     0 sites, 1 left, 0 other
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"audit: model is a torch.nn.Module; got {type(model).__name__}.")
+        raise TypeError(f"audit: model must be a torch.nn.Module; got {type(model).__name__}.")
     return execute(model, args, kwargs)[1]
 
 

@@ -186,7 +186,7 @@ class _Options:
 def _check(o: _Options, batches: Iterable[Any]) -> None:
     if isinstance(batches, Tensor | Mapping):
         raise ValueError(
-            f"calibrate: batches is an iterable of inputs; got one {type(batches).__name__}. "
+            f"calibrate: batches must be an iterable of inputs; got one {type(batches).__name__}. "
             "Put it into a list."
         )
     if o.recipe == "paper" and (o.K not in (None, 3) or o.max_error or o.objective != "rms"):
@@ -204,7 +204,7 @@ def _check(o: _Options, batches: Iterable[Any]) -> None:
         ("recipe", o.recipe, o.recipe in (None, "paper"), "None or 'paper'"),
     ):
         if not good:
-            raise ValueError(f"calibrate: {name} is {words}; got {value!r}.")
+            raise ValueError(f"calibrate: {name} must be {words}; got {value!r}.")
 
 
 def _collect(

@@ -264,7 +264,7 @@ def check_tol(tol: float | None, used: bool = True) -> None:
     is_number = isinstance(tol, Real) and not isinstance(tol, bool)
     if tol is not None and not (is_number and tol >= 0):
         raise ValueError(
-            "tol is a number >= 0, the largest max|d|/max|y| at an output that you accept "
+            "tol must be a number >= 0, the largest max|d|/max|y| at an output that you accept "
             f"(math.inf accepts any), or None; got {tol!r}."
         )
     if tol is not None and not used:
@@ -417,7 +417,7 @@ def _weights(model: nn.Module, converted: nn.Module, held: Mapping[str, Tensor])
     if changed:
         said.append(f"{len(changed)} weights are not the original's, among them {changed[0]}.")
     said += [f"converted has no {', '.join(lost[:3])}, which model has."] if lost else []
-    said += [f"converted has {', '.join(more[:3])}, which model has not."] if more else []
+    said += [f"converted has {', '.join(more[:3])}, which model does not have."] if more else []
     return {"weights": " ".join(said)} if said else {}
 
 

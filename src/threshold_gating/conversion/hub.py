@@ -45,8 +45,8 @@ class _Telling:
         lost = f", the {learned} learned ones are dropped as unexpected keys" if learned else ""
         warnings.warn(
             f"save_pretrained: {save_directory} gets the weights without the gates. "
-            f"from_pretrained makes the network with its own nonlinearities{lost}. Keep the gates "
-            "by tg.conversion.save(model, DIR, gates_only=True), and have them back by "
+            f"from_pretrained makes the network with its own nonlinearities{lost}. Save the gates "
+            "with tg.conversion.save(model, DIR, gates_only=True), and restore them with "
             "tg.conversion.load(DIR, from_pretrained(...)).",
             stacklevel=2,
         )

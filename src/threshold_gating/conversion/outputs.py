@@ -240,7 +240,7 @@ def judged(
             return f"the outputs{_place(name)} differ: {first!r:.40} and, converted, {then!r:.40}."
     if any(not math.isfinite(o.max) for o in found):
         return (
-            "the output has infinities or NaN where the original's has not, or the other way; "
+            "the output is infinite or NaN at other places than the original's; "
             "give inputs on which both are finite, or sites={name: None} for what overflows."
         )
     if not any(o.elements for o in found):

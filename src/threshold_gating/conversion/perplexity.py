@@ -104,7 +104,8 @@ def windows(tokens: Tensor, context: int, stride: int | None = None) -> list[Win
     stride = context if stride is None else stride
     if not 1 <= stride <= context or context < 2:
         raise ValueError(
-            f"windows: context is at least 2 and stride from 1 to context; got {context}, {stride}."
+            f"windows: context must be at least 2 and stride from 1 to context; got {context}, "
+            f"{stride}."
         )
     found: list[Window] = []
     done = 0

@@ -97,11 +97,13 @@ def _check(dtype: torch.dtype, device: torch.device, jobs: int) -> None:
     if dtype not in FORMATS:
         known = ", ".join(map(name_of, FORMATS))
         raise ValueError(
-            f"prove: no {name_of(dtype)}; the types with few enough numbers to try are {known}."
+            f"prove: {name_of(dtype)} cannot be tried; the types with few enough numbers are "
+            f"{known}."
         )
     if jobs < 1 or (jobs > 1 and device.type != "cpu"):
         raise ValueError(
-            f"prove: jobs are processes that share a CPU, 1 or more; got jobs={jobs} on {device}."
+            f"prove: jobs must be 1 or more processes that share a CPU; got jobs={jobs} on "
+            f"{device}."
         )
     if jobs > 1 and "fork" not in multiprocessing.get_all_start_methods():
         raise ValueError("prove: jobs need a system that can fork; leave them out here.")

@@ -166,7 +166,7 @@ def recognise(f: Function, *, fit: bool = True) -> Recognised:
             if seen.agree(t(x)):
                 return Recognised(t, True, 0.0)
     if not fit:
-        raise ValueError("it is no function that is known")
+        raise ValueError("it is not a known function")
     found = _fitted(f, seen)
     if not found.sup <= _FAR_OFF * seen.size:
         raise ValueError(f"no gate comes near: the best of five branches is off by {found.sup:.2g}")

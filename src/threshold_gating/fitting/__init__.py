@@ -198,14 +198,13 @@ def _check_callable(f: Any, caller: str) -> None:
         else:
             why = f"TAXONOMY[{key!r}] is the instance, taxonomy.ROWS[{key!r}].f the function of it."
         raise TypeError(
-            f"{caller}: a function of a tensor is wanted, as torch.tanh; got the text {f!r}. {why}"
+            f"{caller}: f must be a function of a tensor, such as torch.tanh; got the string "
+            f"{f!r}. {why}"
         )
     if isinstance(f, type) and issubclass(f, torch.nn.Module):
-        raise TypeError(
-            f"{caller}: {f.__name__} is a class; give one that is made, {f.__name__}()."
-        )
+        raise TypeError(f"{caller}: {f.__name__} is a class; give an object of it, {f.__name__}().")
     if not callable(f):
-        raise TypeError(f"{caller}: a function of a tensor is wanted; got {f!r:.60}.")
+        raise TypeError(f"{caller}: f must be a function of a tensor; got {f!r:.60}.")
 
 
 def _lines(f: Function, caller: str = "fit") -> tuple[Line, Line]:
@@ -230,7 +229,9 @@ def _crossing(low: Line, high: Line) -> str:
 
 def _check_family(family: str | None, low: Line, high: Line) -> None:
     if family not in (None, "constant", "multiplicative"):
-        raise ValueError(f"match: family is 'constant', 'multiplicative' or None; got {family!r}.")
+        raise ValueError(
+            f"match: family must be 'constant', 'multiplicative' or None; got {family!r}."
+        )
     if low == high:
         raise ValueError(
             f"match: f has the same asymptote {low.s:.4g} x + {low.c:.4g} on both sides, so no "
@@ -365,15 +366,17 @@ def _check_options(task: Task, K: int | str, max_error: float | None, recipe: st
     ):
         if value not in allowed:
             words = " or ".join(map(repr, allowed))
-            raise ValueError(f"fit: {name} is {words}; got {value!r}.")
+            raise ValueError(f"fit: {name} must be {words}; got {value!r}.")
     if K != "auto" and (not isinstance(K, int) or isinstance(K, bool) or K < 2):
-        raise ValueError(f"fit: K is an integer >= 2, or 'auto' with max_error=...; got {K!r}.")
+        raise ValueError(
+            f"fit: K must be an integer >= 2, or 'auto' with max_error=...; got {K!r}."
+        )
     if (K == "auto") != (max_error is not None) or not (max_error is None or max_error > 0):
         raise ValueError(
             f"fit: K='auto' and max_error > 0 go together; got K={K!r}, max_error={max_error!r}."
         )
     if task.starts < 1:
-        raise ValueError(f"fit: starts is at least 1; got {task.starts!r}.")
+        raise ValueError(f"fit: starts must be at least 1; got {task.starts!r}.")
     if not task.ordered and task.form == "product":
         raise ValueError(
             "fit: product-form gates need ordered thresholds; got ordered=False. "

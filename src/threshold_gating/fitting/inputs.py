@@ -94,13 +94,13 @@ def parse(over: Over) -> Inputs:
         return _normal(*over[1:])
     if not (isinstance(over, tuple) and len(over) == 2 and all(map(_is_number, over))):
         raise ValueError(
-            "fit: over is 'line', an interval (a, b), 'normal', ('normal', mean, std) or a "
+            "fit: over must be 'line', an interval (a, b), 'normal', ('normal', mean, std) or a "
             f"1-D tensor of samples; got {over!r}."
         )
     low, high = map(float, over)
     if not low < high or math.isinf(low) or math.isinf(high):
         raise ValueError(
-            f"fit: an interval (a, b) is finite with a < b; got {over!r}. "
+            f"fit: an interval (a, b) must be finite with a < b; got {over!r}. "
             "For the whole line use over='line'."
         )
     return Inputs("interval", low, high, (low + high) / 2)
@@ -123,7 +123,7 @@ def _samples(over: Tensor) -> Inputs:
     x = over.detach().to("cpu", torch.float64) if over.is_floating_point() else None
     if x is None or x.dim() != 1 or not len(x):
         raise ValueError(
-            "fit: samples are a 1-D floating-point tensor with at least one value; "
+            "fit: samples must be a 1-D floating-point tensor with at least one value; "
             f"got {str(over.dtype).removeprefix('torch.')} of shape {tuple(over.shape)}."
         )
     if not x.isfinite().all():

@@ -98,7 +98,7 @@ def curve(f: Any) -> Curve:
     if isinstance(f, Curve):
         return f
     if not callable(f):
-        raise TypeError(f"a function of a tensor or a TG is needed; got {type(f).__name__}.")
+        raise TypeError(f"f must be a function of a tensor or a TG; got {type(f).__name__}.")
     name = getattr(f, "__name__", type(f).__name__)
     spread = torch.linspace(-1, 1, 65, dtype=torch.float64)  # 0 is among them
     x = 16 * spread * spread.abs()

@@ -134,7 +134,7 @@ def moments(f: Any, q: float, mean: float = 0.0) -> Moments:
     c = curve(f)
     cuts = discontinuities(c)
     if not q > 0:
-        raise ValueError(f"moments: the variance q is positive; got {q}.")
+        raise ValueError(f"moments: the variance q must be positive; got {q}.")
     settled = torch.full((4,), math.nan, dtype=torch.float64)
     for halvings in range(6):
         u, weight = gaussian_rule(q, mean, tuple(a for found in cuts for a in found), halvings)

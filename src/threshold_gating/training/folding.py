@@ -137,7 +137,7 @@ def _folded(part: Any, a: Tensor, d: Tensor) -> nn.Module | str:
     t, flip, dtype = gate.init, a < 0, gate.theta0.dtype
     dtype = torch.promote_types(dtype, part.weight.dtype) if tiered else dtype
     if t.K < 2 or t.q is not None or t.clamp is not None:
-        return "has other branches than two or more affine ones"
+        return "is not a plain blend of two or more affine branches"
     one = gate.group == (1,)
     along = part.share in ("layer", "channel") if tiered else one or gate.axis == 1
     if not along or not (one or gate.group == tuple(a.shape)):

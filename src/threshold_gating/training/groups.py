@@ -59,7 +59,7 @@ def param_groups(
     """
     if not (lr >= 0 and gate_lr_scale >= 0 and weight_decay >= 0):
         raise ValueError(
-            "param_groups: lr, gate_lr_scale and weight_decay are not negative; "
+            "param_groups: lr, gate_lr_scale and weight_decay must not be negative; "
             f"got {lr}, {gate_lr_scale}, {weight_decay}."
         )
     gates = {id(p) for p in gate_parameters(model).values()}

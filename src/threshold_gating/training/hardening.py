@@ -54,7 +54,7 @@ def anneal_(model: nn.Module, factor: float) -> None:
     `harden` then costs little.
     """
     if not factor > 0:
-        raise ValueError(f"anneal_: factor is positive; got {factor}.")
+        raise ValueError(f"anneal_: factor must be positive; got {factor}.")
     for module in model.modules():
         if isinstance(module, Activation) and "tau" in module.learned:
             module.tau0.mul_(factor)

@@ -142,10 +142,12 @@ def _points(name: str, curve: Curve, every: int) -> _Points:
 
 def _check(mode: str, **counts: int) -> None:
     if mode not in ("max", "min"):
-        raise ValueError(f"mode is 'max' (more is better) or 'min' (less is better); got {mode!r}.")
+        raise ValueError(
+            f"mode must be 'max' (more is better) or 'min' (less is better); got {mode!r}."
+        )
     for name, count in counts.items():
         if count < 1:
-            raise ValueError(f"{name} is at least 1; got {count}.")
+            raise ValueError(f"{name} must be at least 1; got {count}.")
 
 
 def _check_length(name: str, points: _Points, need: int, window: int, last: int | None) -> None:

@@ -112,7 +112,7 @@ def promote(
 def _check(model: Any, tier: Any, share: Any) -> None:
     """Arguments that no network could be promoted with, before any is looked at."""
     if not isinstance(model, nn.Module):
-        raise TypeError(f"promote: a torch.nn.Module is wanted; got {model!r:.60}.")
+        raise TypeError(f"promote: model must be a torch.nn.Module; got {model!r:.60}.")
     near = {name.lower(): name for name in SHARES}.get(
         tier.lower() if isinstance(tier, str) else ""
     )
@@ -163,7 +163,7 @@ class Demotion:
 def demote(model: nn.Module, tier: Literal["A", "W", "S"] = "A", *, inputs: Any = None) -> Demotion:
     """Project every tiered layer of a network to a lower tier; `model` is left as it was."""
     if tier not in ORDER[:-1]:
-        raise ValueError(f"demote: tier is one of {', '.join(ORDER[:-1])}; got {tier!r}.")
+        raise ValueError(f"demote: tier must be one of {', '.join(ORDER[:-1])}; got {tier!r}.")
     new, lost = copy.deepcopy(model), {}
     for name, module in list(new.named_modules()):
         if is_tiered(module) and ORDER.index(vars(module)["tier"]) > ORDER.index(tier):
@@ -203,7 +203,8 @@ def _obstacle(network: Network, act: Act, consumer: Consumer, calls: Counter[Any
     if reads_parameters(network, consumer.layer):
         return "has parameters that are read elsewhere too"
     if act.t.K < 2 or act.t.q is not None or act.t.clamp is not None:
-        return f"reads {taxonomy.name_of(act.t) or act.t!r}, which has no affine branches alone"
+        name = taxonomy.name_of(act.t) or repr(act.t)
+        return f"reads {name}, which is not a plain blend of two or more affine branches"
     if act.learned is None or act.learned.share in ("net", "layer"):
         return None
     width = layer.weight.shape[1] * getattr(layer, "groups", 1)

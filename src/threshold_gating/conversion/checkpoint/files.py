@@ -61,7 +61,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     # A header may claim anything: also sizes and types that only torch stumbles over.
     except (safetensors.SafetensorError, *DAMAGE) as error:
         raise CheckpointError(
-            f"{path}: is no whole safetensors file ({one_line(error)}); copy it again or save "
+            f"{path} is not a complete safetensors file ({one_line(error)}); copy it again or save "
             "again."
         ) from error
     return tensors
@@ -81,7 +81,7 @@ def one_line(error: BaseException) -> str:
 
 def unreadable(path: Path, error: OSError) -> CheckpointError:
     why = error.strerror or one_line(error)
-    return CheckpointError(f"{path}: cannot be read ({why}); give the directory that save() wrote.")
+    return CheckpointError(f"{path} cannot be read ({why}); give the directory that save() wrote.")
 
 
 def sync(path: Path) -> None:
@@ -232,16 +232,16 @@ def _unless_replaced(file: BufferedReader, path: Path) -> dict[str, Tensor] | No
 def _absent(path: Path, about: Mapping[str, Any]) -> CheckpointError:
     if not path.is_file():
         return CheckpointError(
-            f"{path}: missing, and {CONFIG} was written with it; copy the whole directory."
+            f"{path} is missing, and {CONFIG} was written with it; copy the whole directory."
         )
     size = path.stat().st_size
     if size < about["bytes"]:
         return CheckpointError(
-            f"{path}: cut short, {size} of {about['bytes']} bytes; copy it again or save again."
+            f"{path} is truncated, {size} of {about['bytes']} bytes; copy it again or save again."
         )
     return CheckpointError(
-        f"{path}: not the file that {CONFIG} was written with (sha256 differs), so damaged or "
-        "of another network; copy both again, or pass strict=False to take it as it is."
+        f"{path} is not the file that {CONFIG} was written with (sha256 differs), so it is damaged "
+        "or belongs to another network; copy both again, or pass strict=False to take it as it is."
     )
 
 
@@ -258,10 +258,11 @@ def load_weights(path: str | os.PathLike[str], *, trust: bool = False) -> dict[s
     path = Path(path)
     if path.suffix not in (".safetensors", *PICKLES):
         raise CheckpointError(
-            f"{path}: weights come as .safetensors, {', '.join(PICKLES)}; not as {path.suffix!r}."
+            f"{path} does not end as files of weights do, in .safetensors or "
+            f"{', '.join(PICKLES)}; got {path.suffix!r}."
         )
     if not path.is_file():
-        raise CheckpointError(f"{path}: no such file; give the path of a file of weights.")
+        raise CheckpointError(f"{path} does not exist; give the path of a file of weights.")
     data = read_tensors(path) if path.suffix == ".safetensors" else _unpickled(path, trust)
     if isinstance(data, nn.Module):
         data = data.state_dict()
@@ -271,11 +272,13 @@ def load_weights(path: str | os.PathLike[str], *, trust: bool = False) -> dict[s
         data = data[inside[0]]
     if not isinstance(data, Mapping) or not data:
         raise CheckpointError(
-            f"{path}: holds no weights; a state_dict is wanted, by itself or under 'state_dict' or "
-            "'model'."
+            f"{path} holds no weights; it must hold a state_dict, by itself or under "
+            "'state_dict' or 'model'."
         )
     if other := [k for k, v in data.items() if not isinstance(v, Tensor)]:
-        raise CheckpointError(f"{path}: {other[0]!r} is no tensor; a state_dict is wanted.")
+        raise CheckpointError(
+            f"{path} holds {other[0]!r}, which is not a tensor; it must hold a state_dict."
+        )
     return _bare(data)
 
 
@@ -295,7 +298,7 @@ def _unpickled(path: Path, trust: bool) -> Any:
         wanted = re.search(r"GLOBAL (\S+)", str(error))
         needs = f"the code of {wanted[1]}" if wanted else "code"
         raise CheckpointError(
-            f"{path}: a pickle that needs {needs} to load; save the state_dict alone or as "
+            f"{path} is a pickle that needs {needs} to load; save the state_dict alone or as "
             "safetensors, or pass trust=True (--trust) if you trust where it comes from."
         ) from error
     except (EOFError, IndexError, KeyError, RuntimeError, ValueError) as error:
@@ -304,4 +307,4 @@ def _unpickled(path: Path, trust: bool) -> Any:
 
 def _damaged(path: Path, error: Exception) -> CheckpointError:
     why = f"{type(error).__name__}: {error}".partition("\n")[0].partition(". ")[0].rstrip(": ")
-    return CheckpointError(f"{path}: is no whole checkpoint of torch ({why}); copy it again.")
+    return CheckpointError(f"{path} is not a complete checkpoint of torch ({why}); copy it again.")

@@ -98,7 +98,7 @@ def _once(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, s
     for name, t in tensors.items():
         if not isinstance(t, Tensor):
             raise CheckpointError(
-                f"save: {name!r} in the state_dict is no tensor; safetensors holds nothing else."
+                f"save: {name!r} in the state_dict is not a tensor; safetensors holds nothing else."
             )
         if t.is_meta:
             raise CheckpointError(
@@ -233,7 +233,7 @@ def _check_modules(model: nn.Module, saved: Checkpoint) -> None:
     recorded = {at[entry.names[0]] for entry in (*saved.modules, *saved.recurrent)}
     for module, (name, *_) in names.items():
         if isinstance(module, Activation | rnn._Gated) and module not in recorded:
-            raise wrong(f"{name!r} has gates of its own and none on record")
+            raise wrong(f"{name!r} has gates of its own, and the checkpoint has no gates for it")
 
 
 def _check_function(

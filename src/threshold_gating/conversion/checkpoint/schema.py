@@ -219,7 +219,7 @@ _MOST = 2**26  # elements that share nothing; more is no layer, and would take a
 def _part(data: Any, key: str, kind: type) -> Any:
     """What stands under `key`, which has to be of this type."""
     if not isinstance(data, dict):
-        raise ValueError(f"named values are wanted, with {key!r} among them; got {data!r:.40}.")
+        raise ValueError(f"expected named values with {key!r} among them; got {data!r:.40}.")
     value = data[key]
     if type(value) is not kind:  # not isinstance: true is no number
         raise ValueError(f"{key!r} has to be {_WORDS[kind]}; got {value!r:.40}.")
@@ -229,7 +229,7 @@ def _part(data: Any, key: str, kind: type) -> Any:
 def _texts(data: Any, key: str) -> list[str]:
     texts: list[str] = _part(data, key, list)
     if wrong := [text for text in texts if not isinstance(text, str)]:
-        raise ValueError(f"{key!r} has to be a list of texts; {wrong[0]!r:.40} is none.")
+        raise ValueError(f"{key!r} has to be a list of strings; {wrong[0]!r:.40} is not a string.")
     return texts
 
 
@@ -292,7 +292,7 @@ def read(directory: Path) -> Checkpoint:
 def _json(path: Path) -> Any:
     def number(text: str) -> float:
         if not math.isfinite(value := float(text)):
-            raise ValueError(f"{text:.40} is no finite number")
+            raise ValueError(f"{text:.40} is not a finite number")
         return value
 
     try:
@@ -301,7 +301,8 @@ def _json(path: Path) -> Any:
         raise unreadable(path, error) from error
     except (ValueError, RecursionError) as error:
         raise CheckpointError(
-            f"{path}: is no JSON, so cut short or damaged ({error}); copy it again or save again."
+            f"{path} is not valid JSON, so it is truncated or damaged ({error}); copy it again or "
+            "save again."
         ) from error
 
 
@@ -310,7 +311,7 @@ def _weights(about: Any) -> dict[str, Any]:
     found = {key: _part(about, key, kind) for key, kind in _OF_A_FILE}
     if found["file"] not in (WEIGHTS, GATES):
         raise ValueError(
-            f"the file of tensors is {WEIGHTS} or {GATES}, in the same directory; got "
+            f"the file of tensors must be {WEIGHTS} or {GATES}, in the same directory; got "
             f"{found['file']!r}."
         )
     return found
@@ -334,13 +335,17 @@ def _check_once(found: Checkpoint) -> None:
 
 def _check_schema(path: Path, data: Any) -> None:
     if not isinstance(data, dict):
-        raise CheckpointError(f"{path}: is no config; give the directory that save() wrote.")
+        raise CheckpointError(
+            f"{path} is not a config of gates; give the directory that save() wrote."
+        )
     schema = data["schema"]
     if not isinstance(schema, int) or schema < 1:
-        raise CheckpointError(f"{path}: the schema is a whole number from 1 on; got {schema!r}.")
+        raise CheckpointError(
+            f"{path}: the schema must be a whole number from 1 on; got {schema!r}."
+        )
     if schema > SCHEMA:
         raise CheckpointError(
-            f"{path}: written by version {data.get('threshold_gating', '?')} (schema {schema}); "
+            f"{path} was written by version {data.get('threshold_gating', '?')} (schema {schema}); "
             f"this is {__version__} (schema {SCHEMA}); update threshold-gating."
         )
 
