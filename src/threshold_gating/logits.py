@@ -1,4 +1,4 @@
-"""Eq. 11 of the paper: softmax as one gate per logit, whose threshold the other logits set.
+"""Softmax as one gate per logit, whose threshold the other logits set (Eq. 11 of the paper).
 
     softmax(z)_i = sigma(z_i - theta_i),   theta_i = LSE(z_-i) = log sum_{j != i} exp(z_j)
 

@@ -1,4 +1,4 @@
-"""Eqs. 2-5 of the paper in plain torch: gates, branches and their blend; what kernels must equal.
+"""Eqs. 2-5 in plain torch: gates, branches and their blend; the reference of every kernel.
 
 A gate says how much of `x` lies in a region, a branch is an affine function of `x`, and
 

@@ -1,4 +1,4 @@
-"""The command `tg`: which module runs a command, and how it ends.
+"""The command `tg`: which module runs each command, and how a command ends.
 
 Only what runs is imported: help must not wait for torch.
 """

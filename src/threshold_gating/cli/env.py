@@ -1,4 +1,4 @@
-"""`tg env`: what is installed, which devices there are, and each backend tried out."""
+"""`tg env`: installed versions, devices, and a trial of each backend."""
 
 from __future__ import annotations
 

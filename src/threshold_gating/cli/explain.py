@@ -1,4 +1,4 @@
-"""What `tg explain` finds out about a function and shows: its family, its fits, its theory."""
+"""`tg explain`: the family, the fits and the theory of a function."""
 
 from __future__ import annotations
 

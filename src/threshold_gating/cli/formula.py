@@ -1,4 +1,4 @@
-"""Formulas in x, such as "x*sigmoid(1.3*x)", read into functions of a tensor.
+"""Formulas in x, such as "x*sigmoid(1.3*x)", parsed into functions of a tensor.
 
 The text is never run as Python. It is parsed into a syntax tree, every node of which must be one of
 a closed list: numbers, x, pi, e, + - * / **, < <= > >=, brackets and calls of `FUNCTIONS`. Length,

@@ -1,4 +1,4 @@
-"""What `tg explain` is asked about: a function by its name, by a formula, or in a file."""
+"""The function that `tg explain` is asked about: by name, by formula, or in a file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every command of `tg` takes. An option means the same in each, and none needs torch.
+"""Options of every command, without torch; an option means the same in each command.
 
 `--json FILE`, or `-` for standard output, is an option of every command; `-o/--out` names what else
 is written, `-K` a number of branches.

@@ -1,4 +1,4 @@
-"""How the commands of `tg` answer: the result on stdout, all else on stderr, errors in one line."""
+"""Output of every command: the result on stdout, all else on stderr, errors in one line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`tg prove`: rows of the taxonomy, or a network's sites, on every finite number of a type.
+"""`tg prove`: taxonomy rows, or a network's sites, tried on every finite number of a type.
 
     tg prove silu mish
     tg prove all --device cuda --json proofs.json

@@ -1,4 +1,4 @@
-"""Convert a network to gates, prove that nothing was lost, keep and reload the result."""
+"""Conversion of networks to gates: converted, checked against the original, saved and loaded."""
 
 from threshold_gating.conversion.apply import convert, convert_, revert
 from threshold_gating.conversion.audit import Audit, audit

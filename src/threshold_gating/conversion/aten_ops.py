@@ -1,4 +1,4 @@
-"""What counts as a nonlinearity among ATen ops: one closed list, and what is followed to be judged.
+"""ATen ops that count as nonlinearities: one closed list, and ops that are followed to be judged.
 
 `NONLINEAR` ops are nonlinearities wherever they run, `OTHER` ones are listed beside them, and all
 the rest (products, sums, copies, views) are linear in their input or bilinear. Some ops are a

@@ -1,4 +1,4 @@
-"""What a network really executes: `audit` runs it and reads every ATen op, below all interception.
+"""`audit`: what a network really executes, read from every ATen op, below all interception.
 
 An op that the library's own code called evaluates a site; a nonlinear one is native if it stands
 for the whole site and is not a step of the gates' own arithmetic. Any other nonlinearity is `left`.

@@ -1,4 +1,4 @@
-"""Fit the gates of each site to what the network feeds it (App. F), and let unseen values decide.
+"""`calibrate`: gates fitted to what the network feeds each site (App. F); unseen values decide.
 
 The network runs as it is. Of all inputs of each approximate element-wise site a uniform sample is
 kept, of fixed size; most of it is fitted, the rest decides whether the fit is used or the instance

@@ -1,4 +1,4 @@
-"""Every finite number of a floating-point type, by its bits: all of them, or a sample.
+"""Every finite number of a floating-point type, enumerated by its bits, or a sample of them.
 
 A number is a sign, an exponent and a mantissa. The bits of the last two, read as an integer, grow
 with the number, so the integers below infinity's are all finite numbers of one sign.

@@ -1,4 +1,4 @@
-"""`save_pretrained` of a converted network: it writes weights alone, and says so.
+"""`save_pretrained` of a converted network: it writes the weights alone, and warns.
 
 What stands at the sites is not in its files, so `from_pretrained` makes the network without gates:
 choices that were frozen are gone, and tensors of learned gates are "unexpected" there.

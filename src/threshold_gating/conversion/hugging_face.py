@@ -1,4 +1,4 @@
-"""Attention by gates as an implementation of attention that Hugging Face models can be set to.
+"""Attention by gates as an attention implementation that Hugging Face models can select.
 
     hugging_face.register()
     model.set_attn_implementation("tg")  # or from_pretrained(..., attn_implementation="tg")

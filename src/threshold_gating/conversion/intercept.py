@@ -1,4 +1,4 @@
-"""Owners: modules whose `forward` makes nonlinear calls, and how gates answer these.
+"""Owners: modules whose `forward` makes nonlinear calls, and how gates answer these calls.
 
 An owner gets a subclass of its own class, made once for each class, whose `forward` runs the
 original one while a mode of torch looks at every call: those of the owner's plan are answered by

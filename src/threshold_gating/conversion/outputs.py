@@ -1,4 +1,4 @@
-"""The outputs of two networks, compared tensor by tensor, and how much they may differ.
+"""Outputs of two networks, compared tensor by tensor, and how much they may differ.
 
 Each tensor has a bound of its own, so that a small one does not hide beside a large one: the larger
 of `RELATIVE` of its largest value (where every site is exact, 1024 ulp) and twice the original's

@@ -1,4 +1,4 @@
-"""Two networks on the same samples: the difference of a metric, with an interval for it."""
+"""Paired comparison of two networks on the same samples: a metric's difference and interval."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Perplexity before and after conversion, as in Tables 5 and 6 of the paper: `tg evaluate`.
+"""Perplexity before and after conversion, as in Tables 5 and 6 of the paper, for `tg evaluate`.
 
 Four columns: the network as it is (`sm`), with softmax by gates only (`lse`, the paper's
 LSE-theta), with activations by gates only (`act`, its TG-act), with both. All of them share one set

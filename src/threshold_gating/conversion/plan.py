@@ -1,4 +1,4 @@
-"""Where the nonlinearities of a network are and what is to stand there, before anything is changed.
+"""Plan of a conversion: where the nonlinearities are and what replaces each, before any change.
 
 `watch` says how sites are named.
 """

@@ -1,4 +1,4 @@
-"""`prove`: an instance against the function it replaces, on every finite number of a type.
+"""`prove`: an instance compared with the function it replaces, on every finite number of a type.
 
 There are 65,280 bfloat16 numbers, 63,488 float16 and 4,278,190,080 float32 ones, so what is said of
 an element-wise instance can be tried on all of them. Three values are compared at each x: that of

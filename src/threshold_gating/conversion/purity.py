@@ -1,4 +1,4 @@
-"""Whether a module is nothing but one function of its input, so that a gate can stand for it.
+"""Whether a module is one function of its input and nothing more, so that a gate can replace it.
 
 A module of torch's own is. Any other might do more than its values on one probe show: store what a
 loss reads later, take further arguments, read settings that change, treat a shape, a type or a

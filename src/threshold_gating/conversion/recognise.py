@@ -1,4 +1,4 @@
-"""Find the instance of a function from what it computes: the whole function, on a grid in float64.
+"""Recognition of a function by what it computes, over its whole range, on a grid in float64.
 
 The name of a module and the calls it makes are only hints for where to look. What is returned as
 exact agrees with the function on every point of the grid, from 1e-30 to 1e30 on both sides:

@@ -1,4 +1,4 @@
-"""Checkpointing: a part of a network that is run again in the backward pass is answered again.
+"""Checkpointed parts of a network: gates answer again when the backward pass runs a part again.
 
 `torch.utils.checkpoint` keeps the function to run again in an object of each region. `again` finds
 the region that is being run and has that function run inside a context of ours.

@@ -1,4 +1,4 @@
-"""What `prove` found of one instance: the record, in sentences, as a line of a table, as JSON."""
+"""Record of what `prove` found of one instance: in sentences, as a line of a table, as JSON."""
 
 from __future__ import annotations
 

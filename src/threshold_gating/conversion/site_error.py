@@ -1,4 +1,4 @@
-"""The error of each site by itself: the original's input goes to its function and to the gates.
+"""Error of each site by itself: the original's input goes to its function and to the gates.
 
 An exact site agrees with the original to rounding: `LIMITS`, in units in the last place (ulp) of
 each value, or of the largest for what adds up (softmax, attention, recurrence). An approximate site

@@ -1,4 +1,4 @@
-"""Which calls of torch are nonlinearities, and how each is read.
+"""Calls of torch that are nonlinearities, and how each is read.
 
 A call such as `F.leaky_relu(x, 0.2)` or `x.sigmoid_()` has a kind ("leaky_relu"), an input and
 parameters; `KINDS` says which instance that is. `FUNCTIONS` has every spelling torch offers, in

@@ -1,4 +1,4 @@
-"""Attention with thresholds that are fixed: no sum over the other keys is left.
+"""Attention with fixed thresholds, without the sum over the other keys.
 
 Eq. 11 gates each logit against theta_ij = LSE(z_i,-j), which takes a reduction over the row. Here
 

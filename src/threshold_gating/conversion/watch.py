@@ -1,4 +1,4 @@
-"""Run a network under watch: `Watch` tells of every site of a run, in order, whatever it is.
+"""`Watch`: a run of a network, reported site by site, in order, whatever the sites are.
 
 A site is a module ("layer1.0.act"; "layer1.0.act#1" for its second call) or a call of torch by one
 ("layer1.0:relu#0"; ":relu#0" by the network itself). What runs here does so as in evaluation and on

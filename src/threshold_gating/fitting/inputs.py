@@ -1,4 +1,4 @@
-"""What a fit is over: a density, samples, an interval or the line; its points, and errors on it."""
+"""Inputs of a fit: a density, samples, an interval or the line; their points, and its errors."""
 
 from __future__ import annotations
 

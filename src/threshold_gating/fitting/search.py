@@ -1,4 +1,4 @@
-"""One fit of one K: the problem in units of the function, its conditions, its search, the best.
+"""One fit with one K: the scaled problem, its conditions, its search, and the best result.
 
 In those units x = centre + width x' and y = base(x) + height y', where the function bends within
 |x'| ~ 1 and the coefficients are of order 1, so that bounds and starts suit any function.

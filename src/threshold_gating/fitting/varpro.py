@@ -1,4 +1,4 @@
-"""Least squares by variable projection: Levenberg-Marquardt on (tau, theta), s and c solved inside.
+"""Least squares by variable projection: Levenberg-Marquardt on tau and theta, s and c solved.
 
 For given gates the primitive (Eq. 3) is linear in its free slopes and intercepts, so these are the
 solution of a linear least-squares problem and only log(tau) and theta are searched. The Jacobian of

@@ -1,1 +1,1 @@
-"""Pictures and pages; plain records in, SVG, HTML and matplotlib out."""
+"""Pictures and pages: plain records in; SVG, HTML and matplotlib out."""

@@ -1,4 +1,4 @@
-"""The looks of a report: one column of text, light or dark as the reader's system is."""
+"""Style sheet of a report: one column of text, light or dark as the reader's system is."""
 
 STYLE = """
 :root { --paper: #fbfaf8; --card: #ffffff; --ink: #1d2330; --quiet: #606978; --rule: #e3e2de;

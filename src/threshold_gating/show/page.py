@@ -1,4 +1,4 @@
-"""One page that says what became of networks that were converted: table, curves, how it was made.
+"""HTML report on networks that were converted: table, curves, and how it was made.
 
 A plain function of records: `page(report)` is a whole HTML document that needs no other file and no
 network. `style` has its looks.

@@ -1,4 +1,4 @@
-"""A panel: the curve of a function and of its gates, the error, and the inputs, drawn as SVG.
+"""SVG panel of one gate: the function and its gate, the error, and the inputs.
 
 Plain text, so that a page needs no other file; colours are classes of the page's own style, which
 lets one picture serve light and dark.

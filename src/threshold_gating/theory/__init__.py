@@ -1,4 +1,4 @@
-"""The paper's theorem, lemma and remarks, computed; what is true, not what is promised.
+"""The paper's theorem, lemma and remarks, computed for any function.
 
 The claims are in `claims`, random networks (`edge_of_chaos`, `xi`) in `meanfield`, live ones
 (`layer_report`) in `network`; `explain` is all in one record, whose text is made in `explanation`.

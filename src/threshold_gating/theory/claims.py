@@ -1,4 +1,4 @@
-"""Def. 7 to Cor. 11 and Apps. A to C, computed: what is true of a function, not what is promised.
+"""Def. 7 to Cor. 11 and Apps. A to C, computed: what is true of a function.
 
 For any element-wise function or `TG`. `explain` is all in one record, whose text is made in
 `explanation`.

@@ -1,4 +1,4 @@
-"""What `theory` finds of one function, as a record: its text and its JSON.
+"""Record of what `theory` finds of one function: its text and its JSON.
 
 The records that are only shown (`Crossing`, `Residual`, `WellBehaved`) are here too, so that
 `theory`, which computes them, imports this module and not the other way round.

@@ -1,4 +1,4 @@
-"""Trainability computed instead of asserted: wide random networks in the mean-field limit.
+"""Mean-field theory of wide random networks: trainability computed for any function.
 
 A layer z = W phi(z') + b with W_ij ~ N(0, sigma_w^2 / width) and b_i ~ N(0, sigma_b^2) maps the
 variance q of its pre-activations and the correlation c of two inputs (Schoenholz et al. 2017,

@@ -1,4 +1,4 @@
-"""The theory of a live model: what reaches each of its activations, and what that says there."""
+"""`layer_report`: what reaches each activation of a live model, and what theory says of it."""
 
 from __future__ import annotations
 

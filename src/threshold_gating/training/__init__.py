@@ -1,4 +1,4 @@
-"""Training with gates: tiers up and down, parameter groups, families, what to log and measure."""
+"""Training with gates: tiers, parameter groups, families, hardening, folding, metrics, logs."""
 
 from threshold_gating.training.families import family_penalty, left_family, project_families_
 from threshold_gating.training.folding import fold_batchnorm

@@ -1,4 +1,4 @@
-"""The family guard: learned slopes may carry a channel out of the family it started in (Table 3).
+"""Family guard: channels whose learned slopes left their family (Table 3), found and put back.
 
 A family is a statement about slopes (`taxonomy.family`): some must be flat, of others one must not
 be. Sharpness, thresholds and constants never change it, nor do the weights of the tiers below A, so

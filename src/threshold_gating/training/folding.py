@@ -1,4 +1,4 @@
-"""BatchNorm into the gates behind it, for inference and export: z = a x + d disappears."""
+"""`fold_batchnorm`: BatchNorm, z = a x + d, folded into the gates behind it, for inference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A network as a graph: which activation feeds which layers. By torch.fx, on a copy."""
+"""The network as a torch.fx graph, on a copy: which activation feeds which layers."""
 
 from __future__ import annotations
 

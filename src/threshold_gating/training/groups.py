@@ -1,4 +1,4 @@
-"""What an optimiser is given: weights, biases and gates as groups of their own.
+"""Parameter groups for an optimiser: weights, biases and gates.
 
 Weight decay pulls a gate to where it started (rho, dtheta) or to a branch that is gone (s, c),
 which regularises nothing, so gates are never decayed; they also have a rate of their own. Every

@@ -1,4 +1,4 @@
-"""Soft gates to hard ones: sharpen them while training, then make them comparisons."""
+"""`anneal_` and `harden`: soft gates sharpened while training, then made comparisons."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In how many steps a run gets to where a baseline ends (Section 3, App. D of the paper).
+"""Steps until a run reaches the level of a baseline (Section 3, App. D of the paper).
 
 A curve is a sequence of values, taken at steps 1, 2, .. (times `every`), or a mapping from step to
 value. Both curves are smoothed by a mean over the last `window` values, which is there from the

@@ -1,4 +1,4 @@
-"""From here to there: networks between the tiers of Table 1 without changing what they compute."""
+"""Moves of networks between the tiers of Table 1: `promote` (exact), `demote`, `half_transfer`."""
 
 from __future__ import annotations
 

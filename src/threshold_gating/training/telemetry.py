@@ -1,4 +1,4 @@
-"""What learned gates do while they train, as scalars for TensorBoard or anything like it."""
+"""Scalars for TensorBoard, or anything like it: what learned gates do while they train."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Between the tiers W, S and general of one layer: up exactly, down by projection."""
+"""Moves of one layer between the tiers W, S and general: up exactly, down by projection."""
 
 from __future__ import annotations
 

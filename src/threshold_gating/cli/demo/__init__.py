@@ -1,4 +1,4 @@
-"""The demo: five small networks are trained, converted to gates, and asked the same again.
+"""`tg demo`: five small networks trained, converted to gates and compared.
 
 Every figure is measured as it runs, with native ops off: the gates are really evaluated.
 """

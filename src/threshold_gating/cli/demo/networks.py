@@ -1,4 +1,4 @@
-"""The demo's data and its five networks, small enough to be trained in seconds on a CPU."""
+"""Data and the five networks of the demo, small enough to train in seconds on a CPU."""
 
 from __future__ import annotations
 

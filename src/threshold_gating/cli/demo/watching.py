@@ -1,4 +1,4 @@
-"""What each site of a network sees and does: its inputs, its function, the gates that stand there.
+"""Inputs, function and gates of each site of a network, for the report of the demo.
 
 An LSTM or a GRU is one call of torch with several functions inside, and attention is a gate for
 each weight (Eq. 11): both are opened here, so that every function that is evaluated has its panel.

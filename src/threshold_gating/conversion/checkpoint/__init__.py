@@ -1,1 +1,1 @@
-"""Converted networks on disk: the files, and what they say of the gates."""
+"""Converted networks on disk: the files, and the record of their gates."""

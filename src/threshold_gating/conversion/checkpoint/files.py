@@ -1,4 +1,4 @@
-"""The files of a checkpoint: tensors read and written with safetensors, put in place as one.
+"""Files of a checkpoint: tensors read and written with safetensors, put in place all at once.
 
 A checkpoint is a config and at most one file of tensors, which the config names with its sha256.
 The config is replaced last and old tensors are set aside until then (".previous"), so a save that
