@@ -52,7 +52,9 @@ def test_a_row_is_proven_in_every_type_asked_for(tg, tmp_path):
     )
     assert (code, err) == (0, "")
     assert "silu, float16: all 63,488 finite inputs" in out
-    assert "relu, bfloat16: all 65,280 finite inputs\n  The gates equal torch on every one." in out
+    assert (
+        "relu, bfloat16: all 65,280 finite inputs\n  The gates equal torch on every input." in out
+    )
     assert out.splitlines()[-1] == (
         "Every finite input was tried for 4 of 4. Every claim holds on what was tried."
     )
@@ -142,7 +144,7 @@ def test_a_saved_folder_is_proven_with_its_network_and_as_far_as_it_goes_alone(t
         (["net.py:nothing"], "nothing"),
         (["relu", "--dtype", "float32", "--sample", "9"], "needs at least 1,020 inputs"),
         (["relu", "--device", "tpu"], "--device 'tpu' is not available: "),
-        (["relu", "--dtype", "float32", "--jobs", "0"], "1 or more; got jobs=0"),
+        (["relu", "--dtype", "float32", "--jobs", "0"], "share a CPU; got jobs=0"),
         (
             ["relu", "--dtype", "float16", "--json", "no/such/p.json"],
             "--json no/such/p.json cannot be written; give a file in a directory, or -.",

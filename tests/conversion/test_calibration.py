@@ -249,7 +249,7 @@ def test_a_nan_or_infinity_is_refused_with_the_name_of_its_site():
 
 def test_a_network_without_an_approximate_site_is_refused_with_its_exact_ones():
     model = nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Softmax(-1))
-    text = r"calibrate: no approximate site ran in Sequential; exact already, so convert it as it is: 1 \(relu\), 2:softmax#0 \(softmax\)\."
+    text = r"calibrate: no approximate site ran in Sequential; these are exact already, so convert it as it is: 1 \(relu\), 2:softmax#0 \(softmax\)\."
     with pytest.raises(ConversionError, match=text):
         quick(model)
     many = nn.Sequential(*(nn.ReLU() for _ in range(9)))

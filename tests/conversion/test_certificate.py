@@ -202,8 +202,8 @@ def test_the_messages_are_pinned():
     assert verify(model, converted, x).failed == {
         "0": "0 (tanh) is exact and is off by 0.00392, 1.32e+05 ulp; its class allows 8, or 1 in 16 bits. sites={'0': None} leaves it alone.",
         "1": "1 (gelu, K = 5) is off by 0.00296; its instance is off by at most 4.98e-05 over the line. sites={'1': None} leaves it alone.",
-        "2": "2 (relu) is exact and is off by 0.005, 1.07e+07 ulp; its class allows 8, or 1 in 16 bits. sites={'2': None} leaves it alone. (Near its thresholds; these inputs do not show it.)",
-        "output": "the output is off by 0.0201 of its largest value; 0.01 is allowed (the original's own rounding is 2.4e-08). The sites that are most off: 1 (gelu, K = 5: 0.0094 of what it gives). `tg.calibrate` fits them to your data, sites={'1': K} takes more branches, and tol= is for a bound of your own (math.inf accepts any).",
+        "2": "2 (relu) is exact and is off by 0.005, 1.07e+07 ulp; its class allows 8, or 1 in 16 bits. sites={'2': None} leaves it alone. (This is near its thresholds; these inputs do not show it.)",
+        "output": "the output is off by 0.0201 of its largest value; 0.01 is allowed (the original's own rounding is 2.4e-08). The sites with the largest errors are 1 (gelu, K = 5: 0.0094 of what it gives). `tg.calibrate` fits them to your data, sites={'1': K} takes more branches, and tol= sets a bound of your own (math.inf accepts any).",
     }
 
 
@@ -216,7 +216,7 @@ def test_a_module_is_tried_near_its_thresholds_however_it_is_called(named):
         converted.act.theta0.add_(0.01)
     failed = verify(model, converted, X).failed
     assert list(failed) == ["act"]
-    assert "(Near its thresholds; these inputs do not show it.)" in failed["act"]
+    assert "(This is near its thresholds; these inputs do not show it.)" in failed["act"]
 
 
 @pytest.mark.parametrize(
@@ -234,7 +234,7 @@ def test_a_call_is_tried_near_its_thresholds_however_it_is_called(call):
     converted.tg_sites[name] = dataclasses.replace(site, t=off)
     failed = verify(model, converted, X).failed
     assert list(failed) == [f":{name}"]
-    assert "(Near its thresholds; these inputs do not show it.)" in failed[f":{name}"]
+    assert "(This is near its thresholds; these inputs do not show it.)" in failed[f":{name}"]
 
 
 def test_a_site_is_not_blamed_for_digits_that_the_original_loses():
@@ -375,7 +375,7 @@ def test_an_output_that_is_off_fails_though_every_site_is_exact():
     message = verify(model, converted, X).failed["output"]
     assert message.startswith("the output is off by ")
     assert " of its largest value; 0.000122 is allowed (the original's own rounding" in message
-    assert message.endswith("Every site is exact; tol= is for a bound of your own.")
+    assert message.endswith("Every site is exact; tol= sets a bound of your own.")
 
 
 def test_calls_that_are_answered_as_they_come_are_verified():
@@ -713,7 +713,7 @@ def test_what_no_input_reached_is_named_in_the_table():
     assert "1 of 2 sites evaluated" in certificate.table()
 
 
-@pytest.mark.filterwarnings("ignore:convert. not reached by these inputs:UserWarning")
+@pytest.mark.filterwarnings("ignore:convert. these inputs do not reach:UserWarning")
 def test_a_site_that_was_called_without_a_value_is_not_seen():
     """As an expert that gets no token."""
     model = Calls(lambda m, x: F.silu(x) + m.act(x[:0]).sum(), act=nn.GELU())

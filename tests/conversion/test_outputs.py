@@ -45,9 +45,9 @@ def test_an_approximation_that_moves_the_output_too_far_is_refused():
     assert caught.value.site == "output"
     assert message.startswith("the output is off by 0.02")
     assert "; 0.01 is allowed (the original's own rounding is " in message
-    assert "The sites that are most off: :gelu#0 (gelu, K = 3: 0.00" in message
+    assert "The sites with the largest errors are :gelu#0 (gelu, K = 3: 0.00" in message
     assert "`tg.calibrate` fits them to your data, sites={':gelu#0': K} takes more" in message
-    assert "tol= is for a bound of your own" in message
+    assert "tol= sets a bound of your own" in message
     assert convert(Calls(lambda m, x: bump(x)), inputs=X)  # five branches are enough
 
 
@@ -287,7 +287,7 @@ def test_a_rounding_that_leaves_no_digit_is_no_excuse(model):
     message = str(caught.value)
     assert "0.1 is allowed (the original's own rounding is" in message
     assert ", of which 0.1 at most is allowed for). In a wider type it gives something" in message
-    assert "tol= is for a bound of your own" in message
+    assert "tol= sets a bound of your own" in message
     certificate = verify(model, convert(model, inputs=X, tol=math.inf), X)
     assert not certificate.ok
     assert certificate.output.bound == 0.1

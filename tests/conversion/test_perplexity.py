@@ -192,12 +192,12 @@ def test_rows_that_no_window_has_are_refused(model, tmp_path, what, value):
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     rows[1][what] = value
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with pytest.raises(ValueError, match="line 2: no window of this evaluation, so damaged"):
+    with pytest.raises(ValueError, match="line 2 is not a window of this evaluation, so it is damaged"):
         evaluate(model, some, columns=["act"], finished=file)
 
 
 def test_columns_and_windows_that_are_not_are_refused(model):
-    with pytest.raises(ValueError, match="columns of sm, lse, act, both are wanted; got 1 win"):
+    with pytest.raises(ValueError, match="columns out of sm, lse, act, both; got 1 win"):
         evaluate(model, [Window(TOKENS[:9])], columns=["all"])
     with pytest.raises(ValueError, match="at least one window"):
         evaluate(model, [])

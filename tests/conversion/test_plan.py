@@ -119,8 +119,8 @@ class Quantized(nn.Module):
 
 MESSAGES = [
     (lambda: convert(nn.Linear(4, 4), inputs=X), "nothing to convert in Linear: it ran without a nonlinearity."),
-    (lambda: convert(nn.Sequential(nn.ReLU()), {"0": None}, inputs=X), "nothing to convert in Sequential: every site that it has was given None; leave one to the gates."),
-    (lambda: convert(Asked(), {":relu#0": None}, inputs=X), "nothing to convert in Asked: every site that it has was given None; leave one to the gates."),
+    (lambda: convert(nn.Sequential(nn.ReLU()), {"0": None}, inputs=X), "nothing to convert in Sequential: every site was given None; leave at least one site to the gates."),
+    (lambda: convert(Asked(), {":relu#0": None}, inputs=X), "nothing to convert in Asked: every site was given None; leave at least one site to the gates."),
     (lambda: convert(Net(), {"nothing": "relu"}, inputs=X), "sites: 'nothing' matches no site of this network; give the name of one, as ':softmax#0', 'act', 'gelu', 'act#1', ':silu#1'; `tg.audit(model, inputs)` lists them."),
     (lambda: convert(Net(), {"re:layer.*": None}), "sites: 're:layer.*' matches no site of this network; give the name of one, as 'act', 'gelu'; `tg.audit(model, inputs)` lists them."),
     (lambda: convert(Net(), {"act": 1}, inputs=X), "act: sites takes a TG, a key of TAXONOMY, a number of branches K >= 2 or None; got 1."),

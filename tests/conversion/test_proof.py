@@ -163,14 +163,14 @@ def test_nan_infinities_and_the_sign_of_zero_are_counted_apart():
     found = prove(t, torch.clone, torch.float16, gate=large)
     assert found.nan == found.beyond == int((x > 1000).sum())
     assert (found.infinite, found.torch_nan, found.holds, found.error.value) == (0, 0, False, 0.0)
-    assert f"On {found.nan:,} the gates are NaN and torch is not." in str(found)
+    assert f"On {found.nan:,} inputs the gates are NaN and torch is not." in str(found)
     found = prove(t, changed(lambda x: x < -9, -math.inf), torch.float16, truth=torch.clone)
     assert (found.torch_infinite, found.infinite) == (int((x < -9).sum()), 0)
     assert found.holds  # the gates are right
     assert found.torch_ulp.value == math.inf
     found = prove(t, torch.clone, torch.float16, gate=changed(lambda x: x == 0, -0.0))
     assert (found.differs, found.zeros) == (0, 1)
-    assert "The sign of zero differs on 1 more." in str(found)
+    assert "Inputs at which only the sign of zero differs: 1." in str(found)
 
 
 def test_infinite_inputs_are_tried():
@@ -219,7 +219,7 @@ def test_a_gate_of_many_steps_may_be_looser_than_its_class_and_is_then_said_to_b
     assert found.holds
     assert found.loose > 0
     assert (
-        f"On {found.loose:,} the gates are further from float64 than torch by over 8 ulp."
+        f"On {found.loose:,} inputs the gates are over 8 ulp further from float64 than torch."
         in str(found).replace("\n    ", " ")
     )
     assert prove_row("silu", torch.float32, sample=100_000).loose == 0
@@ -307,8 +307,8 @@ def test_several_processes_can_be_interrupted(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"dtype": torch.float64}, "no float64; the types .* are float32, float16, bfloat16"),
-        ({"jobs": 0}, "1 or more; got jobs=0"),
+        ({"dtype": torch.float64}, "float64 cannot be tried; the types .* are float32, float16, bfloat16"),
+        ({"jobs": 0}, "1 or more .*; got jobs=0"),
         ({"jobs": 2, "device": "meta"}, "share a CPU.* got jobs=2 on meta"),
     ],
 )

@@ -163,16 +163,16 @@ def test_if_one_of_several_readers_cannot_fold_none_is_changed(first, second):
 
 
 @pytest.mark.parametrize(("change", "why"), [
-    (lambda m: m.norm.weight.data.__setitem__(1, 0.0), "a channel has the scale 0, so that its input is gone"),
+    (lambda m: m.norm.weight.data.__setitem__(1, 0.0), "a channel has the scale 0, so its input is lost"),
     (lambda m: m.norm.weight.data.__setitem__(1, 1e-42), "readers.0, which reads it, would have values beyond float32"),
     (lambda m: setattr(m, "then", "norm called again"), "it is called several times"),
     (lambda m: setattr(m, "then", "called again"), "readers.0, which reads it, is called several times"),
-    (lambda m: setattr(m, "then", "also read"), "flatten reads it, which has no gates per channel"),
+    (lambda m: setattr(m, "then", "also read"), "flatten, which reads it, has no gates per channel"),
     (lambda m: setattr(m, "then", "not read"), "nothing reads it"),
     (lambda m: m.norm.train(), "it normalises by the batch"),
     (lambda m: m.norm.register_forward_hook(lambda m, args, y: 2 * y), "it has hooks"),
     (lambda m: m.readers[0].register_forward_pre_hook(lambda m, args: (-args[0],)), "readers.0, which reads it, has hooks"),
-    (lambda m: m.readers.append(nn.Tanh()), "readers.1 reads it, which has no gates per channel"),
+    (lambda m: m.readers.append(nn.Tanh()), "readers.1, which reads it, has no gates per channel"),
     (lambda m: m.readers.__setitem__(0, tg.Activation("silu", share="channel", channels=4, axis=-1)), "readers.0, which reads it, has gates that are not per channel"),
     (lambda m: m.readers.extend([tg.Activation("relu", inplace=True)]), "readers.1 overwrites what others read"),
 ])  # fmt: skip
@@ -443,7 +443,7 @@ def test_an_owner_that_loses_its_calls_is_refused():
 
     gated = tg.convert(Net().eval(), inputs=torch.randn(5, 4))
     gated.bent = False
-    with pytest.raises(ValueError, match=r"makes the calls none in torch.fx, and made relu#0"):
+    with pytest.raises(ValueError, match=r"makes no call in torch.fx, and made relu#0"):
         fold_batchnorm(gated)
 
 

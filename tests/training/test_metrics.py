@@ -112,7 +112,7 @@ def test_a_window_with_a_value_that_is_not_a_number_reaches_nothing():
     with pytest.raises(ValueError, match="baseline's last 6 values") as caught:
         steps_to_baseline([1, 1, 1, 1, 1, nan], RISING)
     assert str(caught.value) == (
-        "steps_to_baseline: the baseline's last 6 values are its converged level; got "
+        "steps_to_baseline: the baseline's last 6 values must be finite; got "
         "1.0, 1.0, 1.0, 1.0, 1.0, nan."
     )
 

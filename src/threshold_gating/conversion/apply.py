@@ -147,7 +147,7 @@ def _converted(
         raise
     notes = [*plan.notes]
     if unseen:
-        notes.append(f"not reached by these inputs, so not verified: {', '.join(unseen)}")
+        notes.append(f"these inputs do not reach {', '.join(unseen)}, so that is not verified")
     if notes:
         warnings.warn("convert: " + "; ".join(notes) + ".", stacklevel=3)
     return model
@@ -169,7 +169,7 @@ def _check_any(model: nn.Module, plan: Plan, inputs: Any) -> None:
         + (
             f"{'; '.join(plan.notes)}."
             if plan.notes
-            else "every site that it has was given None; leave one to the gates."
+            else "every site was given None; leave at least one site to the gates."
             if plan.modules or any((plan.calls or {}).values())
             else f"no gate computes what it calls; `tg.audit` found\n{seen}"
             if seen.left or seen.other

@@ -234,7 +234,7 @@ def _listed(exact: Mapping[str, str]) -> str:
         return ", nor any other nonlinearity."
     names = [f"{name} ({kind})" for name, kind in exact.items()]
     more = [f"{len(names) - 6} more"] if len(names) > 6 else []
-    return f"; exact already, so convert it as it is: {', '.join(names[:6] + more)}."
+    return f"; these are exact already, so convert it as it is: {', '.join(names[:6] + more)}."
 
 
 def _fitted(name: str, site: Sampled, o: _Options) -> SiteFit:

@@ -204,10 +204,10 @@ def verify(
 
 
 _WATCHING = (
-    "model gives another output where its calls are looked at than where it just runs: it, or "
-    "torch, takes another path then, and the gates answer the one that is looked at. Those of "
-    "nn.TransformerEncoder and nn.MultiheadAttention are off with "
-    "torch.backends.mha.set_fastpath_enabled(False), for both networks."
+    "model gives another output when its calls are intercepted than when it just runs: it, or "
+    "torch, takes another path then, and the gates answer the path that is intercepted. "
+    "torch.backends.mha.set_fastpath_enabled(False) turns off the paths of nn.TransformerEncoder "
+    "and nn.MultiheadAttention, for both networks."
 )
 
 

@@ -278,12 +278,12 @@ def _too_far(bad: Output, tol: float | None, worst: Mapping[str, str]) -> str:
             " In a wider type it gives something else: it amplifies rounding, or asks for its type."
         )
     if not worst:
-        return f"{said} Every site is exact; tol= is for a bound of your own."
+        return f"{said} Every site is exact; tol= sets a bound of your own."
     first, *_ = worst
     return (
-        f"{said} The sites that are most off: {', '.join(list(worst.values())[:3])}. "
+        f"{said} The sites with the largest errors are {', '.join(list(worst.values())[:3])}. "
         f"`tg.calibrate` fits them to your data, sites={{{first!r}: K}} takes more branches, and "
-        "tol= is for a bound of your own (math.inf accepts any)."
+        "tol= sets a bound of your own (math.inf accepts any)."
     )
 
 

@@ -147,7 +147,7 @@ def evaluate(
     wanted = {columns} if isinstance(columns, str) else set(columns)
     if not windows or wanted - set(COLUMNS):
         raise ValueError(
-            f"evaluate: at least one window and columns of {', '.join(COLUMNS)} are wanted; got "
+            f"evaluate needs at least one window, and columns out of {', '.join(COLUMNS)}; got "
             f"{len(windows)} windows and {', '.join(sorted(wanted))}."
         )
     names = [name for name in COLUMNS if name == "sm" or name in wanted]
@@ -301,8 +301,8 @@ def _read(
                 )
             if not _is_of(row, names, windows):
                 raise ValueError(
-                    f"{path}, line {number}: no window of this evaluation, so damaged; remove the "
-                    "line, and its window is run again."
+                    f"{path}, line {number} is not a window of this evaluation, so it is damaged; "
+                    "remove the line, and its window is run again."
                 )
             rows[row["window"]] = {k: row[k] for k in ("predicted", "nats", "same")}
     return rows

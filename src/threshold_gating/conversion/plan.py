@@ -317,7 +317,7 @@ def _judged(module: nn.Module) -> Judged:
         return Judged(None)
     kinks, others = (", ".join(f"{x:g}" for x in each) for each in (apart, odd))
     notes = [f"the gradient at x = {kinks} is that of one side, not torch's"] * bool(apart)
-    notes += [f"its value at x = {others} is another one"] * bool(odd)
+    notes += [f"its value at x = {others} differs"] * bool(odd)
     return Judged(known, note=" and ".join(notes))
 
 

@@ -76,12 +76,12 @@ def obstacle(module: nn.Module) -> str:
     if is_torchs(module):
         return ""
     for reason, holds in (
-        ("it is called in its own way", _calls_as_usual),
+        ("it overrides how a module is called", _calls_as_usual),
         ("its forward takes more than one input", _takes_one_input),
         ("it has settings that may change", _has_plain_settings),
-        ("it keeps something of each run", _keeps_nothing),
+        ("it stores something in each run", _keeps_nothing),
         ("it depends on the shape, the type or the mode", _is_the_same_everywhere),
-        ("its backward is its own", _has_a_linear_backward),
+        ("it has a backward of its own", _has_a_linear_backward),
     ):
         try:
             if not holds(module):

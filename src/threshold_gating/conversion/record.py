@@ -167,15 +167,15 @@ def _said(p: Proof) -> Iterator[str]:
         return f"{worst.value:.3g}{what} (x = {_exactly(worst.at, getattr(torch, p.dtype))})"
 
     yield (
-        f"The gates differ from torch on {p.differs:,} ({p.differs / p.inputs:.2%}), by at most "
-        f"{at(p.error)} and {at(p.distance, ' ulp')}."
+        f"The gates differ from torch on {p.differs:,} inputs ({p.differs / p.inputs:.2%}), by at "
+        f"most {at(p.error)} and {at(p.distance, ' ulp')}."
         if p.differs
-        else "The gates equal torch on every one."
+        else "The gates equal torch on every input."
         if p.inputs
         else "Nothing was tried."
     )
     if p.sup:
-        yield f"Claimed: an error of at most {p.sup:.3g}."
+        yield f"The claim is an error of at most {p.sup:.3g}."
     elif p.inputs:
         yield (
             f"From float64, for {_span(p)}: the gates {at(p.ulp_within, ' ulp')}, "
@@ -184,7 +184,7 @@ def _said(p: Proof) -> Iterator[str]:
         if p.ulp.value > p.ulp_within.value or p.torch_ulp.value > p.torch_within.value:
             yield f"Elsewhere: the gates {at(p.ulp, ' ulp')}, torch {at(p.torch_ulp, ' ulp')}."
     if p.zeros:
-        yield f"The sign of zero differs on {p.zeros:,} more."
+        yield f"Inputs at which only the sign of zero differs: {p.zeros:,}."
     for who, other, what, count in (
         ("the gates are", "torch is", "NaN", p.nan),
         ("the gates are", "torch is", "infinite", p.infinite),
@@ -192,13 +192,13 @@ def _said(p: Proof) -> Iterator[str]:
         ("torch is", "the gates are", "infinite", p.torch_infinite),
     ):
         if count:
-            yield f"On {count:,} {who} {what} and {other} not."
+            yield f"On {count:,} inputs {who} {what} and {other} not."
     if p.loose:
         limit = LIMITS["element"][p.dtype != "float32"]
         claim = f"{limit} ulp" + (f" and {p.sup:.3g}" if p.sup else "")
-        yield f"On {p.loose:,} the gates are further from float64 than torch by over {claim}."
+        yield f"On {p.loose:,} inputs the gates are over {claim} further from float64 than torch."
     if p.beyond:
-        yield f"WRONG: on {p.beyond:,} that is more than their steps round."
+        yield f"WRONG: on {p.beyond:,} inputs that is more than their steps round."
     for x, gates, torchs in p.special:
         yield f"At x = {x} the gates give {gates}, torch {torchs}."
 

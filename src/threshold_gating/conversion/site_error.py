@@ -138,7 +138,7 @@ class Error:
             )
         if not self.exceeds:
             said = self.tried.message if self.tried is not None else ""
-            return said and f"{said} (Near its thresholds; these inputs do not show it.)"
+            return said and f"{said} (This is near its thresholds; these inputs do not show it.)"
         name, kind = self.name, self.site.kind
         if self.site.exact:
             ulps = "{}, or {} in 16 bits".format(*LIMITS[self.law])

@@ -196,7 +196,7 @@ def _check_callable(f: Any, caller: str) -> None:
         except ValueError as error:
             why = str(error)
         else:
-            why = f"TAXONOMY[{key!r}] is the instance, taxonomy.ROWS[{key!r}].f the function of it."
+            why = f"TAXONOMY[{key!r}] is the instance, taxonomy.ROWS[{key!r}].f its function."
         raise TypeError(
             f"{caller}: f must be a function of a tensor, such as torch.tanh; got the string "
             f"{f!r}. {why}"

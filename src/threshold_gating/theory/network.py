@@ -100,7 +100,7 @@ def layer_report(model: nn.Module, *inputs: Any, **kwargs: Any) -> LayerReport:
             + (f" ({skipped})." if skipped else "; give a network with activations.")
         )
     if skipped:
-        warnings.warn(f"layer_report says nothing of {skipped}.", stacklevel=2)
+        warnings.warn(f"layer_report skips {skipped}.", stacklevel=2)
     return LayerReport(rows, seen.skipped)
 
 

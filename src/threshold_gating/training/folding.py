@@ -78,11 +78,11 @@ def _plan(network: Network, node: fx.Node) -> dict[fx.Node, nn.Module] | str:
         return "nothing reads it"
     a, d = _affine(norm)
     if not bool(a.all()):
-        return "a channel has the scale 0, so that its input is gone"
+        return "a channel has the scale 0, so its input is lost"
     plan: dict[fx.Node, nn.Module] = {}
     for reader in readers:
         if reader.op != "call_module" or not _is_gated(_part(network, reader), type(norm)):
-            return f"{reader.target} reads it, which has no gates per channel"
+            return f"{reader.target}, which reads it, has no gates per channel"
         new = _obstacle(network, reader) or _folded(_part(network, reader), a, d)
         if isinstance(new, str):
             return f"{reader.target}, which reads it, {new}"

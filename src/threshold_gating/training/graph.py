@@ -148,9 +148,9 @@ def _calls(module: fx.GraphModule, plans: dict[str, Any]) -> dict[fx.Node, Site 
             plan = dict.fromkeys(run)
         if plan.keys() != run.keys():
             raise ValueError(
-                f"{owner or 'the network'} makes the calls {', '.join(run) or 'none'} in torch.fx, "
-                f"and made {', '.join(plan) or 'none'} when it was converted; give the network as "
-                "it was before, or convert it with inputs that take the same path."
+                f"{owner or 'the network'} makes {', '.join(run) or 'no call'} in torch.fx, "
+                f"and made {', '.join(plan) or 'no call'} when it was converted; give the network "
+                "as it was before, or convert it with inputs that take the same path."
             )
         found |= {node: plan[name] for name, node in run.items()}
     return found

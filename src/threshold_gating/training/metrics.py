@@ -86,7 +86,7 @@ def steps_to_baseline(
     ends = [value for _, value in ours[-last:]]
     if not all(map(math.isfinite, ends)):
         raise ValueError(
-            f"steps_to_baseline: the baseline's last {last} values are its converged level; got "
+            f"steps_to_baseline: the baseline's last {last} values must be finite; got "
             f"{', '.join(map(str, ends))}."
         )
     return _reached("converged level", mode, _mean(ends), ours, theirs, window)

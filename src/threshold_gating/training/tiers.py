@@ -25,7 +25,7 @@ def lifted(layer: Any, tier: str, share: str | None = None) -> Any:
     shares = SHARES[tier]
     share = share or shares[0]
     if ORDER.index(tier) < ORDER.index(layer.tier):
-        raise ValueError(f"promote goes up: this layer is tier {layer.tier}, {tier} was asked for.")
+        raise ValueError(f"promote only goes up: this layer is tier {layer.tier}; got {tier!r}.")
     tau, theta, s, c = layer.gate.values()
     if tier == "S" and "c" in layer.gate.learned and share != "channel":
         raise ValueError(

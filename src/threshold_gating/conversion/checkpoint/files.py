@@ -130,8 +130,8 @@ def _locked(directory: Path) -> int | None:
         if handle is not None:
             os.close(handle)
         warnings.warn(
-            f"save: {directory} cannot be locked ({one_line(error)}); have no other process save "
-            "into it at the same time.",
+            f"save: {directory} cannot be locked ({one_line(error)}); make sure that no other "
+            "process saves into it at the same time.",
             stacklevel=5,
         )
         return None
