@@ -316,7 +316,7 @@ def test_a_module_recognised_by_its_values_that_no_input_reached_is_told_of(act,
         gated = convert(Spare(), inputs=torch.randn(5))
     said = " ".join(str(each.message) for each in caught)
     assert isinstance(gated.spare, tg.Activation)
-    assert ("not reached by these inputs, so not verified: spare" in said) == is_told
+    assert ("these inputs do not reach spare, so that is not verified" in said) == is_told
 
 
 def test_a_missing_call_is_no_matter_where_the_lines_of_the_others_tell_them_apart():
