@@ -192,7 +192,9 @@ def test_rows_that_no_window_has_are_refused(model, tmp_path, what, value):
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     rows[1][what] = value
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with pytest.raises(ValueError, match="line 2 is not a window of this evaluation, so it is damaged"):
+    with pytest.raises(
+        ValueError, match="line 2 is not a window of this evaluation, so it is damaged"
+    ):
         evaluate(model, some, columns=["act"], finished=file)
 
 

@@ -307,7 +307,10 @@ def test_several_processes_can_be_interrupted(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"dtype": torch.float64}, "float64 cannot be tried; the types .* are float32, float16, bfloat16"),
+        (
+            {"dtype": torch.float64},
+            "float64 cannot be tried; the types .* are float32, float16, bfloat16",
+        ),
         ({"jobs": 0}, "1 or more .*; got jobs=0"),
         ({"jobs": 2, "device": "meta"}, "share a CPU.* got jobs=2 on meta"),
     ],
