@@ -476,7 +476,7 @@ def agree(act, x, what):
             y.backward(dy.to(z.dtype))
         found.append({"y": y, "dx": z.grad, **{n: p.grad for n, p in own.named_parameters()}})
     for name, want in found[1].items():
-        have = found[0][name].detach().double()
+        have, want = found[0][name].detach().double(), want.detach()
         error = float((have - want).abs().max() / want.abs().max().clamp_min(1e-3))
         assert error < 3e-5, f"{what} {name}: {error:.1e}"  # sums of a hundred float32 terms
 

@@ -315,17 +315,21 @@ def rounding(t: TG, x: Tensor) -> Tensor:
 
     An argument tau (x - theta) is off by a few eps of its parts, and a gate, which is exponential
     in the arguments, by that many eps of itself, or of the least normal number if it is smaller.
-    Branches that cancel keep the errors of both.
+    Triton's exponential is 0 there, so its gates may be off by all of that number. Branches that
+    cancel keep the errors of both.
     """
     x, info = x.double(), torch.finfo(torch.float32)
     taus = t.tau if isinstance(t.tau, tuple) else (t.tau,) * len(t.theta)
-    arguments, size = torch.zeros_like(x), torch.zeros_like(x)
+    arguments, size, closed = torch.zeros_like(x), torch.zeros_like(x), torch.zeros_like(x)
+    flushed = info.tiny if kernels.backend() == "triton" and not t.hard else 0.0
     for tau, theta in zip(taus, t.theta, strict=True):
         arguments += 0.0 if t.hard else tau * (x.abs() + abs(theta))
     each = gates(x, t.tau, t.theta, form=t.form, owner=t.owner)
     for g, q, s, c in zip(each, t.q or (0.0,) * t.K, t.s, t.c, strict=True):
-        size += (g + info.tiny) * (abs(q) * x * x + abs(s) * x.abs() + abs(c))
-    return info.eps * (LIMITS["element"][0] + arguments) * size
+        branch = abs(q) * x * x + abs(s) * x.abs() + abs(c)
+        size += (g + info.tiny) * branch
+        closed += flushed * branch
+    return info.eps * (LIMITS["element"][0] + arguments) * size + closed
 
 
 def _special(task: _Task) -> tuple[tuple[str, str, str], ...]:
