@@ -1,12 +1,16 @@
 """What every test gets: a fixed seed, and NaN in whatever the library leaves unwritten."""
 
 import os
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import settings
+
+collect_ignore = ["programs"]  # run by tests, in processes of their own
 
 settings.register_profile("loaded machine", deadline=None)
 settings.load_profile("loaded machine")
@@ -105,9 +109,15 @@ def tg(capsys):
     return run
 
 
+@pytest.fixture(scope="session")
+def programs():
+    """The folder of the programs that tests run elsewhere than in their own process."""
+    return Path(__file__).parent / "programs"
+
+
 @pytest.fixture
-def folder(tmp_path, monkeypatch, request):
-    """The folder that a command runs in, with the module's NETWORK as net.py."""
-    (tmp_path / "net.py").write_text(request.module.NETWORK)
+def folder(tmp_path, monkeypatch, request, programs):
+    """The folder that a command runs in, with the module's NETWORK of tests/programs as net.py."""
+    shutil.copy(programs / request.module.NETWORK, tmp_path / "net.py")
     monkeypatch.chdir(tmp_path)
     return tmp_path

@@ -8,60 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-NETWORK = """
-import torch
-from torch import nn
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b, self.act = nn.Linear(4, 8), nn.Linear(8, 3), nn.ReLU()
-
-    def forward(self, x):
-        return torch.tanh(self.b(self.act(self.a(x))))
-
-def make_model():
-    torch.manual_seed(7)
-    return Net()
-
-class Smooth(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.act = nn.Linear(4, 8), nn.GELU()
-
-    def forward(self, x, shift=0.0):
-        return self.act(self.a(x) + shift)
-
-def smooth():
-    torch.manual_seed(7)
-    return Smooth()
-
-def make_inputs():
-    return torch.randn(5, 4)
-
-def other():
-    torch.manual_seed(8)
-    return Net()
-
-def wrong():
-    return 3
-
-def no_inputs():
-    return torch.zeros(0, 4)
-
-def fails():
-    raise KeyError("weights\\nof mine")
-
-def leaves():
-    raise SystemExit(3)
-
-def says():
-    print("making it")
-    return make_model()
-
-ready = make_model()
-ready_inputs = torch.ones(5, 4)
-"""
+NETWORK = "to_convert.py"
 
 
 def test_a_network_of_a_file_is_converted_verified_and_saved(folder, tg):
@@ -318,7 +265,7 @@ def test_data_that_cannot_be_used_is_answered_with_why(folder, tg, words, messag
 def test_a_network_without_an_approximate_site_is_not_calibrated(folder, tg):
     code, _, err = tg("calibrate", "net.py:make_model", "--inputs", "5,4")
     assert code == 2
-    assert err.startswith("tg calibrate: no approximate site ran in Net; exact already")
+    assert err.startswith("tg calibrate: no approximate site ran in Net; these are exact already")
 
 
 MESSAGES = [
@@ -338,8 +285,8 @@ MESSAGES = [
     (("verify", "net.py:make_model", "out", "--inputs", "net.py:no_inputs"), "tg verify: --inputs net.py:no_inputs holds no values, so nothing of the network would be seen."),
     (("convert", "net.py:make_model", "--inputs", "5,4", "-o", "net.py"), "tg convert: -o net.py is a file; give a directory, which may be a new one."),
     (("convert", "net.py:make_model", "--inputs", "5,4", "--pretrained"), "tg convert: --pretrained is for timm:NAME; net.py:make_model has weights of its own."),
-    (("convert", "net.py:fails", "--inputs", "5,4"), "tg convert: net.py:fails fails in line 43: KeyError: 'weights\\nof mine'"),
-    (("convert", "net.py:leaves", "--inputs", "5,4"), "tg convert: net.py:leaves fails in line 46: SystemExit: 3"),
+    (("convert", "net.py:fails", "--inputs", "5,4"), "tg convert: net.py:fails fails in line 53: KeyError: 'weights\\nof mine'"),
+    (("convert", "net.py:leaves", "--inputs", "5,4"), "tg convert: net.py:leaves fails in line 57: SystemExit: 3"),
     (("audit", "net.py:make_model", "--inputs", "5,3"), "tg audit: RuntimeError: mat1 and mat2 shapes cannot be multiplied (5x3 and 4x8) (TG_TRACEBACK=1 shows where)"),
     (("convert", "net.py:make_model", "--inputs", "5,4", "--site", "nope=relu"), "tg convert: sites: 'nope' matches no site of this network; give the name of one, as ':tanh#0', 'act'; `tg.audit(model, inputs)` lists them."),
 ]  # fmt: skip

@@ -1,6 +1,8 @@
 """Names, expressions and files give the function that they say."""
 
+import shutil
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -60,50 +62,11 @@ def test_a_name_like_no_other_is_told_what_there_is():
         target("qqqq")
 
 
-SOURCE = """
-import torch
-from dataclasses import dataclass
-from torch import nn
-from beside import DOUBLE
-
-def swish(x):
-    return x * torch.sigmoid(DOUBLE * x)
-
-class Slope(nn.Module):
-    def __init__(self, slope=0.3):
-        super().__init__()
-        self.slope = nn.Parameter(torch.tensor([slope]))
-    def forward(self, x):
-        return torch.nn.functional.prelu(x, self.slope)
-
-class Sized(nn.Module):
-    def __init__(self, size):
-        super().__init__()
-
-class Doubled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return 2 * x
-
-@dataclass
-class Plain:
-    scale: float = 3.0
-    def __call__(self, x):
-        return self.scale * x
-
-drop = nn.Dropout(0.5)
-steep = Slope(0.7)
-number = 3
-"""
-
-
 @pytest.fixture(scope="module")
-def source(tmp_path_factory):
+def source(tmp_path_factory, programs):
     folder = tmp_path_factory.mktemp("own")
-    (folder / "beside.py").write_text("DOUBLE = 2")
-    path = folder / "acts.py"
-    path.write_text(SOURCE)
-    return path
+    shutil.copy(programs / "beside.py", folder)
+    return Path(shutil.copy(programs / "acts.py", folder))
 
 
 # (name in the file, the function it means)

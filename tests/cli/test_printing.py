@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 import sys
 import time
 from argparse import Namespace
@@ -26,20 +27,6 @@ def strict(text):
     return json.loads(text, parse_constant=refused)
 
 
-# A network that prints as it is made and as it runs.
-LOUD = """
-import torch
-print("read")
-class Loud(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        print("made")
-        self.a, self.act = torch.nn.Linear(4, 4), torch.nn.GELU()
-    def forward(self, x):
-        print("runs")
-        return self.act(self.a(x))
-"""
-
 QUICK = [
     "table --all",
     "explain sin -K 2",
@@ -53,8 +40,8 @@ QUICK = [
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
-    (tmp_path / "loud.py").write_text(LOUD)
+def folder(tmp_path, monkeypatch, programs):
+    shutil.copy(programs / "loud.py", tmp_path)
     monkeypatch.chdir(tmp_path)
     whole = demo.run
     monkeypatch.setattr(
