@@ -284,3 +284,31 @@ threads = [threading.Thread(target=use, args=(n,)) for n in ("convert", "trainin
 print(failed)
 """
     assert _python(code).strip() == "[]"
+
+
+# What modules of networks call of `kernels`: none of it asks which backend is in force.
+CALLED = {"Conv", "Structure", "attention", "blend", "either", "gated_product"}
+_NETWORK = ("layers", "dense", "tying", "unitwise", "cells", "recurrent", "attention")
+
+
+def names_of_kernels(source):
+    """The names of `kernels` that `source` uses: attributes of it, and what it imports from it."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            found |= {node.attr} if node.value.id == "kernels" else set()
+        elif isinstance(node, ast.ImportFrom) and "kernels" in (node.module or "").split("."):
+            found |= {alias.name for alias in node.names}
+    return found
+
+
+def test_modules_of_networks_call_six_names_of_kernels():
+    paths = [SOURCE / f"{name}.py" for name in _NETWORK] + sorted((SOURCE / "nn").glob("*.py"))
+    texts = [path.read_text() for path in paths if path.exists()]
+    assert len(texts) >= 5
+    assert set.union(*map(names_of_kernels, texts)) == CALLED
+
+
+def test_names_of_kernels_are_seen_however_they_are_imported():
+    source = "from threshold_gating.kernels.backend import use\nkernels.blend(x)\nx.native()"
+    assert names_of_kernels(source) == {"use", "blend"}

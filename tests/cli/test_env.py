@@ -10,6 +10,7 @@ import torch
 import threshold_gating
 from threshold_gating import kernels
 from threshold_gating.cli import env
+from threshold_gating.kernels import function
 
 
 def test_env_tries_every_backend(tg):
@@ -46,7 +47,7 @@ def test_env_reports_a_backend_that_fails(tg, monkeypatch):
     def broken(*args, **kwargs):
         raise RuntimeError("no such instruction")
 
-    monkeypatch.setattr(kernels, "blend", broken)
+    monkeypatch.setattr(function, "_gates", broken)
     before = kernels.backend()
     code, out, _ = tg("env")
     assert code == 1
@@ -57,16 +58,14 @@ def test_env_reports_a_backend_that_fails(tg, monkeypatch):
 
 @pytest.mark.parametrize("off_by", [1e-3, math.nan])
 def test_env_reports_a_backend_that_gives_wrong_values(tg, monkeypatch, off_by):
-    right = kernels.blend
-    monkeypatch.setattr(kernels, "blend", lambda *args, **kw: right(*args, **kw) + off_by)
+    right = function._gates
+    monkeypatch.setattr(function, "_gates", lambda *args: right(*args) + off_by)
     code, out, _ = tg("env")
     assert code == 1
     assert re.search(r"^reference +cpu +gives wrong values \(max error (1.0e-03|nan)", out, re.M)
 
 
 def test_env_reports_a_wrong_gradient(tg, monkeypatch):
-    right = kernels.blend
-    monkeypatch.setattr(
-        kernels, "blend", lambda x, *args, **kw: right(x, *args, **kw) + (x - x.detach())
-    )
+    right = function._gates
+    monkeypatch.setattr(function, "_gates", lambda x, *args: right(x, *args) + (x - x.detach()))
     assert "reference         cpu   gives wrong values (max error 1.0e+00)" in tg("env")[1]

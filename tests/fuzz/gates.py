@@ -35,8 +35,8 @@ import torch
 from torch import Tensor
 
 from threshold_gating import kernels, primitive
-from threshold_gating.kernels import fused
-from threshold_gating.kernels.form import take_apart
+from threshold_gating.kernels import graph
+from threshold_gating.kernels.structure import of_call
 
 Array = np.ndarray[Any, Any]
 _DTYPES = (torch.float32, torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -283,8 +283,8 @@ def _parameters(g: Gates, how: str) -> tuple[list[Any], dict[str, Any], list[Ten
 
 def _traced(x: Tensor, *parameters: Any, v: Tensor | None, **options: Any) -> Tensor | None:
     """The formulas of a compiled graph, without a compiler."""
-    call = take_apart(x, *parameters, **options)
-    return None if call is None else fused.blend_traced(x, v, call)
+    call = of_call(*parameters, **options)
+    return None if call is None else graph.steps(x, v, *call)
 
 
 def _compiled(x: Tensor, *parameters: Any, **options: Any) -> Tensor:

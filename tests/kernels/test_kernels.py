@@ -1,5 +1,6 @@
 """The choice of backend, and the lowering to torch's ops."""
 
+import functools
 import os
 import subprocess
 import sys
@@ -10,9 +11,9 @@ import torch.nn.functional as F
 
 from threshold_gating import Activation, kernels, primitive
 from threshold_gating.instance import TG
-from threshold_gating.kernels import fused, launch, ops
-from threshold_gating.kernels.form import take_apart
+from threshold_gating.kernels import cpu, function, graph, layout, runtime
 from threshold_gating.kernels.lowering import native
+from threshold_gating.kernels.structure import Role, of_call
 from threshold_gating.taxonomy import (
     ROWS,
     TAXONOMY,
@@ -152,10 +153,10 @@ class OnDevice:
 
 
 def test_a_kernel_that_is_ready_is_given_no_address_of_another_device(monkeypatch):
-    run, calls = launch.Launch(None, (1,), 4, (7,)), []
+    run, calls = runtime.Launch(None, (1,), 4, (7,)), []
     run.ready[0, "float"] = lambda *given: calls.append(given)
-    monkeypatch.setattr(launch, "_address", OnDevice.data_ptr)
-    monkeypatch.setattr(launch, "_device", OnDevice.get_device)
+    monkeypatch.setattr(runtime, "_address", OnDevice.data_ptr)
+    monkeypatch.setattr(runtime, "_device", OnDevice.get_device)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     run((OnDevice(0), OnDevice(0)), "float")
     assert calls == [(16, 16, 7)]
@@ -201,7 +202,7 @@ def compiled(monkeypatch):
 
 
 def test_a_kernel_is_started_with_what_triton_gives_its_c_function(compiled):
-    launch._runner(compiled, (2, 3, 1), 0)(16, 32, 7)
+    runtime._runner(compiled, (2, 3, 1), 0)(16, 32, 7)
     assert compiled.ordinary == 0
     compiled[2, 3, 1](16, 32, 7)
     ours, theirs = compiled.started
@@ -211,7 +212,7 @@ def test_a_kernel_is_started_with_what_triton_gives_its_c_function(compiled):
 def test_whoever_wants_to_know_of_launches_is_told(compiled):
     from triton import knobs
 
-    run = launch._runner(compiled, (2, 3, 1), 0)
+    run = runtime._runner(compiled, (2, 3, 1), 0)
     knobs.runtime.launch_enter_hook.add(print)
     try:
         run(16)
@@ -226,10 +227,10 @@ def test_whoever_wants_to_know_of_launches_is_told(compiled):
 def test_a_launch_that_is_not_understood_is_left_to_triton(compiled, monkeypatch):
     import triton
 
-    assert launch._fixed(compiled) is not None
-    assert launch._fixed(Compiled(memory=128)) is None
+    assert runtime._fixed(compiled) is not None
+    assert runtime._fixed(Compiled(memory=128)) is None
     monkeypatch.setattr(triton, "__version__", "3.8.0")
-    assert launch._fixed(compiled) is None
+    assert runtime._fixed(compiled) is None
 
 
 def test_an_op_takes_every_layout_and_copies_only_what_is_not_dense():
@@ -245,7 +246,7 @@ def test_an_op_takes_every_layout_and_copies_only_what_is_not_dense():
         (odd, positions, (1, 72, 1), False),
         (image[:, :, ::2], channel, (2, 6, 8), True),
     ):
-        taken, found = ops._dense(x, shape)
+        taken, found = layout.dense(x, shape)
         assert found == sizes
         assert torch.equal(taken, x)
         assert (taken.data_ptr() != x.data_ptr()) == copied
@@ -266,7 +267,7 @@ def test_an_op_takes_every_layout_and_copies_only_what_is_not_dense():
 def test_compiled_sums_have_two_stages_where_that_helps(parameter, x, spread):
     t = torch.randn(parameter, requires_grad=True)
     image = torch.randn(x)
-    wide = fused._spread(t, image)
+    wide = graph._spread(t, image)
     assert wide.shape == spread
     (have,) = torch.autograd.grad((wide * image).sum(), t)
     (want,) = torch.autograd.grad((t * image).sum(), t)
@@ -297,7 +298,7 @@ def test_a_threshold_belongs_to_its_owner_on_a_cpu(owner):
 @pytest.mark.parametrize("sizes", [(7, 3, 5), (4, 5, 6), (1, 1, 100), (9, 1, 1), (1, 9, 2)])
 def test_tiles_cover_memory_once_and_none_is_too_large(sizes, most):
     count = torch.zeros(sizes)
-    for part in fused._parts(sizes, most):
+    for part in cpu._parts(sizes, most):
         count[part] += 1
         assert count[part].numel() <= most
     assert (count == 1).all()
@@ -305,7 +306,7 @@ def test_tiles_cover_memory_once_and_none_is_too_large(sizes, most):
 
 @pytest.mark.parametrize("c", [(-1.0, 2.0), (-1.0, 0.5, 3.0)])
 def test_more_than_a_tile_is_computed_in_several(c):
-    x = torch.randn(2 * max(fused._TILE.values()) + 3)
+    x = torch.randn(2 * max(cpu._TILE.values()) + 3)
     given = (2.0, (-0.5, 0.5)[: len(c) - 1], (0.1, 1.0, 0.3)[: len(c)], c)
     torch.testing.assert_close(*both(x, *given))
 
@@ -373,8 +374,9 @@ def test_a_gated_unit_can_be_differentiated_twice():
     x, up, dy = (torch.randn(5, dtype=torch.float64, requires_grad=True) for _ in range(3))
     given = (1.0, (0.0,), (0.0, 1.0), (0.0, 0.0))
     # only a GPU has a kernel for it, which leaves this to the formulas
-    call = take_apart(x, *given)
-    found = fused._by_autograd(dy, x, up, call, launch.TIMES, (True, True))
+    f = functools.partial(function._formula, of_call(*given)[0], Role.TIMES, ())
+    none = [None] * 6
+    found = function.differentiated(f, (x, up, *none), dy, (True, True, *map(bool, none)))[:2]
     y = up * primitive.blend(x, *given)
     want = torch.autograd.grad(y, (x, up), dy, create_graph=True)
     torch.testing.assert_close(tuple(found), want)
@@ -400,9 +402,11 @@ def test_axes_with_another_between_them_are_left_to_the_reference():
     # parameters along axes 0 and 2: not one run of memory
     shape, x = (2, 1, 3), torch.randn(2, 4, 3)
     theta = torch.randn(1, *shape)
-    assert take_apart(x, 1.0, theta, (0.0, 1.0), (0.0, 0.0)) is None
+    structure, _ = of_call(1.0, theta, (0.0, 1.0), (0.0, 0.0))
+    assert cpu.plan(structure, x.shape, x.stride(), shape) is None
     torch.testing.assert_close(*both(x, 1.0, theta, (0.0, 1.0), (0.0, 0.0)))
-    assert take_apart(x[:, :1], 1.0, theta, (0.0, 1.0), (0.0, 0.0)) is not None
+    one = x[:, :1]
+    assert cpu.plan(structure, one.shape, one.stride(), shape) is not None
 
 
 def test_nan_is_not_lost_between_constant_hard_branches():
@@ -415,8 +419,7 @@ def test_nan_is_not_lost_between_constant_hard_branches():
 
 def traced(x, *parameters):
     """y in the steps that a compiler gets, or of the reference where these have none."""
-    y = fused.blend_traced(x, None, take_apart(x, *parameters))
-    return primitive.blend(x, *parameters) if y is None else y
+    return graph.steps(x, None, *of_call(*parameters))
 
 
 @pytest.mark.parametrize("run", [primitive.blend, kernels.blend, traced])

@@ -1,4 +1,4 @@
-"""Attention by gates in memory linear in the length: the Triton kernels as operations of torch.
+"""Attention by the way that the backend chooses, and the Triton kernels as operations of torch.
 
 `attention_forward` runs one pass (algebraically the gates' output) or, with `literal`, two: the
 statistics of all rows, then every gate evaluated at its threshold. Both share one backward. To
@@ -7,17 +7,82 @@ torch.compile they are opaque, known by the shapes they give. Triton is imported
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from threshold_gating.kernels.flash_launch import Call, interpreting
-from threshold_gating.kernels.launch import is_installed
+from threshold_gating import logits
+from threshold_gating.kernels.backend import BackendError, backend, exporting, takes_native
+from threshold_gating.kernels.flash_launch import Call
+from threshold_gating.kernels.runtime import interpreting, is_installed
 from threshold_gating.logits import Top2
 
 LARGEST_HEAD = 256
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    causal: bool = False,
+    *,
+    scale: float | None = None,
+    gqa: bool = False,
+    tau: Tensor | None = None,
+    way: str | None = None,
+    statistics: bool = False,
+) -> tuple[Tensor | None, Top2 | None]:
+    """Output (..., Hq, L, Ev) and, if asked for, the statistics of its rows; without a value these
+    alone. The arguments are those of `attention.scaled_dot_product_attention`, which see.
+    """
+    plain = backend() == "reference" or exporting()  # exported graphs are for people to read
+    if statistics:
+        chosen = "reference" if plain else "fused"
+    else:
+        chosen = way or _choose(tau, dropout_p, plain)
+    options: dict[str, Any] = {"scale": scale, "enable_gqa": gqa}
+    if chosen == "native":
+        given = (query, key, value, mask, dropout_p, causal)
+        return F.scaled_dot_product_attention(*given, **options), None
+    v = key if value is None else value
+    # the gradient of a mask has as many entries as there are pairs
+    fixed = mask is None or not mask.requires_grad
+    if chosen != "reference" and fixed and can_run(query, key, v, gqa):
+        size = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+        known = (mask, tau, size, causal)
+        if value is None:
+            return None, row_statistics(query, key, *known)
+        literal = chosen == "literal"
+        return attend(query, key, value, *known, literal=literal, statistics=statistics)
+    if not statistics:
+        assert value is not None
+        given = (query, key, value, mask, dropout_p, causal)
+        return logits.attend(*given, **options, tau=tau), None
+    z = logits.attention_logits(query, key, mask, causal, scale, gqa, tau)
+    out = None if value is None else logits.mixed(z, query, value, enable_gqa=gqa)
+    return out, logits.top2(z)
+
+
+def _choose(tau: Tensor | None, dropout_p: float, plain: bool) -> str:
+    """The way of a call by the backend in force, or `reference`."""
+    name = backend()
+    if tau is None and takes_native(name):
+        return "native"
+    if name == "native":
+        raise BackendError(
+            "attention with a temperature has no native op; use the backend 'auto' or "
+            "'reference' for it."
+        )
+    if dropout_p or plain:
+        return "reference"
+    # the backend triton promises that every gate is evaluated
+    return "literal" if name == "triton" else "fused"
 
 
 def can_run(query: Tensor, key: Tensor, value: Tensor, gqa: bool) -> bool:

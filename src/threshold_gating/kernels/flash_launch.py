@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-import os
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from threshold_gating.kernels.runtime import interpreting
 
 
 class Blocks(NamedTuple):
@@ -38,11 +39,6 @@ _SWEPT = {
     "queries_gradient": {64: Blocks(64, 64, 4, 3), 128: Blocks(128, 64, 8, 3)},
     "keys_gradient": {64: Blocks(64, 64, 4, 3), 128: Blocks(64, 64, 4, 2)},
 }
-
-
-def interpreting() -> bool:
-    """Whether Triton runs its kernels step by step on the CPU."""
-    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 class Call:

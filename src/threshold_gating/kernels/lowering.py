@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,7 +36,14 @@ def _found(name: str) -> Any:
 # again. The functions that torch.nn.functional calls, because they are the fastest; around a call
 # of one, a mode that answers such calls has to be off.
 _OPS = {name: _found(name) for name in {*_FIXED.values(), *_WITH_PARAMETERS}}
-_OVERWRITING = {op: _found(name + "_") for name, op in _OPS.items()}
+_OVERWRITING = {name: _found(name + "_") for name in _OPS}
+
+
+class Native(NamedTuple):
+    """An op of torch and its parameters."""
+
+    name: str
+    parameters: tuple[float, ...] = ()
 
 
 def native(t: TG) -> Op | None:
@@ -45,28 +52,37 @@ def native(t: TG) -> Op | None:
     >>> native(TG(1, 0, (0, 1), (0, 0)))(torch.tensor([1.0]))
     tensor([0.7311])
     """
+    call = native_call(t)
+    if call is None:
+        return None
+    op: Op = _OPS[call.name]
+    return partial(_call, op, call.parameters) if call.parameters else op
+
+
+def native_call(t: TG) -> Native | None:
+    """`native` as a name and parameters."""
     if t in _FIXED:
-        return _op(_FIXED[t])
+        return Native(_FIXED[t])
     if t.clamp is not None and set(t.s) == {1.0} and set(t.c) == {0.0} and t.q is None:
-        return _op("hardtanh", *t.clamp)
+        return Native("hardtanh", t.clamp)
     if (bounds := _bounds(t)) is not None:
-        return _op(*bounds)
+        return bounds
     if t.K == 2 and t == taxonomy.leaky_relu(t.s[0]):
-        return _op("leaky_relu", t.s[0])
+        return Native("leaky_relu", (t.s[0],))
     if t.K == 2 and t == taxonomy.threshold(t.theta[0], t.c[0]):
-        return _op("threshold", t.theta[0], t.c[0])
+        return Native("threshold", (t.theta[0], t.c[0]))
     if t.K == 3:
         low, high = t.theta
         if low < high and t == taxonomy.hardtanh(low, high):
-            return _op("hardtanh", low, high)
+            return Native("hardtanh", (low, high))
         if high >= 0 and t == taxonomy.hardshrink(high):
-            return _op("hardshrink", high)
+            return Native("hardshrink", (high,))
         if high >= 0 and t == taxonomy.softshrink(high):
-            return _op("softshrink", high)
+            return Native("softshrink", (high,))
     return None
 
 
-def _bounds(t: TG) -> tuple[Any, ...] | None:
+def _bounds(t: TG) -> Native | None:
     """The clamp of torch that `t` is, with its bounds: at a bound its gradient is the inside's."""
     for name, s, owner in (
         ("clamp", (0.0, 1.0, 0.0), ("hi", "lo")),
@@ -75,17 +91,16 @@ def _bounds(t: TG) -> tuple[Any, ...] | None:
     ):
         c = tuple(t.theta[min(k, t.K - 2)] * (1 - w) for k, w in enumerate(s)) if t.K > 1 else ()
         if t.s == s and t == TG(math.inf, t.theta, s, c, owner=owner):
-            return name, *t.theta
+            return Native(name, t.theta)
     return None
 
 
-def overwriting(op: Op, x: Tensor) -> Tensor:
-    """`op`, which `native` gave, written over its input."""
-    plain, parameters = op.args if isinstance(op, partial) else (op, ())
-    inplace = _OVERWRITING[plain]
-    if inplace is None:  # torch has no such form of it
-        return overwritten(x, op)
-    y: Tensor = inplace(x, *parameters)
+def lowered(call: Native, x: Tensor, inplace: bool = False) -> Tensor:
+    """The op at x, written over it if asked."""
+    op = _OVERWRITING[call.name] if inplace else None
+    if inplace and op is None:  # torch has no such form of it
+        return overwritten(x, partial(lowered, call))
+    y: Tensor = (op or _OPS[call.name])(x, *call.parameters)
     return y
 
 
@@ -96,10 +111,6 @@ def overwritten(x: Tensor, f: Op) -> Tensor:
     """
     kept = torch.is_grad_enabled() or torch.compiler.is_compiling()
     return x.copy_(f(x.clone() if kept else x))
-
-
-def _op(name: str, *parameters: float) -> Op:
-    return partial(_call, _OPS[name], parameters) if parameters else _OPS[name]
 
 
 def _call(op: Callable[..., Tensor], parameters: tuple[float, ...], x: Tensor) -> Tensor:

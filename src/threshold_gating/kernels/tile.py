@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from threshold_gating import primitive
-from threshold_gating.kernels.form import Form
+from threshold_gating.kernels.structure import Gate, Rows, Structure, Wanted
 from threshold_gating.primitive import Value
 
 AUDITED_AS = "gates"  # see conversion.audit
@@ -50,9 +50,12 @@ UNDERFLOW = {torch.float32: 150.0, torch.float64: 1080.0}
 
 
 class Scratch:
-    """Memory for the steps of one tile, the same for every tile: `new()` until `clear`."""
+    """Memory for the steps of one tile, the same for every tile: `new()` until `clear`.
 
-    def __init__(self, elements: int, dtype: torch.dtype) -> None:
+    Without a number of elements there is one tile, and all of it is new.
+    """
+
+    def __init__(self, elements: int | None, dtype: torch.dtype) -> None:
         self._elements, self._dtype = elements, dtype
         self._buffers: list[Tensor] = []
         self._used, self._shape = 0, torch.Size()
@@ -61,6 +64,8 @@ class Scratch:
         self._used, self._shape = 0, shape
 
     def new(self) -> Tensor:
+        if self._elements is None:
+            return torch.empty(self._shape, dtype=self._dtype)
         if self._used == len(self._buffers):
             self._buffers.append(torch.empty(self._elements, dtype=self._dtype))
         buffer = self._buffers[self._used]
@@ -80,49 +85,35 @@ class Scratch:
         return torch.add(a, b, out=self.new())
 
 
-class Values(NamedTuple):
-    """The parameters of a tile: numbers, or tensors of shape (1, G, 1) or (1, 1, 1)."""
+class Sums(NamedTuple):
+    """The gradients of tau, theta, s and c, summed to (1, G, 1), one for each row, if wanted."""
 
-    tau: list[Value]
-    theta: list[Value]
-    s: list[Value]
-    c: list[Value]
-
-
-class Wanted(NamedTuple):
-    """Which gradients somebody asks for; v is what the branches read, where it is not x."""
-
-    x: bool
-    v: bool
-    tau: bool
-    theta: bool
-    s: bool
-    c: bool
-
-
-class Gradients(NamedTuple):
-    """Gradients; those of the parameters are summed to (1, G, 1), one for each row, if wanted."""
-
-    x: Tensor | None
-    v: Tensor | None
     tau: list[Tensor]
     theta: list[Tensor]
     s: list[Tensor]
     c: list[Tensor]
 
 
+class Gradients(NamedTuple):
+    """Of one tile."""
+
+    x: Tensor | None
+    v: Tensor | None
+    sums: Sums
+
+
 def forward(
-    x: Tensor, v: Tensor, form: Form, p: Values, room: Scratch, out: Tensor | None = None
+    x: Tensor, v: Tensor, structure: Structure, p: Rows, room: Scratch, out: Tensor | None = None
 ) -> Tensor:
     """y of one tile; `v` is what the branches read, mostly `x` itself. `out` may become y."""
-    if form.hard:
-        return _forward_hard(x, v, form, p, room)
-    if form.K > 2:
+    if structure.hard:
+        return _forward_hard(x, v, structure, p, room)
+    if structure.K > 2:
         parts, share = _parts(x, p.tau, p.theta, room)
         slope, constant = (_mean(parts, w, room, share) for w in (p.s, p.c))
         if isinstance(slope, Tensor) and not math.isfinite(float(v.sum())):
             v = primitive.settled(v, slope)
-    elif form.centred and all(map(_is_balanced, (p.s, p.c))):
+    elif structure.gate == Gate.CENTRED and all(map(_is_balanced, (p.s, p.c))):
         swing = _tanh_(_argument(x, p.tau[0], p.theta[0], 0.5, room))
         lines = [((w[0] + w[1]) / 2, (w[1] - w[0]) / 2) for w in (p.c, p.s)]
         constant = _line(swing, *lines[0], room)
@@ -138,7 +129,7 @@ def forward(
     return y if isinstance(y, Tensor) else torch.where(x.isnan(), x, y)
 
 
-def _two_means(x: Tensor, p: Values, room: Scratch) -> tuple[Value, Value]:
+def _two_means(x: Tensor, p: Rows, room: Scratch) -> tuple[Value, Value]:
     """The mean slope and the mean constant of two branches.
 
     Of each pair w_small + (w_large - w_small) g_large does not cancel; so where the larger ones
@@ -180,12 +171,12 @@ def _holds(condition: bool | Tensor) -> bool:
     return bool(condition.all()) if isinstance(condition, Tensor) else condition
 
 
-def _forward_hard(x: Tensor, v: Tensor, form: Form, p: Values, room: Scratch) -> Tensor:
+def _forward_hard(x: Tensor, v: Tensor, structure: Structure, p: Rows, room: Scratch) -> Tensor:
     if not math.isfinite(float(x.sum())):  # 0 * inf; seldom, so by the reference
         other = None if v is x else v
         theta = [torch.as_tensor(t, dtype=x.dtype) for t in p.theta]  # data, which may have crossed
-        return primitive.blend(x, math.inf, theta, p.s, p.c, v=other, owner=form.owner)
-    g = _hard_gates(x, form, p, room)
+        return primitive.blend(x, math.inf, theta, p.s, p.c, v=other, owner=structure.owner)
+    g = _hard_gates(x, structure, p, room)
     slope, constant = _mean(g, p.s, room), _mean(g, p.c, room)
     y = slope.mul_(v) if isinstance(slope, Tensor) else _branch(slope, v, 0.0, room)
     y = _added(y, constant)
@@ -193,17 +184,17 @@ def _forward_hard(x: Tensor, v: Tensor, form: Form, p: Values, room: Scratch) ->
 
 
 def backward(
-    dy: Tensor, x: Tensor, v: Tensor, form: Form, p: Values, room: Scratch, wanted: Wanted
+    dy: Tensor, x: Tensor, v: Tensor, structure: Structure, p: Rows, room: Scratch, wanted: Wanted
 ) -> Gradients:
     """The gradients of one tile, with the gates computed anew."""
-    if form.hard:
-        return _backward_hard(dy, x, v, form, p, room, wanted)
-    way = _backward_two if form.K == 2 else _backward_many
-    return way(dy, x, v, form, p, room, wanted)
+    if structure.hard:
+        return _backward_hard(dy, x, v, structure, p, room, wanted)
+    way = _backward_two if structure.K == 2 else _backward_many
+    return way(dy, x, v, structure, p, room, wanted)
 
 
 def _backward_two(
-    dy: Tensor, x: Tensor, v: Tensor, form: Form, p: Values, room: Scratch, wanted: Wanted
+    dy: Tensor, x: Tensor, v: Tensor, structure: Structure, p: Rows, room: Scratch, wanted: Wanted
 ) -> Gradients:
     tau, theta = p.tau[0], p.theta[0]
     moved = room.difference(x, theta) if _is_there(theta) else x
@@ -222,45 +213,43 @@ def _backward_two(
     through = _mean(gates, p.s, room)  # of gates that are weighed with dy already
     if not isinstance(through, Tensor):
         through = room.product(dy, through)
-    sums: dict[str, list[Tensor]] = {name: [] for name in Values._fields}
+    sums = Sums([], [], [], [])
     if wanted.theta:
-        sums["theta"] = [-tau * _sum(turn)]
+        sums.theta.append(-tau * _sum(turn))
     if wanted.tau:
-        sums["tau"] = [_sum(room.product(turn, moved))]
+        sums.tau.append(_sum(room.product(turn, moved)))
     if wanted.c:
-        sums["c"] = [_sum(gate) for gate in gates]
+        sums.c.extend([_sum(gate) for gate in gates])
     if wanted.s:
-        sums["s"] = [_sum(gate.mul_(v)) for gate in gates]
+        sums.s.extend([_sum(gate.mul_(v)) for gate in gates])
     dx, dv = _to_inputs(through, turn, tau, x is v, wanted)
-    return Gradients(dx, dv, **sums)
+    return Gradients(dx, dv, sums)
 
 
 def _backward_many(
-    dy: Tensor, x: Tensor, v: Tensor, form: Form, p: Values, room: Scratch, wanted: Wanted
+    dy: Tensor, x: Tensor, v: Tensor, structure: Structure, p: Rows, room: Scratch, wanted: Wanted
 ) -> Gradients:
     g = _gates(x, p.tau, p.theta, room)
     slope = _mean(g, p.s, room)
-    sums: dict[str, list[Tensor]] = {name: [] for name in Values._fields}
+    sums = Sums([], [], [], [])
     turn: Tensor | None = None
     taus = p.tau * len(p.theta) if len(p.tau) == 1 else p.tau
     for m, each in enumerate(_turns(dy, v, g, p, room)):
         if wanted.theta:
-            sums["theta"].append(-taus[m] * _sum(each))
+            sums.theta.append(-taus[m] * _sum(each))
         if wanted.tau:
-            sums["tau"].append(_sum(room.difference(x, p.theta[m]).mul_(each)))
+            sums.tau.append(_sum(room.difference(x, p.theta[m]).mul_(each)))
         step = each if len(p.tau) == 1 else each.mul_(taus[m])
         turn = step if turn is None else turn.add_(step)
     if wanted.tau and len(p.tau) == 1:
-        sums["tau"] = [sum(sums["tau"][1:], sums["tau"][0])]
+        sums.tau[:] = [sum(sums.tau[1:], sums.tau[0])]
     _branch_sums(dy, v, g, sums, wanted)
     outer = p.tau[0] if len(p.tau) == 1 else 1.0
     dx, dv = _to_inputs(_times(slope, dy, room), turn, outer, x is v, wanted)
-    return Gradients(dx, dv, **sums)
+    return Gradients(dx, dv, sums)
 
 
-def _turns(
-    dy: Tensor, v: Tensor, g: Sequence[Tensor], p: Values, room: Scratch
-) -> Iterator[Tensor]:
+def _turns(dy: Tensor, v: Tensor, g: Sequence[Tensor], p: Rows, room: Scratch) -> Iterator[Tensor]:
     """dy T_m for each threshold, low to high, in memory of its own."""
     affine = any(_is_there(c) for c in p.c)
     weighed = []  # g_k L_k, or g_k s_k where L_k = s_k v
@@ -290,29 +279,27 @@ def _within_range(t: Value) -> Value:
 
 
 def _backward_hard(
-    dy: Tensor, x: Tensor, v: Tensor, form: Form, p: Values, room: Scratch, wanted: Wanted
+    dy: Tensor, x: Tensor, v: Tensor, structure: Structure, p: Rows, room: Scratch, wanted: Wanted
 ) -> Gradients:
     """The slope of the region x lies in; a comparison gives tau and theta nothing."""
-    g = _hard_gates(x, form, p, room)
+    g = _hard_gates(x, structure, p, room)
     slope = _mean(g, p.s, room)
-    sums: dict[str, list[Tensor]] = {name: [] for name in Values._fields}
+    sums = Sums([], [], [], [])
     if wanted.theta:
-        sums["theta"] = [torch.zeros_like(x[:1, :, :1])] * len(p.theta)
+        sums.theta.extend([torch.zeros_like(x[:1, :, :1])] * len(p.theta))
     _branch_sums(dy, v, g, sums, wanted)
     dx, dv = _to_inputs(_times(slope, dy, room), None, 0.0, x is v, wanted)
-    return Gradients(dx, dv, **sums)
+    return Gradients(dx, dv, sums)
 
 
-def _branch_sums(
-    dy: Tensor, v: Tensor, g: Sequence[Tensor], sums: dict[str, list[Tensor]], wanted: Wanted
-) -> None:
+def _branch_sums(dy: Tensor, v: Tensor, g: Sequence[Tensor], sums: Sums, wanted: Wanted) -> None:
     """sum dy g_k v and sum dy g_k; overwrites the gates."""
     for gk in g if wanted.s or wanted.c else ():
         gk.mul_(dy)
         if wanted.c:
-            sums["c"].append(_sum(gk))
+            sums.c.append(_sum(gk))
         if wanted.s:
-            sums["s"].append(_sum(gk.mul_(v)))
+            sums.s.append(_sum(gk.mul_(v)))
 
 
 def _times(slope: Value, dy: Tensor, room: Scratch) -> Tensor:
@@ -324,7 +311,7 @@ def _to_inputs(
     through: Tensor, turn: Tensor | None, tau: Value, one_input: bool, wanted: Wanted
 ) -> tuple[Tensor | None, Tensor | None]:
     """(dx, dv) = (tau dy T, dy slope), or their sum where the branches read x; overwrites both."""
-    if not wanted.x and not wanted.v:
+    if not wanted.x and not wanted.other:
         return None, None
     if not one_input:
         return (torch.zeros_like(through) if turn is None else turn.mul_(tau)), through
@@ -398,9 +385,9 @@ def _mean(
     return total if share is None else total.mul_(share)
 
 
-def _hard_gates(x: Tensor, form: Form, p: Values, room: Scratch) -> list[Tensor]:
+def _hard_gates(x: Tensor, structure: Structure, p: Rows, room: Scratch) -> list[Tensor]:
     """0 and 1 in floats: a mask of bools is four times as slow to use."""
-    owners = form.owner or ("lo",) * len(p.theta)
+    owners = structure.owner or ("lo",) * len(p.theta)
     beyond = [
         (torch.gt if owner == "lo" else torch.ge)(x, theta, out=room.new())
         for theta, owner in zip(p.theta, owners, strict=True)

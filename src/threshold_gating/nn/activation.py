@@ -10,41 +10,20 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
-from threshold_gating import kernels, primitive, taxonomy
+from threshold_gating import kernels, taxonomy
 from threshold_gating.instance import TG
-from threshold_gating.primitive import Anchor, Value
+from threshold_gating.primitive import Value
 
 Share = Literal["net", "layer", "channel", "head", "neuron"]
 SHARES = get_args(Share)
 LEARNABLE = ("tau", "theta", "s", "c")
 # What is fixed when an activation is made, and the argument that sets it.
 _FIXED = {"init": "init", "share": "share", "group": "channels", "learned": "train"}
-# exp(7) is 1100 times softer or sharper than the start; further out tau would leave float32.
-_RHO_BOUND = kernels.traced.BOUND
-
-
-class _Structure(NamedTuple):
-    """What `blend` may know at compile time; equal for equal shapes of activation.
-
-    An entry of s or c that is 0 or +-1 and not learned is a number, every other one is None and
-    read from a tensor, so that layers which differ only in their values share a compiled graph.
-    """
-
-    hard: bool
-    own_tau: bool
-    form: str
-    owner: tuple[str, ...] | None
-    s: tuple[float | None, ...]
-    c: tuple[float | None, ...]
-    q: tuple[float, ...] | None
-    anchor: tuple[Anchor, ...] | None
-    clamp: tuple[float, float] | None
-    centred: bool
 
 
 class Activation(nn.Module):
@@ -103,10 +82,7 @@ class Activation(nn.Module):
         self.share, self.axis, self.inplace = share, axis, inplace
         self.group = _group(share, channels)
         self.learned = _learned(record, train)
-        self._structure = _structure(record, self.learned)
-        self._op = None if self.learned else kernels.native(record)
-        self._jumps = record.hard and "theta" in self.learned and _has_jump(record)
-        self._kind = _kind(record, self._structure, self.learned)
+        self._structure = kernels.Structure.of(record, self.learned)
         self._reset(device=device)
 
     def _reset(self, device: Any) -> None:
@@ -131,7 +107,8 @@ class Activation(nn.Module):
         t = self.init
         if name == "tau0" and not isinstance(t.tau, tuple):
             return torch.full(self.group, t.tau, device=device, dtype=dtype)
-        rows = {"tau0": t.tau, "theta0": t.theta, "s": t.s, "c": t.c, "v": _anchored_values(t)}
+        values = kernels.Structure.anchored_values(t)
+        rows = {"tau0": t.tau, "theta0": t.theta, "s": t.s, "c": t.c, "v": values}
         column = torch.tensor(rows[name], device=device, dtype=dtype)
         return column.view(-1, *(1 for _ in self.group)).repeat(1, *self.group)
 
@@ -183,7 +160,8 @@ class Activation(nn.Module):
         t = self.init
         fixed = {k: v for k, v in t.to_dict().items() if k not in ("anchor", *self.learned)}
         if t.hard and "c" in fixed:
-            fixed["c"] = list(_anchored_values(t))  # as `v`, which stays while theta moves
+            # as `v`, which stays while theta moves
+            fixed["c"] = list(kernels.Structure.anchored_values(t))
         return {**fixed, "K": t.K, "axis": None if self.group == (1,) else self.axis}
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -200,87 +178,26 @@ class Activation(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the activation to each element of `x`; shape and dtype are kept."""
-        if torch._C._len_torch_function_stack() == 0:
-            return self._evaluated(x)
-        # An owner around us must not look at our steps, nor answer them.
-        with torch._C.DisableTorchFunction():
-            return self._evaluated(x)
+        return kernels.blend(x, self._structure, self._held, native=True, inplace=self.inplace)
 
-    def _evaluated(self, x: Tensor) -> Tensor:
-        if not self.inplace:
-            return self._gated(x)
-        if kernels.takes_native() and self._op is not None:
-            return kernels.overwriting(self._op, x)
-        return kernels.overwritten(x, self._gated)
-
-    def _gated(self, x: Tensor) -> Tensor:
-        # The backend is asked first: with native off, whether there is an op must not matter to a
-        # compiled graph.
-        if kernels.takes_native():
-            op = self._op or kernels.lowered(None)
-            if op is not None:
-                return op(x)
-        if (kernels.launches(x) or kernels.traces(x)) and (y := self._launched(x)) is not None:
-            return y
+    def _held(self, x: Tensor) -> tuple[Any, tuple[int, ...]]:
+        """The tensors of the gate, and the shape in which a group's values broadcast against x."""
+        tensors = self._held_tensors()
         if x.dtype == torch.float64 and not self.learned and self.theta0.dtype != torch.float64:
-            return kernels.evaluate(self.init, x)  # its tensors would have 0.2 in float32
-        shape = self._shape_in(x)
-        tau, *rows = self.values()
-        theta, s, c = ([_viewed(w, shape) for w in row] for row in rows)  # type: ignore[attr-defined]
-        form = self._structure
-        y = kernels.blend(
-            x,
-            [_viewed(t, shape) for t in tau] if isinstance(tau, list) else _viewed(tau, shape),
-            theta,
-            s,
-            c,
-            form=form.form,
-            owner=form.owner,
-            q=form.q,
-            anchor=form.anchor,
-            clamp=form.clamp,
-            centred=form.centred,
-        )
-        if self._jumps and torch.is_grad_enabled():
-            y = primitive.straight_through(x, y, theta, s, c)
-        return y
+            # float32 has not all digits of 0.2
+            own = {name: self._start(name, x.device, x.dtype) for name in self._buffers}
+            tensors = self._structure.tensors(own, self)
+        shape_in = _shape_in if torch.compiler.is_compiling() else _kept_shape
+        return tensors, shape_in(self.share, self.group, self.axis, x.shape)
 
-    def _launched(self, x: Tensor) -> Tensor | None:
-        """By one kernel that takes the parameters as they are, or None if there is none."""
-        if self._kind is None or (self._jumps and torch.is_grad_enabled()):
-            return None  # a threshold at a jump has a gradient that no kernel gives
+    def _held_tensors(self) -> Any:
         # looked up here, because attributes of a module take longer than the rest
-        tensors: dict[str, Any] = {**self._buffers, **self._parameters}
-        names = self._kind.names
-        try:
-            own: Any = [name and tensors[name] for name in names]
-        except KeyError:  # a parametrization makes it anew whenever it is asked for
-            own = [name and getattr(self, name) for name in names]
-        given = kernels.direct.Given(*own)
-        if torch.compiler.is_compiling():
-            known = self._kind.form, self._kind.codes
-            return kernels.traced.activation(x, *known, self._shape_in(x), given)
-        shape = _kept_shape(self.share, self.group, self.axis, x.shape)
-        return kernels.direct.activation(x, self._kind, shape, given)
-
-    def _shape_in(self, x: Tensor) -> tuple[int, ...]:
-        """The shape in which a group's values broadcast against `x`."""
-        return _shape_in(self.share, self.group, self.axis, x.shape)
+        return self._structure.tensors({**self._buffers, **self._parameters}, self)
 
     def values(self) -> tuple[Any, list[Tensor], list[Value], list[Value]]:
         """(tau, theta, s, c) now: structural numbers where they are known, else tensors."""
-        known, learned = self._structure, self.learned
-        theta = list((self.theta0 + self.dtheta if "theta" in learned else self.theta0).unbind(0))
-        s = _filled(known.s, self.s)
-        if known.hard:
-            c = _filled(known.c, self.v if learned else self.c)
-            if learned:
-                c = [_intercept(*p) for p in zip(c, s, nearest(theta), strict=True)]
-            return math.inf, theta, s, c
-        tau = self.tau0
-        if "tau" in learned:
-            tau = tau * sharpening(self.rho)
-        return list(tau.unbind(0)) if known.own_tau else tau, theta, s, _filled(known.c, self.c)
+        tau, theta, s, c = self._structure.rows(self._held_tensors())
+        return tau if isinstance(self.init.tau, tuple) else tau[0], theta, s, c
 
     def reset_parameters(self) -> None:
         """Return to `init`."""
@@ -300,7 +217,7 @@ class Activation(nn.Module):
         They may be numbers or tensors, K or K - 1 along the first axis, and broadcast to the group.
         """
         if "tau" in self.learned:
-            own = self._structure.own_tau
+            own = isinstance(self.init.tau, tuple)
             self.tau0.copy_(_rows_like(tau, self.tau0) if own else torch.as_tensor(tau))
             self.rho.zero_()
         if "theta" in self.learned:
@@ -310,7 +227,7 @@ class Activation(nn.Module):
             self.s.copy_(_rows_like(s, self.s))
         if "c" in self.learned and c is not None:
             if self.init.hard:
-                near = torch.stack(nearest(list(self.theta0.unbind(0))))
+                near = torch.stack(kernels.Structure.nearest(list(self.theta0.unbind(0))))
                 self.v.copy_(_rows_like(c, self.v) + self.s * near)
             else:
                 self.c.copy_(_rows_like(c, self.c))
@@ -366,19 +283,6 @@ def keeping_wide(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
         return t.detach().to(new.device) if narrow else new
 
     return moved
-
-
-def sharpening(rho: Tensor) -> Tensor:
-    """tau / tau0 of a learned gate: exp(rho), exactly 1 at rho = 0 and positive for every rho."""
-    # the op itself: a converted network around us answers torch.clamp
-    bounded: Tensor = torch.ops.aten.clamp.default(rho, -_RHO_BOUND, _RHO_BOUND)
-    return bounded.exp()
-
-
-def is_centred(t: TG) -> bool:
-    """Whether `blend` of a start `t` goes about the midpoint of its branches, as tanh does."""
-    opposite = t.K == 2 and all(abs(w[0]) == abs(w[1]) for w in (t.s, t.c))
-    return not t.hard and opposite and (t.s[0] != t.s[1] or t.c[0] != t.c[1])
 
 
 def _group(share: str, channels: int | Sequence[int] | None) -> tuple[int, ...]:
@@ -449,81 +353,9 @@ def _learned(t: TG, train: Iterable[str]) -> tuple[str, ...]:
     return tuple(n for n in LEARNABLE if n in names)
 
 
-def _structure(t: TG, learned: Sequence[str]) -> _Structure:
-    def known(w: Sequence[float], name: str) -> tuple[float | None, ...]:
-        whole = [bool(t.anchor and t.anchor[k]) or bool(t.q and t.q[k]) for k in range(t.K)]
-        return tuple(
-            x
-            if name not in learned and (x in (-1.0, 0.0, 1.0) or (whole[k] and not learned))
-            else None
-            for k, x in enumerate(w)
-        )
-
-    return _Structure(
-        hard=t.hard,
-        own_tau=isinstance(t.tau, tuple),
-        form=t.form,
-        owner=t.owner,
-        s=known(t.s, "s"),
-        c=known(_anchored_values(t) if t.hard and learned else t.c, "c"),
-        q=t.q,
-        anchor=None if learned else t.anchor,
-        clamp=t.clamp,
-        centred=is_centred(t),
-    )
-
-
-def _kind(t: TG, known: _Structure, learned: Sequence[str]) -> kernels.direct.Kind | None:
-    """What a kernel has to know of an activation; None where there is no kernel."""
-    if not learned:
-        return kernels.direct.frozen_kind(t)
-    if t.K < 2 or t.clamp is not None or (t.K > 2 and t.form != "softmax"):
-        return None
-    taus = (math.inf,) if known.hard else (None,) * (t.K - 1 if known.own_tau else 1)
-    form = kernels.Form(taus, (None,) * (t.K - 1), known.s, known.c, known.owner, known.centred)
-    return kernels.direct.Kind.of(form, learned)
-
-
-def _has_jump(t: TG) -> bool:
-    """Whether neighbouring branches differ where they meet."""
-    ends = [
-        (t.s[k + 1] - t.s[k]) * theta + (t.c[k + 1] - t.c[k]) for k, theta in enumerate(t.theta)
-    ]
-    return any(abs(end) > 1e-6 for end in ends)  # 1/6 of HardSigmoid is not exact
-
-
-def nearest(theta: Sequence[Any]) -> list[Any]:
-    """The threshold each branch is anchored at: the one below it, for the lowest the one above."""
-    return [theta[0], *theta] if theta else [0.0]
-
-
-def _anchored_values(t: TG) -> tuple[float, ...]:
-    """The value of each branch at its own threshold."""
-    parts = zip(t.s, t.c, nearest(t.theta), strict=True)
-    return tuple(s * th + c for s, c, th in parts)
-
-
-def _intercept(v: Value, s: Value, theta: Value) -> Value:
-    """c of the branch with slope s through (theta, v)."""
-    return v if not isinstance(s, Tensor) and s == 0 else v - s * theta
-
-
-def _filled(known: Sequence[float | None], tensor: Tensor) -> list[Value]:
-    rows = tensor.unbind(0)
-    return [row if number is None else number for number, row in zip(known, rows, strict=True)]
-
-
 def _rows_like(w: Any, like: Tensor) -> Tensor:
     """The rows of `w`, numbers or tensors, each expanded to those of `like`."""
     return torch.stack([torch.as_tensor(row).to(like).expand(like.shape[1:]) for row in w])
-
-
-def _viewed(w: Value, shape: tuple[int, ...]) -> Value:
-    if not isinstance(w, Tensor):
-        return w
-    return (
-        w.view(shape) if w.numel() == math.prod(shape) else w.expand(math.prod(shape)).view(shape)
-    )
 
 
 def _columns(rows: Sequence[Value], group: tuple[int, ...]) -> list[tuple[float, ...]]:

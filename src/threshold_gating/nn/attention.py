@@ -13,14 +13,12 @@ and `literal` are the plain formula, `logits.attend`, in quadratic memory.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from threshold_gating import kernels, logits
-from threshold_gating.kernels import flash
+from threshold_gating import kernels
 from threshold_gating.logits import Top2, merge, softmax, thresholds, top2
 from threshold_gating.primitive import wide
 
@@ -79,25 +77,14 @@ def scaled_dot_product_attention(
         shape (..., Hq, L, Ev), the dtype of `query`.
     """
     query, key, value = _checked(query, key, value, attn_mask, is_causal, tau)
+    _check_way(way, tau, dropout_p)
     with torch.autocast(query.device.type, enabled=False):
-        chosen = _choose(way, tau, dropout_p)
-        if chosen == "native":
-            return F.scaled_dot_product_attention(
-                *(query, key, value, attn_mask, dropout_p, is_causal),
-                scale=scale,
-                enable_gqa=enable_gqa,
-            )
-        if chosen != "reference" and _fits(query, key, value, attn_mask, enable_gqa):
-            return flash.attend(
-                *(query, key, value, attn_mask, tau, _scale(query, scale), is_causal),
-                literal=chosen == "literal",
-            )[0]
-        return logits.attend(
+        out, _ = kernels.attention(
             *(query, key, value, attn_mask, dropout_p, is_causal),
-            scale=scale,
-            enable_gqa=enable_gqa,
-            tau=tau,
+            **{"scale": scale, "gqa": enable_gqa, "tau": tau, "way": way},
         )
+    assert out is not None
+    return out
 
 
 def with_statistics(
@@ -118,16 +105,11 @@ def with_statistics(
     take L x S numbers. No gradient flows through them.
     """
     query, key, value = _checked(query, key, value, attn_mask, is_causal, tau)
+    options: Any = {"scale": scale, "gqa": enable_gqa, "tau": tau, "statistics": True}
     with torch.autocast(query.device.type, enabled=False):
-        if _takes_kernels() and _fits(query, key, value, attn_mask, enable_gqa):
-            out, found = flash.attend(
-                *(query, key, value, attn_mask, tau, _scale(query, scale), is_causal),
-                statistics=True,
-            )
-            assert found is not None
-            return out, found
-        z = logits.attention_logits(query, key, attn_mask, is_causal, scale, enable_gqa, tau)
-        return logits.mixed(z, query, value, enable_gqa=enable_gqa), top2(z)
+        out, found = kernels.attention(query, key, value, attn_mask, 0.0, is_causal, **options)
+    assert out is not None and found is not None
+    return out, found
 
 
 def row_statistics(
@@ -142,12 +124,11 @@ def row_statistics(
 ) -> Top2:
     """The statistics of `with_statistics` alone: the first pass of the literal form."""
     query, key, _ = _checked(query, key, key, attn_mask, is_causal, tau)
+    options: Any = {"scale": scale, "gqa": enable_gqa, "tau": tau, "statistics": True}
     with torch.autocast(query.device.type, enabled=False):
-        if _takes_kernels() and _fits(query, key, key, attn_mask, enable_gqa):
-            return flash.row_statistics(query, key, attn_mask, tau, _scale(query, scale), is_causal)
-        return top2(
-            logits.attention_logits(query, key, attn_mask, is_causal, scale, enable_gqa, tau)
-        )
+        _, found = kernels.attention(query, key, None, attn_mask, 0.0, is_causal, **options)
+    assert found is not None
+    return found
 
 
 class TreeOperations(NamedTuple):
@@ -198,20 +179,9 @@ def _lse(a: Tensor, b: Tensor) -> Tensor:
     return larger + torch.log1p(torch.exp(-apart))
 
 
-def _choose(way: str | None, tau: Tensor | None, dropout_p: float) -> str:
-    """The way of a call, or `reference`."""
+def _check_way(way: str | None, tau: Tensor | None, dropout_p: float) -> None:
     if way is None:
-        if tau is None and kernels.takes_native():
-            return "native"
-        if kernels.backend() == "native":
-            raise kernels.BackendError(
-                "attention with a temperature has no native op; use the backend 'auto' or "
-                "'reference' for it."
-            )
-        if dropout_p or not _takes_kernels():
-            return "reference"
-        # the backend triton promises that every gate is evaluated
-        return "literal" if kernels.backend() == "triton" else "fused"
+        return
     if way not in WAYS:
         raise ValueError(f"attention: way is None or one of {', '.join(WAYS)}; got {way!r}.")
     if way == "native" and tau is not None:
@@ -221,27 +191,6 @@ def _choose(way: str | None, tau: Tensor | None, dropout_p: float) -> str:
             f"attention: {way} has no dropout; got dropout_p={dropout_p}. Use 0, the way 'native', "
             "or the backend 'reference' with way=None."
         )
-    return way
-
-
-def _takes_kernels() -> bool:
-    # An exported graph is for people and other tools to read.
-    return kernels.backend() != "reference" and not kernels.exporting()
-
-
-def _fits(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, enable_gqa: bool
-) -> bool:
-    """Whether the kernels can run these arguments here."""
-    return (
-        flash.can_run(query, key, value, enable_gqa)
-        # its gradient has as many entries as there are pairs
-        and not (attn_mask is not None and attn_mask.requires_grad)
-    )
-
-
-def _scale(query: Tensor, scale: float | None) -> float:
-    return 1 / math.sqrt(query.shape[-1]) if scale is None else scale
 
 
 def _autocast(t: Tensor) -> Tensor:

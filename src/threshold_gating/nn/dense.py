@@ -26,8 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 from threshold_gating import kernels, taxonomy
 from threshold_gating.instance import TG
-from threshold_gating.kernels.products import Conv, Gate, launched
-from threshold_gating.nn.activation import Activation, nearest
+from threshold_gating.nn.activation import Activation
 from threshold_gating.nn.tying import (
     SHARES,
     Tier,
@@ -136,52 +135,14 @@ class _Tiered(nn.Module):
         """Number of branches."""
         return int(self.weight.shape[1])
 
-    def _gates(self, shape: tuple[int, ...]) -> tuple[Any, list[Value], list[Value], list[Value]]:
-        """tau, theta, s, c in a shape that broadcasts against what they gate."""
-        tau, theta, s, c = self.gate.values()
-
-        def view(w: Value) -> Value:
-            return w.view(shape) if isinstance(w, Tensor) else w
-
-        taus = [view(t) for t in tau] if isinstance(tau, list) else view(tau)
-        return taus, [view(t) for t in theta], [view(w) for w in s], [view(w) for w in c]
-
-    def _shared(self, x: Tensor, conv: Conv | None) -> Tensor:
+    def _shared(self, x: Tensor, conv: kernels.Conv | None) -> Tensor:
         """Tier W, one product."""
-        if kernels.launches(x):
-            y = launched(x, self._held(), self.weight, self.bias, conv)
-            if y is not None:
-                return y
         spatial = 0 if conv is None else x.dim() - 2
         group = self.gate.group if self.share != "layer" else ()
         shape = (*group, *(1,) * (spatial + 1 - len(group))) if group else ()
-        return kernels.gated_product(
-            x,
-            *self._gates(shape),
-            self.weight,
-            self.bias,
-            form=self.init.form,
-            owner=self.init.owner,
-            conv=conv,
-        )
-
-    def _held(self) -> Gate:
-        gate = self.gate
-        known = gate._structure
-        # looked up here, because attributes of a module take longer than the rest
-        held: dict[str, Any] = {**gate._buffers, **gate._parameters}
-        anchored = known.hard and bool(gate.learned)
-        return Gate(
-            anchored,
-            known.owner,
-            known.s,
-            known.c,
-            held.get("tau0"),
-            held.get("rho"),
-            held["theta0"],
-            held.get("dtheta"),
-            held["v" if anchored else "c"],
-        )
+        held = self.gate._held_tensors()
+        gate = (self.gate._structure, held, shape)
+        return kernels.gated_product(x, *gate, self.weight, self.bias, conv=conv)
 
     def _synaptic(self, x: Tensor, tap: tuple[int, ...], groups: int) -> Tensor:
         """Tiers S and general for one tap of the kernel: (N, C) -> (N, O)."""
@@ -202,7 +163,11 @@ class _Tiered(nn.Module):
         if self.const is not None:
             # Of the gate's own only how far a learned hard threshold has moved its branches.
             moved = self.init.hard and "theta" in self.gate.learned
-            each = list(nearest((-self.gate.dtheta).unbind(0))) if moved else [0.0] * self.K
+            each = (
+                kernels.Structure.nearest((-self.gate.dtheta).unbind(0))
+                if moved
+                else [0.0] * self.K
+            )
         constants = [_times(value(ck), w) for ck, w in zip(each, weights, strict=True)]
         if self.const is not None:
             own = here(self.const).unbind(-2)
@@ -354,12 +319,12 @@ class _Conv(_Tiered):
         y = self._taps(x)
         return y if self.bias is None else y + self.bias.view(-1, *(1,) * len(self.stride))
 
-    def _conv(self) -> Conv:
+    def _conv(self) -> kernels.Conv:
         pad, mode = self._reversed_padding_repeated_twice, self.padding_mode
         even = mode == "zeros" and pad[::2] == pad[1::2]
         padding = tuple(pad[::-2]) if even else (0,) * len(self.stride)
         outside = () if even else tuple(pad)
-        return Conv(
+        return kernels.Conv(
             self.stride, padding, self.dilation, self.groups, outside,
             "constant" if mode == "zeros" else mode,
         )  # fmt: skip

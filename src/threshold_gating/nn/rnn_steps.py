@@ -21,7 +21,6 @@ from torch import Tensor
 
 from threshold_gating import kernels, taxonomy
 from threshold_gating.instance import TG
-from threshold_gating.nn.activation import is_centred
 from threshold_gating.nn.unitwise import Learned
 from threshold_gating.primitive import Value
 
@@ -61,11 +60,10 @@ _Build = Callable[[_Weights, Gates], _Cell]
 
 
 def _blend(t: Instance, x: Tensor) -> Tensor:
-    if isinstance(t, Learned):
-        centred = is_centred(t.start)
-        return kernels.blend(x, t.tau, (t.theta,), t.s, t.c, clamp=t.start.clamp, centred=centred)
-    extra = {"form": t.form, "owner": t.owner, "q": t.q, "anchor": t.anchor, "clamp": t.clamp}
-    return kernels.blend(x, t.tau, t.theta, t.s, t.c, **extra)
+    if not isinstance(t, Learned):
+        return kernels.blend(x, t)
+    centred = kernels.Structure.is_centred(t.start)
+    return kernels.blend(x, t.tau, (t.theta,), t.s, t.c, clamp=t.start.clamp, centred=centred)
 
 
 def _joined(group: Sequence[Instance]) -> Instance:

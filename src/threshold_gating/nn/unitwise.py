@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from threshold_gating import kernels
 from threshold_gating.instance import TG
-from threshold_gating.nn.activation import sharpening
 from threshold_gating.primitive import Value
 
 FAMILIES = ("constant", "free")
@@ -74,6 +74,7 @@ def start(what: str, instances: Sequence[TG], units: int) -> Tensor:
 
 def values(gates: Mapping[str, TG], held: Mapping[str, Tensor]) -> dict[str, Learned]:
     """The learned gates as they are; `held` are the parameters, by what they hold."""
+    sharpening = kernels.Structure.sharpening
     rows = {k: (sharpening(v) if k == "tau" else v).unbind(0) for k, v in held.items()}
     now = {}
     for k, (site, t) in enumerate(gates.items()):

@@ -1,33 +1,41 @@
 """`blend` and its gradients as Triton kernels; imported when one first runs.
 
-The formulas are those of `tile`, in `device_gates`. x is a matrix in memory whose parameters vary
-along its columns (LAYOUT 1: tokens, channels_last) or its rows (2: images) or not at all (0: a
-layer, N values in rows of a tile's width). A program goes through several tiles along the other
-axis, over which a parameter's gradient is summed: it keeps the sums in registers and writes each
-once, for a second stage to add up. Nothing is atomic, so every run gives the same bits.
+The formulas are those of `tile`, in `formulas`. x is a matrix in memory whose parameters vary
+along its columns (LAYOUT COLUMNS: tokens, channels_last) or its rows (ROWS: images) or not at all
+(ONE: a layer, N values in rows of a tile's width). A program goes through several tiles along the
+other axis, over which a parameter's gradient is summed: it keeps the sums in registers and writes
+each once, for a second stage to add up. Nothing is atomic, so every run gives the same bits.
 
-A code tells of each parameter row whether it is a tensor (0) or the number 0, 1 or -1 (1, 2, 3),
-one base-4 digit a row. OTHER tells what a second input does: nothing (0), the branches read it
-instead of x (1), it multiplies y (2). MODE is 0 for K = 2, 1 for K = 2 about the midpoint (tanh),
-2 for one tau, 3 for a tau per threshold, 4 for hard gates, whose OWNERS has a bit for "hi".
-LEARNED has a bit for each step from what is learned to a parameter: 1 for tau exp(rho), 2 for
-theta + shift, 4 for constants that are given as values at the thresholds; 8 if s and c stand in
-memory with all their rows, 16 if the weights are known to be small, 32 if the taus are also the
-same from either end. What the weights are (WIDE) is 0 if they fit float32, 1 if they do not, 2 if
-they are small, 3 if the taus are such as well.
+Constants are those of `gpu.Constants`; shapes are those of a tile, (RB, CB), and of parameters,
+which are (1, 1), (1, CB) or (RB, 1) as LAYOUT says.
 """
 
 # mypy: ignore-errors
 # Constants of a kernel are capitals; tuples grow by +, which Triton understands.
-# ruff: noqa: N803, N806, RUF005, B007
+# ruff: noqa: N803, N806, RUF005, B007, SIM109
 # fmt: off
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from threshold_gating.kernels.device_gates import (
+from threshold_gating.kernels.formulas import (
+    ALONE,
     BOUND,
+    CENTRED,
+    COLUMNS,
+    FITTING,
+    HARD,
+    ONE,
+    ONE_TAU,
+    OVERFLOWING,
+    OWN_TAUS,
+    READ,
+    ROWS,
+    SMALL,
+    TIMES,
+    TWO,
+    ZERO,
     added,
     anchored,
     by_powers,
@@ -50,13 +58,13 @@ from threshold_gating.kernels.device_gates import (
 def _tile(i, R, N, iters, LAYOUT: tl.constexpr, RB: tl.constexpr, CB: tl.constexpr):
     """(rows, columns, place in memory, whether inside) of the i-th tile of this program."""
     program = tl.program_id(0)
-    if LAYOUT == 0:
+    if LAYOUT == ONE:
         rows = (program.to(tl.int64) * iters + i) * RB + tl.arange(0, RB)
         columns = tl.arange(0, CB).to(tl.int64)
         place = rows[:, None] * CB + columns[None, :]
         inside = place < N
     else:
-        if LAYOUT == 1:
+        if LAYOUT == COLUMNS:
             across = tl.cdiv(N, CB)
             rows = ((program // across).to(tl.int64) * iters + i) * RB + tl.arange(0, RB)
             columns = (program % across).to(tl.int64) * CB + tl.arange(0, CB)
@@ -73,9 +81,9 @@ def _tile(i, R, N, iters, LAYOUT: tl.constexpr, RB: tl.constexpr, CB: tl.constex
 def _group(R, N, G, iters, LAYOUT: tl.constexpr, RB: tl.constexpr, CB: tl.constexpr):
     """Which parameters this program reads: one, a row or a column of indices."""
     rows, columns, _, _ = _tile(0, R, N, iters, LAYOUT, RB, CB)
-    if LAYOUT == 0:
+    if LAYOUT == ONE:
         at = tl.zeros((1, 1), tl.int32)
-    elif LAYOUT == 1:
+    elif LAYOUT == COLUMNS:
         at = tl.minimum(columns, N - 1).to(tl.int32)[None, :]
     else:
         at = (tl.minimum(rows, R - 1) % G).to(tl.int32)[:, None]
@@ -85,24 +93,25 @@ def _group(R, N, G, iters, LAYOUT: tl.constexpr, RB: tl.constexpr, CB: tl.conste
 @triton.jit
 def _parameters(
     at, tau_p, rho_p, theta_p, shift_p, s_p, c_p,
-    tau_row, tau_column, theta_row, theta_column, s_row, s_column, c_row, c_column,
+    G,
     TAU_CODE: tl.constexpr, THETA_CODE: tl.constexpr, S_CODE: tl.constexpr, C_CODE: tl.constexpr,
-    K: tl.constexpr, MODE: tl.constexpr, LEARNED: tl.constexpr,
+    K: tl.constexpr, GATE: tl.constexpr,
+    SHARPENED: tl.constexpr, MOVED: tl.constexpr, ANCHORED: tl.constexpr,
 ):
-    """(tau, theta, s, c) as they are now."""
-    TAUS: tl.constexpr = K - 1 if MODE == 3 else 1
-    theta = rows_of(theta_p, theta_row, theta_column, at, THETA_CODE, K - 1, False)
-    if LEARNED // 2 % 2 == 1:
-        theta = added(theta, rows_of(shift_p, theta_row, theta_column, at, 0, K - 1, False))
-    if MODE == 4:
+    """(tau, theta, s, c) as they are now: tuples of rows shaped as `at`."""
+    TAUS: tl.constexpr = K - 1 if GATE == OWN_TAUS else 1
+    theta = rows_of(theta_p, G, at, THETA_CODE, K - 1)
+    if MOVED:
+        theta = added(theta, rows_of(shift_p, G, at, 0, K - 1))
+    if GATE == HARD:
         tau = (theta[0],)  # there is none
     else:
-        tau = rows_of(tau_p, tau_row, tau_column, at, TAU_CODE, TAUS, False)
-        if LEARNED % 2 == 1:
-            tau = sharpened(tau, rows_of(rho_p, tau_row, tau_column, at, 0, TAUS, False))
-    s = rows_of(s_p, s_row, s_column, at, S_CODE, K, LEARNED // 8 % 2 == 1)
-    c = rows_of(c_p, c_row, c_column, at, C_CODE, K, LEARNED // 8 % 2 == 1)
-    if LEARNED // 4 % 2 == 1:
+        tau = rows_of(tau_p, G, at, TAU_CODE, TAUS)
+        if SHARPENED:
+            tau = sharpened(tau, rows_of(rho_p, G, at, 0, TAUS))
+    s = rows_of(s_p, G, at, S_CODE, K)
+    c = rows_of(c_p, G, at, C_CODE, K)
+    if ANCHORED:
         c = anchored(c, s, theta, S_CODE, K)
     return tau, theta, s, c
 
@@ -111,20 +120,20 @@ def _parameters(
 def _forward_tiles(
     x_p, other_p, y_p, R, N, iters, tau, theta, s, c, middle, w, ws, wc,
     S_CODE: tl.constexpr, C_CODE: tl.constexpr, OWNERS: tl.constexpr,
-    K: tl.constexpr, MODE: tl.constexpr, WIDE: tl.constexpr, OTHER: tl.constexpr,
+    K: tl.constexpr, GATE: tl.constexpr, WEIGHTS: tl.constexpr, ROLE: tl.constexpr,
     LAYOUT: tl.constexpr, RB: tl.constexpr, CB: tl.constexpr, STAGES: tl.constexpr,
 ):
     for i in tl.range(iters, num_stages=STAGES):
         _, _, place, inside = _tile(i, R, N, iters, LAYOUT, RB, CB)
         x = tl.load(x_p + place, mask=inside, other=0.0).to(tl.float32)
         v = x
-        if OTHER > 0:
+        if ROLE != ALONE:
             other = tl.load(other_p + place, mask=inside, other=0.0).to(tl.float32)
-            if OTHER == 1:
+            if ROLE == READ:
                 v = other
         y = value(x, v, tau, theta, s, c, middle, w, ws, wc,
-                  S_CODE, C_CODE, OWNERS, K, MODE, WIDE)
-        if OTHER == 2:
+                  S_CODE, C_CODE, OWNERS, K, GATE, WEIGHTS)
+        if ROLE == TIMES:
             y = y * other
         tl.store(y_p + place, y.to(y_p.dtype.element_ty), mask=inside)
 
@@ -133,38 +142,35 @@ def _forward_tiles(
 def blend_forward(
     x_p, other_p, y_p,
     tau_p, rho_p, theta_p, shift_p, s_p, c_p,
-    tau_row, tau_column, theta_row, theta_column, s_row, s_column, c_row, c_column,
     R, N, G, iters,
     TAU_CODE: tl.constexpr, THETA_CODE: tl.constexpr, S_CODE: tl.constexpr, C_CODE: tl.constexpr,
-    OWNERS: tl.constexpr, K: tl.constexpr, MODE: tl.constexpr, OTHER: tl.constexpr,
-    LEARNED: tl.constexpr,
+    OWNERS: tl.constexpr, K: tl.constexpr, GATE: tl.constexpr, ROLE: tl.constexpr,
+    SHARPENED: tl.constexpr, MOVED: tl.constexpr, ANCHORED: tl.constexpr, WEIGHTS: tl.constexpr,
     LAYOUT: tl.constexpr, RB: tl.constexpr, CB: tl.constexpr, STAGES: tl.constexpr,
 ):
     """y = blend(x) of R x N values."""
-    WIDE: tl.constexpr = LEARNED // 16 % 2 * 2 + LEARNED // 32
     at = _group(R, N, G, iters, LAYOUT, RB, CB)
     tau, theta, s, c = _parameters(
         at, tau_p, rho_p, theta_p, shift_p, s_p, c_p,
-        tau_row, tau_column, theta_row, theta_column, s_row, s_column, c_row, c_column,
-        TAU_CODE, THETA_CODE, S_CODE, C_CODE, K, MODE, LEARNED)
-    middle, w, ws, wc, wide = folded(tau, theta, s, c, K, MODE, WIDE)
-    if MODE == 2 and LEARNED < 16:
-        if wide:  # the other loop, so that neither keeps what only the other one needs
+        G, TAU_CODE, THETA_CODE, S_CODE, C_CODE, K, GATE, SHARPENED, MOVED, ANCHORED)
+    middle, w, ws, wc, overflows = folded(tau, theta, s, c, K, GATE, WEIGHTS)
+    if GATE == ONE_TAU and WEIGHTS == FITTING:  # or so it is hoped
+        if overflows:  # the other loop, so that neither keeps what only the other one needs
             _forward_tiles(x_p, other_p, y_p, R, N, iters, tau, theta, s, c, middle, w, ws, wc,
-                           S_CODE, C_CODE, OWNERS, K, MODE, 1, OTHER, LAYOUT, RB, CB, 1)
+                           S_CODE, C_CODE, OWNERS, K, GATE, OVERFLOWING, ROLE, LAYOUT, RB, CB, 1)
         else:
             _forward_tiles(x_p, other_p, y_p, R, N, iters, tau, theta, s, c, middle, w, ws, wc,
-                           S_CODE, C_CODE, OWNERS, K, MODE, 0, OTHER, LAYOUT, RB, CB, STAGES)
+                           S_CODE, C_CODE, OWNERS, K, GATE, FITTING, ROLE, LAYOUT, RB, CB, STAGES)
     else:
         _forward_tiles(x_p, other_p, y_p, R, N, iters, tau, theta, s, c, middle, w, ws, wc,
-                       S_CODE, C_CODE, OWNERS, K, MODE, WIDE, OTHER,
+                       S_CODE, C_CODE, OWNERS, K, GATE, WEIGHTS, ROLE,
                        LAYOUT, RB, CB, STAGES)
 
 
 @triton.jit
 def _gradient(
     x, v, dy, tau, theta, s, c, middle, w, ws, wc, S_CODE: tl.constexpr, C_CODE: tl.constexpr,
-    OWNERS: tl.constexpr, K: tl.constexpr, MODE: tl.constexpr, WIDE: tl.constexpr,
+    OWNERS: tl.constexpr, K: tl.constexpr, GATE: tl.constexpr, WEIGHTS: tl.constexpr,
     SUMMED: tl.constexpr,
 ):
     """(y, mean slope, dy by way of the gates, gates, dy T_m for each threshold).
@@ -172,33 +178,33 @@ def _gradient(
     The last two only if a parameter's gradient needs them (SUMMED).
     """
     g, found = (x,), (x,)
-    if MODE == 2 and WIDE != 1 and not SUMMED:
+    if GATE == ONE_TAU and WEIGHTS != OVERFLOWING and not SUMMED:
         y, slope, turned = by_powers(x, v, tau, middle, w, ws, wc, C_CODE, K)
         turned = turned * dy
-    elif MODE == 3 and WIDE >= 2 and not SUMMED:
+    elif GATE == OWN_TAUS and WEIGHTS >= SMALL and not SUMMED:
         y, slope, turned = turned_from_below(
-            x, v, tau, theta, middle, w, ws, wc, S_CODE, C_CODE, K, WIDE)
+            x, v, tau, theta, middle, w, ws, wc, S_CODE, C_CODE, K, WEIGHTS)
         turned = turned * dy
     else:
-        if MODE == 4:
+        if GATE == HARD:
             g = hard_gates(x, theta, OWNERS, K)
             turned = tl.zeros_like(x)
             slope = mean(g, s, S_CODE, K)
-        elif MODE < 2:
+        elif GATE == TWO or GATE == CENTRED:
             g = two_gates(x, tau, theta)
             bump = dy * (g[0] * g[1])
             found = (bump * v * (s[1] - s[0]) + bump * (c[1] - c[0]),)
             turned = found[0] * tau[0]
-            slope = two_means(x, tau, theta, s, g[0], g[1], S_CODE, MODE)
+            slope = two_means(x, tau, theta, s, g[0], g[1], S_CODE, GATE)
         else:
-            g = soft_gates(x, tau, theta, middle, w, K, MODE, WIDE)
+            g = soft_gates(x, tau, theta, middle, w, K, GATE, WEIGHTS)
             found = turns(g, v, dy, s, c, S_CODE, C_CODE, K)
             slope = mean(g, s, S_CODE, K)
             turned = tl.zeros_like(x)
             for k in tl.static_range(K - 1):
-                turned += found[k] * tau[k if MODE == 3 else 0]
-        if MODE == 1:
-            y = v * slope + two_means(x, tau, theta, c, g[0], g[1], C_CODE, MODE)
+                turned += found[k] * tau[k if GATE == OWN_TAUS else 0]
+        if GATE == CENTRED:
+            y = v * slope + two_means(x, tau, theta, c, g[0], g[1], C_CODE, GATE)
         else:
             y = v * slope + mean(g, c, C_CODE, K)
     return y, slope, turned, g, found
@@ -207,7 +213,7 @@ def _gradient(
 @triton.jit
 def _plus(total, value, LAYOUT: tl.constexpr):
     """A running sum: of columns, whose rows one thread holds, or element by element."""
-    if LAYOUT == 2:
+    if LAYOUT == ROWS:
         total += value
     else:
         total += tl.sum(value, 0)[None, :]
@@ -218,7 +224,7 @@ def _plus(total, value, LAYOUT: tl.constexpr):
 def _backward_tiles(
     x_p, other_p, dy_p, dx_p, dother_p, R, N, iters, tau, theta, s, c, middle, w, ws, wc, sums,
     S_CODE: tl.constexpr, C_CODE: tl.constexpr, OWNERS: tl.constexpr,
-    K: tl.constexpr, MODE: tl.constexpr, WIDE: tl.constexpr, OTHER: tl.constexpr,
+    K: tl.constexpr, GATE: tl.constexpr, WEIGHTS: tl.constexpr, ROLE: tl.constexpr,
     DX: tl.constexpr, DOTHER: tl.constexpr,
     TAUS: tl.constexpr, THETAS: tl.constexpr, SLOPES: tl.constexpr, CONSTANTS: tl.constexpr,
     LAYOUT: tl.constexpr, RB: tl.constexpr, CB: tl.constexpr, STAGES: tl.constexpr,
@@ -229,17 +235,17 @@ def _backward_tiles(
         x = tl.load(x_p + place, mask=inside, other=0.0).to(tl.float32)
         dy = tl.load(dy_p + place, mask=inside, other=0.0).to(tl.float32)
         v, outer = x, dy
-        if OTHER > 0:
+        if ROLE != ALONE:
             other = tl.load(other_p + place, mask=inside, other=0.0).to(tl.float32)
-            if OTHER == 1:
+            if ROLE == READ:
                 v = other
             else:
                 dy = dy * other
         y, slope, turned, g, found = _gradient(
             x, v, dy, tau, theta, s, c, middle, w, ws, wc,
-            S_CODE, C_CODE, OWNERS, K, MODE, WIDE, TAUS + THETAS + SLOPES + CONSTANTS > 0)
+            S_CODE, C_CODE, OWNERS, K, GATE, WEIGHTS, TAUS + THETAS + SLOPES + CONSTANTS > 0)
         dx, dother = dy * slope + turned, outer * y
-        if OTHER == 1:
+        if ROLE == READ:
             dx, dother = turned, dy * slope
         if DX:
             tl.store(dx_p + place, dx.to(x_p.dtype.element_ty), mask=inside)
@@ -247,9 +253,9 @@ def _backward_tiles(
             tl.store(dother_p + place, dother.to(x_p.dtype.element_ty), mask=inside)
         new = ()
         for k in tl.static_range(TAUS):
-            if MODE == 3:
+            if GATE == OWN_TAUS:
                 total = found[k] * (x - theta[k])
-            elif MODE == 2 and WIDE != 1 and THETAS > 0:
+            elif GATE == ONE_TAU and WEIGHTS != OVERFLOWING and THETAS > 0:
                 total = found[0]  # about the middle: the rest follows from the thetas' sums
                 for m in tl.static_range(1, K - 1):
                     total += found[m]
@@ -260,7 +266,7 @@ def _backward_tiles(
                     total += found[m] * (x - theta[m])
             new = new + (_plus(sums[k], total, LAYOUT),)
         for k in tl.static_range(THETAS):
-            if MODE != 4:
+            if GATE != HARD:
                 new = new + (_plus(sums[TAUS + k], found[k], LAYOUT),)
             else:
                 new = new + (sums[TAUS + k],)
@@ -275,36 +281,36 @@ def _backward_tiles(
 
 @triton.jit
 def _finished(
-    sums, at, wide, tau, theta, s, rho_p, tau_row, tau_column, S_CODE: tl.constexpr,
-    K: tl.constexpr, MODE: tl.constexpr, LEARNED: tl.constexpr,
+    sums, at, overflows, tau, theta, s, rho_p, G, S_CODE: tl.constexpr,
+    K: tl.constexpr, GATE: tl.constexpr, SHARPENED: tl.constexpr, ANCHORED: tl.constexpr,
     TAUS: tl.constexpr, THETAS: tl.constexpr, SLOPES: tl.constexpr, CONSTANTS: tl.constexpr,
 ):
     """The sums as gradients of what is learned; all of it is linear, so any part will do."""
     new = ()
     for k in tl.static_range(TAUS):
         total = sums[k]
-        if MODE == 2 and THETAS > 0:
+        if GATE == ONE_TAU and THETAS > 0:
             far = tl.zeros_like(total)
             middle = middle_of(theta, K)
             for m in tl.static_range(K - 1):
                 far += (theta[m] - middle) * sums[TAUS + m]
-            total = tl.where(wide, total, total - far)
-        if LEARNED % 2 == 1:  # d tau / d rho is tau, and 0 beyond the bound
-            rho = tl.load(rho_p + k * tau_row + at * tau_column)
+            total = tl.where(overflows, total, total - far)
+        if SHARPENED:  # d tau / d rho is tau, and 0 beyond the bound
+            rho = tl.load(rho_p + k * G + at)
             total = total * tl.where(tl.abs(rho) <= BOUND, tau[k], 0.0)
         new = new + (total,)
     for k in tl.static_range(THETAS):
         total = sums[TAUS + k]
-        if MODE != 4:
-            total = total * -tau[k if MODE == 3 else 0]
-        elif LEARNED // 4 % 2 == 1:  # branches move with the threshold they stand on
+        if GATE != HARD:
+            total = total * -tau[k if GATE == OWN_TAUS else 0]
+        elif ANCHORED:  # branches move with the threshold they stand on
             for m in tl.static_range(K):
-                if (S_CODE // (4**m)) % 4 != 1 and k == (m - 1 if m > 0 else 0):
+                if (S_CODE // (4**m)) % 4 != ZERO and k == (m - 1 if m > 0 else 0):
                     total -= s[m] * sums[TAUS + THETAS + SLOPES + m]
         new = new + (total,)
     for k in tl.static_range(SLOPES):
         total = sums[TAUS + THETAS + k]
-        if LEARNED // 4 % 2 == 1:
+        if ANCHORED:
             total -= theta[k - 1 if k > 0 else 0] * sums[TAUS + THETAS + SLOPES + k]
         new = new + (total,)
     for k in tl.static_range(CONSTANTS):
@@ -323,9 +329,9 @@ def _store_sum(
     """
     rows, columns, _, _ = _tile(0, R, N, iters, LAYOUT, RB, CB)
     program = tl.program_id(0).to(tl.int64)
-    if LAYOUT == 0:
+    if LAYOUT == ONE:
         tl.store(sums_p + k * tl.num_programs(0) + program, tl.sum(tl.sum(total, 1), 0))
-    elif LAYOUT == 1:
+    elif LAYOUT == COLUMNS:
         at = (program // tl.cdiv(N, CB) * COUNT + k) * N + columns
         tl.store(sums_p + at, tl.sum(total, 0), mask=columns < N)
     else:  # a row is one of R / G with the same parameters
@@ -337,11 +343,11 @@ def _store_sum(
 def blend_backward(
     x_p, other_p, dy_p, dx_p, dother_p, sums_p,
     tau_p, rho_p, theta_p, shift_p, s_p, c_p,
-    tau_row, tau_column, theta_row, theta_column, s_row, s_column, c_row, c_column,
     R, N, G, iters,
     TAU_CODE: tl.constexpr, THETA_CODE: tl.constexpr, S_CODE: tl.constexpr, C_CODE: tl.constexpr,
-    OWNERS: tl.constexpr, K: tl.constexpr, MODE: tl.constexpr, OTHER: tl.constexpr,
-    LEARNED: tl.constexpr, DX: tl.constexpr, DOTHER: tl.constexpr,
+    OWNERS: tl.constexpr, K: tl.constexpr, GATE: tl.constexpr, ROLE: tl.constexpr,
+    SHARPENED: tl.constexpr, MOVED: tl.constexpr, ANCHORED: tl.constexpr, WEIGHTS: tl.constexpr,
+    DX: tl.constexpr, DOTHER: tl.constexpr,
     DTAU: tl.constexpr, DTHETA: tl.constexpr, DS: tl.constexpr, DC: tl.constexpr,
     LAYOUT: tl.constexpr, RB: tl.constexpr, CB: tl.constexpr, STAGES: tl.constexpr,
 ):
@@ -350,43 +356,42 @@ def blend_backward(
     The rows are those of the wanted among tau, theta, s, c, in this order. Constants anchored at a
     threshold are summed even if only this or a slope is wanted, for these follow from them.
     """
-    TAUS: tl.constexpr = DTAU * (K - 1 if MODE == 3 else 1)
-    CONSTANTS: tl.constexpr = K if DC or (LEARNED // 4 % 2 == 1 and (DTHETA or DS)) else 0
-    WIDE: tl.constexpr = LEARNED // 16 % 2 * 2 + LEARNED // 32
+    TAUS: tl.constexpr = DTAU * (K - 1 if GATE == OWN_TAUS else 1)
+    CONSTANTS: tl.constexpr = K if DC or (ANCHORED and (DTHETA or DS)) else 0
     at = _group(R, N, G, iters, LAYOUT, RB, CB)
     tau, theta, s, c = _parameters(
         at, tau_p, rho_p, theta_p, shift_p, s_p, c_p,
-        tau_row, tau_column, theta_row, theta_column, s_row, s_column, c_row, c_column,
-        TAU_CODE, THETA_CODE, S_CODE, C_CODE, K, MODE, LEARNED)
-    middle, w, ws, wc, wide = folded(tau, theta, s, c, K, MODE, WIDE)
-    sums = (tl.zeros((RB if LAYOUT == 2 else 1, CB), tl.float32),)  # Triton wants at least one
+        G, TAU_CODE, THETA_CODE, S_CODE, C_CODE, K, GATE, SHARPENED, MOVED, ANCHORED)
+    middle, w, ws, wc, overflows = folded(tau, theta, s, c, K, GATE, WEIGHTS)
+    sums = (tl.zeros((RB if LAYOUT == ROWS else 1, CB), tl.float32),)  # Triton wants at least one
     for k in tl.static_range(1, TAUS + DTHETA * (K - 1) + DS * K + CONSTANTS):
         sums = sums + (sums[0],)
-    if MODE == 2 and LEARNED < 16:
-        if wide:
+    if GATE == ONE_TAU and WEIGHTS == FITTING:  # or so it is hoped
+        if overflows:
             sums = _backward_tiles(
                 x_p, other_p, dy_p, dx_p, dother_p, R, N, iters, tau, theta, s, c,
-                middle, w, ws, wc, sums, S_CODE, C_CODE, OWNERS, K, MODE, 1, OTHER, DX, DOTHER,
+                middle, w, ws, wc, sums, S_CODE, C_CODE, OWNERS, K, GATE, OVERFLOWING, ROLE,
+                DX, DOTHER,
                 TAUS, DTHETA * (K - 1), DS * K, CONSTANTS, LAYOUT, RB, CB, 1)
         else:
             sums = _backward_tiles(
                 x_p, other_p, dy_p, dx_p, dother_p, R, N, iters, tau, theta, s, c,
-                middle, w, ws, wc, sums, S_CODE, C_CODE, OWNERS, K, MODE, 0, OTHER, DX, DOTHER,
+                middle, w, ws, wc, sums, S_CODE, C_CODE, OWNERS, K, GATE, FITTING, ROLE,
+                DX, DOTHER,
                 TAUS, DTHETA * (K - 1), DS * K, CONSTANTS, LAYOUT, RB, CB, STAGES)
     else:
         sums = _backward_tiles(
             x_p, other_p, dy_p, dx_p, dother_p, R, N, iters, tau, theta, s, c,
-            middle, w, ws, wc, sums, S_CODE, C_CODE, OWNERS, K, MODE, WIDE, OTHER, DX, DOTHER,
+            middle, w, ws, wc, sums, S_CODE, C_CODE, OWNERS, K, GATE, WEIGHTS, ROLE, DX, DOTHER,
             TAUS, DTHETA * (K - 1), DS * K, CONSTANTS, LAYOUT, RB, CB, STAGES)
     COUNT: tl.constexpr = TAUS + DTHETA * (K - 1) + DS * K + DC * K
     if COUNT > 0:
         # Read again rather than kept: registers are what the loop above is short of.
         tau, theta, s, c = _parameters(
             at, tau_p, rho_p, theta_p, shift_p, s_p, c_p,
-            tau_row, tau_column, theta_row, theta_column, s_row, s_column, c_row, c_column,
-            TAU_CODE, THETA_CODE, S_CODE, C_CODE, K, MODE, LEARNED)
-        sums = _finished(sums, at, wide, tau, theta, s, rho_p, tau_row, tau_column, S_CODE,
-                         K, MODE, LEARNED, TAUS, DTHETA * (K - 1), DS * K, CONSTANTS)
+            G, TAU_CODE, THETA_CODE, S_CODE, C_CODE, K, GATE, SHARPENED, MOVED, ANCHORED)
+        sums = _finished(sums, at, overflows, tau, theta, s, rho_p, G, S_CODE,
+                         K, GATE, SHARPENED, ANCHORED, TAUS, DTHETA * (K - 1), DS * K, CONSTANTS)
         for k in tl.static_range(COUNT):
             _store_sum(sums_p, k, sums[k], R, N, G, iters, COUNT, LAYOUT, RB, CB)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from threshold_gating.kernels.device_gates import BOUND, two_gates
+from threshold_gating.kernels.formulas import BOUND, two_gates
 
 
 @triton.jit

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import functools
 import weakref
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from threshold_gating.kernels.launch import Launch, interpreting, readable
+from threshold_gating.kernels.product_formula import Formula
+from threshold_gating.kernels.runtime import Launch, interpreting, readable
+from threshold_gating.kernels.structure import Structure, Tensors
 
 # Inputs of 16 bits and outputs of a tile. Swept on an H200 against torch's product with one matrix:
 # 1.00 of it at 4096 x 4096, 1.09 at 8192 x 8192, where two warps and six stages are slower.
@@ -36,13 +38,15 @@ _COPIES: dict[int, _Copy] = {}
 _SCRATCH: dict[tuple[int, int], Tensor] = {}
 
 
-def takes(x: Tensor, weight: Tensor, theta0: Tensor) -> bool:
+def takes(formula: Formula, x: Tensor, weight: Tensor, tensors: Tensors) -> bool:
     """Whether x is one vector, with one threshold for all elements or one for each.
 
     And whether a copy of the weights can follow them: inference tensors do not say that they
     changed, and a graph that is recorded now would read the copy after they did.
     """
-    inner = x.shape[-1]
+    theta0, c, inner = tensors.theta0, tensors.c, x.shape[-1]
+    if formula.conv is not None or theta0 is None or c is None or set(formula.structure.s) != {1.0}:
+        return False
     one = x.numel() == inner == weight.shape[-1] > 0 and x.dtype == weight.dtype
     if not one or not x.is_contiguous() or theta0.dim() != 2 or theta0.shape[1] not in (1, inner):
         return False
@@ -51,25 +55,36 @@ def takes(x: Tensor, weight: Tensor, theta0: Tensor) -> bool:
     return followed and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
+class _Known(NamedTuple):
+    """What the kernel knows when it is compiled."""
+
+    thresholds: int
+    owners: int  # a bit for each threshold that belongs to the region above it
+    moved: bool
+    per_column: bool
+    shifted: bool  # constants are not all 0
+    anchored: bool
+    biased: bool
+
+
 def product(
-    x: Tensor,
-    theta0: Tensor,
-    dtheta: Tensor | None,
-    c: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    owner: tuple[str, ...] | None,
-    shifted: bool,
-    anchored: bool,
+    structure: Structure, x: Tensor, tensors: Tensors, weight: Tensor, bias: Tensor | None
 ) -> Tensor:
     """sum_i W_k (x_i + c_k) + b, x_i in region k, for I elements and weights (O, K, I).
 
-    Thresholds are theta0 + dtheta (K - 1, G), constants c (K, G), all zero if not `shifted`; if
-    `anchored`, c are the values of x + c_k at the threshold of branch k. Without derivatives.
+    Without derivatives. Constants of anchored gates are the values of x + c_k at the threshold of
+    branch k.
     """
+    theta0, dtheta, c = tensors.theta0, tensors.dtheta, tensors.c
+    assert theta0 is not None and c is not None  # `takes`
     outer, K, inner = weight.shape
-    gate = (K, owner, dtheta is not None, theta0.shape[1] > 1, shifted, anchored)
-    run, parts = _ready(x.dtype, outer, inner, gate, bias is not None)
+    owners = sum([2**j for j, o in enumerate(structure.owner or ()) if o == "hi"])
+    shifted = set(structure.c) != {0.0}
+    wide = theta0.shape[1] > 1
+    known = _Known(
+        K - 1, owners, dtheta is not None, wide, shifted, structure.anchored, bias is not None
+    )
+    run, parts = _ready(x.dtype, outer, inner, known)
     levels = readable((theta0, theta0 if dtheta is None else dtheta, c))
     y = x.new_empty(*x.shape[:-1], outer)
     last = y if bias is None else bias.contiguous()
@@ -114,18 +129,14 @@ def _forget(key: int, dead: weakref.ref[Tensor]) -> None:
 
 
 @functools.lru_cache(1024)
-def _ready(
-    dtype: torch.dtype, outer: int, inner: int, gate: tuple[Any, ...], biased: bool
-) -> tuple[Launch, int]:
+def _ready(dtype: torch.dtype, outer: int, inner: int, known: _Known) -> tuple[Launch, int]:
     """The kernel for weights of this size, and into how many parts it cuts their inputs."""
-    from threshold_gating.kernels.columns_device import chosen_columns
+    from threshold_gating.kernels.one_vector_kernels import chosen_columns
 
-    K, owner, *known = gate
-    owners = sum(2**j for j, o in enumerate(owner or ()) if o == "hi")
     tile = _tile(dtype)
     across, chunk, parts = _cut(outer, inner, tile)
     even = inner % tile[0] == 0 and outer % tile[1] == 0
-    rest = (inner, outer, chunk, parts, _COUNTERS, K - 1, owners, *known, biased, even)
+    rest = (inner, outer, chunk, parts, _COUNTERS, *known, even)
     added = 1 << (parts - 1).bit_length()
     warps, stages = _SMALL if outer * inner <= 2**24 else _LARGE
     return Launch(chosen_columns, (across, parts), warps, (*rest, added, *tile, stages)), parts

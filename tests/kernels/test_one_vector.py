@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import threshold_gating as tg
-from threshold_gating.kernels import columns
+from threshold_gating.kernels import one_vector
 
 # Over the largest true value: up to 330 terms added in float32 in another order; the gate's
 # constants and the result of 16 bits are rounded to 1 in 256 and 1 in 2,048.
@@ -36,23 +36,23 @@ SIZES = ((70, 150), (64, 128), (330, 40))
 def check(device, dtype=torch.float32):
     """The kernel against float64, in parts and in one, and that it was the kernel."""
     torch.manual_seed(0)
-    usual = columns._PROGRAMS
+    usual = one_vector._PROGRAMS
     try:
-        for columns._PROGRAMS in (1, usual):
-            columns._ready.cache_clear()
+        for one_vector._PROGRAMS in (1, usual):
+            one_vector._ready.cache_clear()
             for case, size in zip(CASES, itertools.cycle(SIZES), strict=False):
-                bias = columns._PROGRAMS == 1 or case[1] == "layer"
+                bias = one_vector._PROGRAMS == 1 or case[1] == "layer"
                 check_one(*case, size, device, dtype, bias)
     finally:
-        columns._PROGRAMS = usual
-        columns._ready.cache_clear()
+        one_vector._PROGRAMS = usual
+        one_vector._ready.cache_clear()
 
 
 def spoil_parts():
     """NaN wherever a program should leave its part before another one reads it."""
-    for scratch in columns._SCRATCH.values():
-        assert not scratch[: columns._COUNTERS].any()
-        scratch[columns._COUNTERS :] = float("nan")
+    for scratch in one_vector._SCRATCH.values():
+        assert not scratch[: one_vector._COUNTERS].any()
+        scratch[one_vector._COUNTERS :] = float("nan")
 
 
 def check_one(init, share, train, size, device, dtype, bias):
@@ -69,7 +69,7 @@ def check_one(init, share, train, size, device, dtype, bias):
             have = layer(x)
         with tg.kernels.use("reference"):
             want = copy.deepcopy(layer).double()(x.double())
-    assert columns._COPIES[id(layer.weight)].weight() is layer.weight
+    assert one_vector._COPIES[id(layer.weight)].weight() is layer.weight
     error = float((have.double() - want).abs().max() / want.abs().max())
     assert error < TOLERANCE[dtype], f"{init} {share} {train} {size}: {error:.1e}"
     with torch.no_grad(), tg.kernels.use("triton"):
@@ -85,13 +85,13 @@ def check_parts():
     """Every size is covered by its parts, and by no more of them than there is room for."""
     for outer, inner in itertools.product((1, 31, 64, 100, 4096, 11008, 2**17), repeat=2):
         for tile in ((16, 32), (64, 64), (128, 256)):
-            across, chunk, parts = columns._cut(outer, inner, tile)
+            across, chunk, parts = one_vector._cut(outer, inner, tile)
             assert across * tile[1] >= outer > (across - 1) * tile[1]
             assert chunk % tile[0] == 0
             assert chunk * parts >= inner > chunk * (parts - 1)
             if parts > 1:
-                assert across <= columns._COUNTERS
-                assert parts * outer <= columns._PROGRAMS * tile[1]
+                assert across <= one_vector._COUNTERS
+                assert parts * outer <= one_vector._PROGRAMS * tile[1]
 
 
 def check_a_counter_that_is_off():
@@ -100,7 +100,7 @@ def check_a_counter_that_is_off():
     with torch.no_grad(), tg.kernels.use("triton"):
         right = layer(x)
         spoil_parts()
-        (scratch,) = columns._SCRATCH.values()
+        (scratch,) = one_vector._SCRATCH.values()
         scratch[1] = 1  # the strip of the last 8
         wrong = layer(x)
         scratch[1] = 0
@@ -116,10 +116,10 @@ def check_copies():
         layer.weight.data = 2 * layer.weight
         torch.testing.assert_close(layer(x) - layer.bias, 2 * (before - layer.bias))
         key = id(layer.weight)
-        assert key in columns._COPIES
+        assert key in one_vector._COPIES
         del layer
         gc.collect()
-        assert key not in columns._COPIES
+        assert key not in one_vector._COPIES
     with torch.inference_mode(), tg.kernels.use("triton"):
         layer = tg.Linear(6, 5, init="relu")
         before = layer(x)
@@ -130,7 +130,7 @@ def check_copies():
 INTERPRETED = """
 import sys, torch
 sys.path.insert(0, {tests!r})
-import test_columns as t
+import test_one_vector as t
 
 new = torch.Tensor.new_empty
 def poisoned(x, *a, **k):
@@ -141,12 +141,12 @@ t.check("cpu")
 t.check_copies()
 t.check_parts()
 t.check_a_counter_that_is_off()
-right = t.columns.product
+right = t.one_vector.product
 wrong = (  # on purpose: another region, and one owner for another
-    lambda x, theta, *rest: right(-x, theta, *rest),
-    lambda *given: right(*given[:6], None if given[6] is None else ("lo", "lo"), *given[7:]),
+    lambda known, x, *rest: right(known, -x, *rest),
+    lambda known, *rest: right(known._replace(owner=known.owner and ("lo", "lo")), *rest),
 )
-for t.columns.product in wrong:
+for t.one_vector.product in wrong:
     try:
         t.check("cpu")
     except AssertionError:
@@ -187,7 +187,7 @@ def test_parts_in_several_streams_give_the_same_bits():
     x = torch.randn(4096, device="cuda").to(torch.bfloat16)
     with torch.no_grad():
         want = layer(x)
-        assert columns._SCRATCH
+        assert one_vector._SCRATCH
         streams = [torch.cuda.Stream() for _ in range(3)]
         torch.cuda.synchronize()
         found = []

@@ -1,4 +1,9 @@
-"""Which backend is in force: for this context, this thread, this forward pass.
+"""Which backend is in force, for this context, this thread, this forward pass, and what it runs.
+
+`native` lowers a frozen exact instance to torch's own op, `reference` evaluates the gates in plain
+torch, `triton` by fused kernels on a GPU, `auto` (the default) takes native where there is one,
+Triton on a GPU and few in-place passes on a CPU. Figures and certificates are made with
+`reference`. The environment variable TG_BACKEND sets the initial choice.
 
 Eager code reads a context variable, so threads and coroutines do not see each other's `with use`.
 Compiled code reads a thread-local, because Dynamo cannot trace a context variable: there a
@@ -13,19 +18,31 @@ itself, only what is repeated in the backward pass goes by the other's choices.
 
 from __future__ import annotations
 
+import os
 import threading
 from bisect import bisect_right
 from contextvars import ContextVar
 from types import TracebackType
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
+from torch import Tensor
+
+from threshold_gating.kernels import runtime
 
 _choice: ContextVar[str | None] = ContextVar("threshold_gating_backend", default=None)
 _MOST_NOTES = 4096
 
 
 Backend = Literal["auto", "native", "reference", "triton"]
+BACKENDS = get_args(Backend)
+# What evaluates the gates: the formulas of the reference, in-place passes on a CPU, kernels of
+# Triton, and in a compiled graph these kernels as nodes or steps that the compiler fuses.
+Engine = Literal["plain", "cpu", "triton", "graph", "steps"]
+
+
+class BackendError(RuntimeError):
+    """A backend was asked for that does not exist here or cannot run this instance."""
 
 
 class Process:
@@ -78,8 +95,6 @@ class use:  # noqa: N801  (called like a function, as torch.set_grad_enabled is)
     """
 
     def __init__(self, name: Backend) -> None:
-        from threshold_gating.kernels import checked
-
         self._name, self._entered = checked(name), False
         self._before = [_choice.get()]
         self._set(name)
@@ -165,3 +180,95 @@ def _of_forward() -> str:
 
 def _current_node() -> Any:
     return torch._C._current_autograd_node()
+
+
+def checked(name: str) -> str:
+    """`name`, if there is such a backend here."""
+    if name not in BACKENDS:
+        raise BackendError(
+            f"no backend {name!r} (tg.kernels.use or the environment's TG_BACKEND); "
+            f"this version has {', '.join(BACKENDS)}."
+        )
+    if name == "triton":
+        _check_triton()
+    return name
+
+
+def _check_triton() -> None:
+    if not runtime.is_installed():
+        raise BackendError(
+            "the backend 'triton' needs Triton, which is not installed; "
+            "pip install 'threshold-gating[triton]'."
+        )
+    if not torch.cuda.is_available() and not runtime.interpreting():
+        raise BackendError(
+            "the backend 'triton' needs a GPU, and torch sees none; "
+            "use 'auto', or set TRITON_INTERPRET=1 to step through the kernels on the CPU."
+        )
+
+
+start_from(checked(os.environ.get("TG_BACKEND", "auto")))
+
+
+def takes_native(name: str | None = None) -> bool:
+    """Whether torch's own ops may run where they compute the same."""
+    # An exported graph is for people and other tools to read: it holds the gates.
+    name = backend() if name is None else name
+    return name == "native" or (name == "auto" and not exporting())
+
+
+def no_native_op() -> BackendError:
+    return BackendError(
+        "this instance has no native op (it is learned, approximate or not one of torch's); "
+        "use the backend 'auto' or 'reference' for it."
+    )
+
+
+def either(native: Any, gated: Any) -> Any:
+    """Torch's own function, if there is one and it may run, or the one that evaluates gates."""
+    name = backend()
+    if native is not None and takes_native(name):
+        return native
+    if name == "native":
+        raise no_native_op()
+    return gated
+
+
+def exporting() -> bool:
+    """Whether a graph is being made for torch.export."""
+    # The flag and not `torch.compiler.is_exporting()`: Dynamo of torch 2.11 takes that for True
+    # in every graph that it compiles.
+    return torch.compiler._is_exporting_flag
+
+
+def engine(x: Tensor, name: str) -> Engine:
+    """What evaluates gates at x under the backend `name`."""
+    if name == "reference":
+        return "plain"
+    triton = runs_triton(x, name)
+    if torch.compiler.is_compiling():
+        if exporting():
+            return "plain"
+        return "graph" if triton else "steps" if x.is_cpu else "plain"
+    if not (triton or (x.is_cpu and x.is_floating_point())) or not is_memory(x):
+        return "plain"
+    return "triton" if triton else "cpu"
+
+
+def runs_triton(x: Tensor, name: str) -> bool:
+    """Whether Triton computes with x: on a GPU, or step by step where it was asked for."""
+    if x.dtype not in runtime.DTYPES:
+        return False
+    if x.is_cuda:
+        return name != "reference" and runtime.is_installed()
+    return name == "triton" and x.is_cpu and runtime.interpreting()
+
+
+def is_memory(x: Any) -> bool:
+    """Whether x is plain memory: of no subclass, in no transform of functions, not traced."""
+    return (
+        type(x) in (Tensor, torch.nn.Parameter)
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and torch.autograd.forward_ad._current_level < 0
+        and torch._C._get_tracing_state() is None  # torch.jit.trace
+    )

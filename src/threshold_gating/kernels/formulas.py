@@ -1,4 +1,4 @@
-"""The formulas of `tile` for one tile in registers, as Triton functions; see `device`.
+"""The formulas of `tile` for one tile in registers, as Triton functions; see `blend_kernels`.
 
 x and v are (rows, columns), parameters (1, 1), (1, columns) or (rows, 1), a tuple of them for the
 rows of a parameter. With one tau and K >= 3 branches, all gates are powers of one exponential: let
@@ -9,7 +9,7 @@ stand in that order. D is never below 1, and nothing overflows.
 
 # mypy: ignore-errors
 # Constants of a kernel are capitals; tuples grow by +, which Triton understands.
-# ruff: noqa: N803, N806, RUF005, SIM108
+# ruff: noqa: N803, N806, RUF005, SIM108, SIM109
 from __future__ import annotations
 
 import os
@@ -17,9 +17,23 @@ import os
 import triton
 import triton.language as tl
 
+# `structure.Gate`, how gates are evaluated
+TWO, CENTRED, ONE_TAU = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+OWN_TAUS, HARD = tl.constexpr(3), tl.constexpr(4)
+# `structure.Role`, what a second input does
+ALONE, READ, TIMES = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+# `gpu.Layout`, how parameters vary
+ONE, COLUMNS, ROWS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+# `structure.Weights`, what is known of the weights of K >= 3 branches; what is not known is hoped
+# to fit float32 until it is seen that a weight overflows
+FITTING, OVERFLOWING = tl.constexpr(0), tl.constexpr(1)
+SMALL, MIRRORED = tl.constexpr(2), tl.constexpr(3)
+# digits of a code (base 4, one for each row): in memory, or a number
+IN_MEMORY, ZERO, PLUS_ONE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+
 LOG2E = tl.constexpr(1.4426950408889634)
-BOUND = tl.constexpr(7.0)  # of rho, see `learned`
-_WIDEST = tl.constexpr(60.0)  # of the weights' exponents, see `tile`
+BOUND = tl.constexpr(7.0)  # of rho, `structure.RHO_BOUND`
+_LARGEST_EXPONENT = tl.constexpr(60.0)  # of the weights' exponents, see `tile`
 _MOST = tl.constexpr(1e37)  # of an argument: no sum of seven overflows
 _LARGEST = tl.constexpr(3.39e38)  # of a branch: no mean of such ones overflows
 _INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
@@ -50,17 +64,15 @@ def _inverse(x):
 
 
 @triton.jit
-def rows_of(pointer, row, column, at, CODE: tl.constexpr, COUNT: tl.constexpr, WHOLE: tl.constexpr):
-    """The rows of a parameter, as a tuple; only those that are tensors need stand in memory."""
+def rows_of(pointer, G, at, CODE: tl.constexpr, COUNT: tl.constexpr):
+    """The rows of a parameter (COUNT, G) at the groups `at`, as a tuple."""
     found = ()
-    place = 0
     for k in tl.static_range(COUNT):
-        if (CODE // (4**k)) % 4 == 0:
-            found = found + (tl.load(pointer + (k if WHOLE else place) * row + at * column),)
-            place = place + 1
-        elif (CODE // (4**k)) % 4 == 1:
+        if (CODE // (4**k)) % 4 == IN_MEMORY:
+            found = found + (tl.load(pointer + k * G + at),)
+        elif (CODE // (4**k)) % 4 == ZERO:
             found = found + (tl.full(at.shape, 0.0, tl.float32),)
-        elif (CODE // (4**k)) % 4 == 2:
+        elif (CODE // (4**k)) % 4 == PLUS_ONE:
             found = found + (tl.full(at.shape, 1.0, tl.float32),)
         else:
             found = found + (tl.full(at.shape, -1.0, tl.float32),)
@@ -87,10 +99,10 @@ def added(a, b):
 
 @triton.jit
 def anchored(v, s, theta, S_CODE: tl.constexpr, K: tl.constexpr):
-    """Constants of branches that have the value v at their threshold; see `layers`."""
+    """Constants of branches that have the value v at their threshold; see `structure`."""
     found = ()
     for k in tl.static_range(K):
-        if (S_CODE // (4**k)) % 4 == 1:
+        if (S_CODE // (4**k)) % 4 == ZERO:
             found = found + (v[k],)
         else:
             found = found + (v[k] - s[k] * theta[k - 1 if k > 0 else 0],)
@@ -132,22 +144,22 @@ def _mirrored(tau, theta, s, c, K: tl.constexpr):
 
 
 @triton.jit
-def folded(tau, theta, s, c, K: tl.constexpr, MODE: tl.constexpr, WIDE: tl.constexpr):
+def folded(tau, theta, s, c, K: tl.constexpr, GATE: tl.constexpr, WEIGHTS: tl.constexpr):
     """(middle, w, w s, w c, whether a weight leaves float32) for K >= 3.
 
     With a tau per threshold, and if weights are known to be small, the middle is where things stop:
     the gates to change, then each exponential to grow; see `_rises`.
     """
-    if MODE == 3 and WIDE == 3:
+    if GATE == OWN_TAUS and WEIGHTS == MIRRORED:
         middle, w, ws, wc = _mirrored(tau, theta, s, c, K)
-        wide = False
-    elif MODE == 3:
+        overflows = False
+    elif GATE == OWN_TAUS:
         bound = tl.full(tau[0].shape, 124.0 / (K - 1), tl.float32)
         middle = (theta[K - 2] + bound / (tau[K - 2] * LOG2E),)
-        w, ws, wc, wide = (tl.full(tau[0].shape, 1.0, tl.float32),), s, c, False
+        w, ws, wc, overflows = (tl.full(tau[0].shape, 1.0, tl.float32),), s, c, False
         for _k in tl.static_range(1, K):
             middle, w = middle + (bound,), w + (w[0],)
-    elif MODE == 2:
+    elif GATE == ONE_TAU:
         middle = middle_of(theta, K)
         exponent = (middle - theta[0]) * (tau[0] * LOG2E)
         largest = tl.abs(exponent)
@@ -158,10 +170,10 @@ def folded(tau, theta, s, c, K: tl.constexpr, MODE: tl.constexpr, WIDE: tl.const
             exponent = exponent + (middle - theta[k]) * (tau[0] * LOG2E)
             largest = tl.maximum(largest, tl.abs(exponent))
         w, ws, wc = w + (w[0],), ws + (s[K - 1],), wc + (c[K - 1],)
-        wide = tl.max(tl.max(largest, 1), 0) > _WIDEST
+        overflows = tl.max(tl.max(largest, 1), 0) > _LARGEST_EXPONENT
     else:
-        middle, w, ws, wc, wide = tau[0], (tau[0],), (tau[0],), (tau[0],), False
-    return middle, w, ws, wc, wide
+        middle, w, ws, wc, overflows = tau[0], (tau[0],), (tau[0],), (tau[0],), False
+    return middle, w, ws, wc, overflows
 
 
 @triton.jit
@@ -223,11 +235,11 @@ def _rise(x, tau, theta, bound):
 
 
 @triton.jit
-def _rises(x, tau, theta, stops, K: tl.constexpr, WIDE: tl.constexpr):
-    """That of every threshold; with taus the same from either end (WIDE 3) half are not needed."""
+def _rises(x, tau, theta, stops, K: tl.constexpr, WEIGHTS: tl.constexpr):
+    """That of every threshold; with taus the same from either end half are not needed."""
     found = ()
     for k in tl.static_range(K - 1):
-        if WIDE == 3 and 2 * k > K - 2:
+        if WEIGHTS == MIRRORED and 2 * k > K - 2:
             found = found + (found[K - 2 - k],)
         else:
             found = found + (_rise(x, tau[k], theta[k], stops[k + 1]),)
@@ -246,14 +258,14 @@ def _nested(w, rises, COUNT: tl.constexpr):
 @triton.jit
 def _from_below(
     x, v, tau, theta, middle, w, ws, wc,
-    C_CODE: tl.constexpr, K: tl.constexpr, MODE: tl.constexpr, WIDE: tl.constexpr,
+    C_CODE: tl.constexpr, K: tl.constexpr, GATE: tl.constexpr, WEIGHTS: tl.constexpr,
 ):  # fmt: skip
-    """y of a tame instance: branches are counted from the left on both sides, without a choice.
+    """y with small weights: branches are counted from the left on both sides, without a choice.
 
-    Far out the gates stop changing, to 2^-24 those at infinity; see `direct`.
+    Far out the gates stop changing, to 2^-24 those at infinity; see `structure`.
     """
-    if MODE == 3:
-        rises = _rises(x, tau, theta, middle, K, WIDE)
+    if GATE == OWN_TAUS:
+        rises = _rises(x, tau, theta, middle, K, WEIGHTS)
     else:
         rises = (_rise(x, tau[0], middle, 124.0 / (K - 1)),)
     share = _inverse(_nested(w, rises, K))
@@ -266,16 +278,16 @@ def _from_below(
 @triton.jit
 def turned_from_below(
     x, v, tau, theta, stops, w, ws, wc,
-    S_CODE: tl.constexpr, C_CODE: tl.constexpr, K: tl.constexpr, WIDE: tl.constexpr,
+    S_CODE: tl.constexpr, C_CODE: tl.constexpr, K: tl.constexpr, WEIGHTS: tl.constexpr,
 ):  # fmt: skip
-    """(y, mean slope, dy/dx by way of the gates) of a tame instance with a tau per threshold.
+    """(y, mean slope, dy/dx by way of the gates) with small weights and a tau per threshold.
 
     The weight of branch k grows as the sum of the taus below it. That of the last is taken off all
     of them, which changes nothing but leaves no large numbers to cancel where the last one wins;
     from where the gates stop they stand still. On the other side they do where the first weight is
     all.
     """
-    rises = _rises(x, tau, theta, stops, K, WIDE)
+    rises = _rises(x, tau, theta, stops, K, WEIGHTS)
     less = tl.zeros_like(tau[0])
     growth, slopes, constants = (), (), ()
     for k in tl.static_range(1, K):
@@ -291,7 +303,7 @@ def turned_from_below(
         y += constant
         turn += (_nested(constants, rises, K - 1) - constant * grown) * share
     turn = tl.where(x > stops[0], 0.0, turn)
-    if S_CODE % 4 != 1:
+    if S_CODE % 4 != ZERO:
         turn = tl.where(x < theta[0] - 30.0 / (tau[0] * LOG2E), 0.0, turn)
     return y, slope, turn
 
@@ -315,11 +327,11 @@ def _powers(x, tau, middle, w, K: tl.constexpr):
 
 
 @triton.jit
-def _exponentials(x, tau, theta, K: tl.constexpr, MODE: tl.constexpr):
+def _exponentials(x, tau, theta, K: tl.constexpr, GATE: tl.constexpr):
     """exp(l_k - max l) of the running sums of the arguments; see `primitive.relative_logits`."""
     u, left = (), (tl.zeros_like(x),)
     for k in tl.static_range(K - 1):
-        z = (x - theta[k]) * (tau[k if MODE == 3 else 0] * LOG2E)
+        z = (x - theta[k]) * (tau[k if GATE == OWN_TAUS else 0] * LOG2E)
         z = _bounded(z, _MOST)
         u, left = u + (z,), left + (_least(left[k] + z, 0.0),)
     right = tl.zeros_like(x)
@@ -342,10 +354,12 @@ def _bounded(z, bound):
 
 
 @triton.jit
-def soft_gates(x, tau, theta, middle, w, K: tl.constexpr, MODE: tl.constexpr, WIDE: tl.constexpr):
+def soft_gates(
+    x, tau, theta, middle, w, K: tl.constexpr, GATE: tl.constexpr, WEIGHTS: tl.constexpr
+):
     """The K >= 3 gates."""
-    if MODE == 3 or WIDE == 1:
-        parts = _exponentials(x, tau, theta, K, MODE)
+    if GATE == OWN_TAUS or WEIGHTS == OVERFLOWING:
+        parts = _exponentials(x, tau, theta, K, GATE)
     else:
         parts = _powers(x, tau, middle, w, K)
     total = parts[0]
@@ -369,9 +383,9 @@ def two_gates(x, tau, theta):
 
 
 @triton.jit
-def two_means(x, tau, theta, w, lower, upper, CODE: tl.constexpr, MODE: tl.constexpr):
+def two_means(x, tau, theta, w, lower, upper, CODE: tl.constexpr, GATE: tl.constexpr):
     """The mean of two coefficients; about the midpoint by tanh, from the branch of x's own side."""
-    if MODE == 1:
+    if GATE == CENTRED:
         h = _tanh((x - theta[0]) * (tau[0] * 0.5))
         found = tl.where(h > 0, w[1] * h, -w[0] * h) + (w[0] + w[1]) * tl.minimum(lower, upper)
     else:
@@ -411,14 +425,14 @@ def mean(g, w, CODE: tl.constexpr, K: tl.constexpr):
     """sum_k g_k w_k without the terms that are the number 0."""
     total = tl.zeros_like(g[0])
     for k in tl.static_range(K):
-        if (CODE // (4**k)) % 4 != 1:
+        if (CODE // (4**k)) % 4 != ZERO:
             total += g[k] * w[k]
     return total
 
 
 @triton.jit
 def _branch(v, s, c, S_CODE: tl.constexpr, k: tl.constexpr):
-    if (S_CODE // (4**k)) % 4 == 1:  # the number 0 meets no infinity
+    if (S_CODE // (4**k)) % 4 == ZERO:  # the number 0 meets no infinity
         y = tl.broadcast_to(c[k], v.shape)
     else:
         y = v * s[k] + c[k]
@@ -429,23 +443,23 @@ def _branch(v, s, c, S_CODE: tl.constexpr, k: tl.constexpr):
 def value(
     x, v, tau, theta, s, c, middle, w, ws, wc,
     S_CODE: tl.constexpr, C_CODE: tl.constexpr, OWNERS: tl.constexpr,
-    K: tl.constexpr, MODE: tl.constexpr, WIDE: tl.constexpr,
+    K: tl.constexpr, GATE: tl.constexpr, WEIGHTS: tl.constexpr,
 ):  # fmt: skip
     """y at x; v is what the branches read."""
-    if MODE == 4:
+    if GATE == HARD:
         y = _branch(v, s, c, S_CODE, 0)
         region = _region(x, theta, OWNERS, K)
         for k in tl.static_range(1, K):
             y = tl.where(region >= k, _branch(v, s, c, S_CODE, k), y)
         y = tl.where(x != x, x, y)
-    elif MODE < 2:
+    elif GATE == TWO or GATE == CENTRED:
         lower, upper = two_gates(x, tau, theta)
-        slope = two_means(x, tau, theta, s, lower, upper, S_CODE, MODE)
-        y = v * slope + two_means(x, tau, theta, c, lower, upper, C_CODE, MODE)
-    elif WIDE >= 2:
-        y = _from_below(x, v, tau, theta, middle, w, ws, wc, C_CODE, K, MODE, WIDE)
-    elif MODE == 3 or WIDE == 1:
-        g = soft_gates(x, tau, theta, middle, w, K, MODE, WIDE)
+        slope = two_means(x, tau, theta, s, lower, upper, S_CODE, GATE)
+        y = v * slope + two_means(x, tau, theta, c, lower, upper, C_CODE, GATE)
+    elif WEIGHTS >= SMALL:
+        y = _from_below(x, v, tau, theta, middle, w, ws, wc, C_CODE, K, GATE, WEIGHTS)
+    elif GATE == OWN_TAUS or WEIGHTS == OVERFLOWING:
+        g = soft_gates(x, tau, theta, middle, w, K, GATE, WEIGHTS)
         y = v * mean(g, s, S_CODE, K) + mean(g, c, C_CODE, K)
     else:
         y, _, _ = by_powers(x, v, tau, middle, w, ws, wc, C_CODE, K)

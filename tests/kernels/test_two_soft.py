@@ -7,7 +7,9 @@ import pytest
 import torch
 
 import threshold_gating as tg
-from threshold_gating.kernels import halves
+from threshold_gating.kernels import product_function, two_soft
+from threshold_gating.kernels.product_formula import Formula
+from threshold_gating.kernels.structure import Tensors
 
 # Over the largest true value, and for a gate's gradient over the terms it is a sum of: these are
 # differences of products that 16 bits have rounded, so their errors are as large as the terms,
@@ -36,7 +38,9 @@ def results(layer, x, dy, backend):
 
 def sizes_of_terms(layer, x, dy):
     """For each gradient of the gate the largest sum of |terms|: one for each element that it gates."""
-    tau, theta, s, c = layer._gates((-1, *(1,) * (x.dim() - 2)) if x.dim() == 4 else (-1,))
+    tau, theta, s, c = layer.gate.values()
+    shape = (-1, *(1,) * (x.dim() - 2)) if x.dim() == 4 else (-1,)
+    tau, theta = tau.view(shape), [theta[0].view(shape)]
     own = [w.detach().expand_as(x).clone().requires_grad_() for w in (tau, theta[0])]
     conv = layer._conv() if x.dim() == 4 else None
     with tg.kernels.use("reference"):
@@ -112,30 +116,30 @@ def check_values():
 INTERPRETED = """
 import sys, torch
 sys.path.insert(0, {tests!r})
-import test_halves as t
-from threshold_gating.kernels import halves
+import test_two_soft as t
+from threshold_gating.kernels import two_soft
 
 plain = torch.empty_like
 torch.empty_like = lambda x, **k: plain(x, **k).fill_(float("nan"))
 new = torch.Tensor.new_empty
 torch.Tensor.new_empty = lambda x, *a, **k: new(x, *a, **k).fill_(float("nan"))
-calls, plain_split = [], halves.split
-halves.split = lambda *a: calls.append(1) or plain_split(*a)
+calls, plain_split = [], two_soft.split
+two_soft.split = lambda *a: calls.append(1) or plain_split(*a)
 t.check_all("cpu", [torch.float32])
 assert len(calls) >= 2 * len(t.SHAPES)  # it was the kernels
 t.check_values()
-split, joined = halves.split, halves.joined
+split, joined = two_soft.split, two_soft.joined
 wrong = {{  # on purpose: what is gated, where, and the gradients of tau and theta alone
     "split": lambda x, g, beside: split(x, g._replace(theta0=-1 - g.theta0), beside),
     "joined": lambda x, g, d: (joined(x, g, d)[0], 1.01 * joined(x, g, d)[1]),
 }}
 for name, worse in wrong.items():
-    right = getattr(halves, name)
-    setattr(halves, name, worse)
+    right = getattr(two_soft, name)
+    setattr(two_soft, name, worse)
     try:
         t.check_all("cpu", [torch.float32])
     except AssertionError:
-        setattr(halves, name, right)
+        setattr(two_soft, name, right)
     else:
         raise SystemExit(f"a wrong {{name}} passes")
 print("ok")
@@ -147,21 +151,30 @@ def test_the_kernels_equal_float64_step_by_step(step_by_step):
 
 
 def test_memory_that_is_no_matrix_and_gates_that_do_not_fit_are_left_to_the_formulas():
-    plan = tg.kernels.products._soft(None)
-    one, three = (halves.Gates(torch.ones(n), None, torch.zeros(n), None) for n in (1, 3))
-    assert halves.takes(plan, torch.randn(4, 6), one)
-    assert not halves.takes(plan, torch.randn(4, 6), three)
-    assert not halves.takes(plan, torch.randn(6, 4).t(), one)
-    image = tg.kernels.products._soft(tg.kernels.products.Conv((1, 1), (0, 0), (1, 1), 1))
+    soft = tg.Linear(6, 3).gate._structure
+    formula = Formula(soft, (), None)
+    one, three = (Tensors(tau0=torch.ones(n), theta0=torch.zeros(n)) for n in (1, 3))
+    assert two_soft.takes(formula, torch.randn(4, 6), one)
+    assert not two_soft.takes(formula, torch.randn(4, 6), three)
+    assert not two_soft.takes(formula, torch.randn(6, 4).t(), one)
+    image = Formula(soft, (3, 1, 1), tg.kernels.Conv((1, 1), (0, 0), (1, 1), 1))
     x = torch.randn(2, 3, 4, 4)
-    assert not halves.takes(image, x, three)
-    assert halves.takes(image, x.to(memory_format=torch.channels_last), three)
+    assert not two_soft.takes(image, x, three)
+    assert two_soft.takes(image, x.to(memory_format=torch.channels_last), three)
+
+
+def test_a_gradient_for_a_start_beside_what_moves_it_is_left_to_the_formulas():
+    held = Tensors(torch.zeros(6), torch.zeros(1, 6), tau0=torch.ones(6), theta0=torch.zeros(1, 6))
+    formula, x = Formula(tg.Linear(6, 3).gate._structure, (6,), None), torch.randn(4, 6)
+    assert two_soft.takes(formula, x, held)
+    assert not two_soft.takes(formula, x, held._replace(tau0=torch.ones(6, requires_grad=True)))
 
 
 def test_a_layer_on_another_device_is_left_to_the_formulas_which_say_so():
-    layer, x = tg.Linear(4, 3), torch.randn(2, 4)
-    held = layer.to("meta")._held()
-    assert tg.kernels.products.launched(x, held, layer.weight, layer.bias, None) is None
+    layer, x = tg.Linear(4, 3).to("meta"), torch.randn(2, 4)
+    formula = Formula(layer.gate._structure, (4,), None)
+    held = layer.gate._held_tensors()
+    assert product_function._launched(formula, x, layer.weight, layer.bias, held) is None
     with pytest.raises(RuntimeError, match="device"):
         layer(x)
 

@@ -1,0 +1,192 @@
+"""The engine for eager mode on a CPU: through memory in tiles that stay in a core's cache."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from threshold_gating.kernels import tile
+from threshold_gating.kernels.layout import Sizes, flat, like, placed
+from threshold_gating.kernels.structure import (
+    RHO_BOUND,
+    Role,
+    Rows,
+    Shape,
+    Structure,
+    Tensors,
+    Wanted,
+)
+
+# Elements of a tile: K = 2 has some eight tiles in flight, more branches some twenty. Smaller ones
+# would fit a nearer cache, but then calling torch costs more than the arithmetic.
+_TILE = {True: 2**18, False: 2**17}
+
+Part = tuple[slice, slice, slice]
+
+
+class Plan(NamedTuple):
+    """One structure for inputs of one shape and layout."""
+
+    structure: Structure
+    shape: Shape
+    sizes: Sizes
+    copies: bool
+    role: Role = Role.READ  # of another input, if there is one
+
+    def forward(self, x: Tensor, v: Tensor | None, tensors: Tensors) -> Tensor:
+        tiles = self._tiles(x, v, tensors)
+        y = torch.empty_like(x)
+        out = flat(y, self.sizes)
+        for part in tiles.parts:
+            here = out if part is None else out[part]
+            made = tile.forward(*tiles.read(part), here if x.element_size() >= 4 else None)
+            if made is not here:
+                here.copy_(made)
+        return y
+
+    def backward(
+        self, dy: Tensor, x: Tensor, v: Tensor | None, tensors: Tensors, wanted: Wanted
+    ) -> list[Tensor | None]:
+        """The gradients of x, v, tau, theta, s and c."""
+        tiles, slopes = self._tiles(x, v, tensors), flat(like(dy, x), self.sizes)
+        # branches on a threshold move with it: their constants' gradients are in the others
+        constants = wanted.c or (self.structure.anchored and (wanted.theta or wanted.s))
+        asked = wanted._replace(c=constants)
+        inputs = [torch.empty_like(x) if w else None for w in wanted[:2]]
+        outs = [None if d is None else flat(d, self.sizes) for d in inputs]
+        totals: tile.Sums | None = None
+        for part in tiles.parts:
+            here = tiles.read(part)
+            down = slopes if part is None else slopes[part]
+            found = tile.backward(tiles.wide(down), *here, asked)
+            for out, new in zip(outs, (found.x, found.v), strict=True):
+                if out is not None and new is not None:
+                    (out if part is None else out[part]).copy_(new)
+            totals = self._added(totals, found.sums, part)
+        assert totals is not None
+        return [*inputs, *self._parameters(totals, tensors, tiles.rows, wanted)]
+
+    def _tiles(self, x: Tensor, v: Tensor | None, tensors: Tensors) -> _Tiles:
+        most, dtype = _TILE[self.structure.K == 2], x.dtype
+        dtype = torch.float64 if dtype == torch.float64 else torch.float32
+        small = x.numel() <= most
+        return _Tiles(
+            self.structure,
+            self._rows(tensors, dtype),
+            flat(x, self.sizes),
+            None if v is None else flat(like(v, x), self.sizes),
+            [None] if small else list(_parts(self.sizes, most)),
+            tile.Scratch(None if small else most, dtype),
+        )
+
+    def _rows(self, tensors: Tensors, dtype: torch.dtype) -> Rows:
+        """The parameters as they are now: numbers, or (1, G, 1) each."""
+        structure = self.structure
+        if self.sizes[1] == 1:
+            return structure.numbers(tensors)
+        K, many = structure.K, len(structure.tau) > 1
+        tau = (K - 1, 1, -1, 1) if many else (1, -1, 1)  # one tau has no axis of rows
+        theta, branches = (K - 1, 1, -1, 1), (K, 1, -1, 1)
+        shapes = (tau, theta, branches, branches, tau, theta)
+        each = [
+            None if w is None else w.detach().to(dtype).reshape(shape)
+            for w, shape in zip(tensors, shapes, strict=True)
+        ]
+        return structure.rows(Tensors(*each))
+
+    def _added(self, totals: tile.Sums | None, new: tile.Sums, part: Part | None) -> tile.Sums:
+        if part is None:
+            return new
+        if totals is None:
+            group = self.sizes[1]
+            totals = tile.Sums(*([s.new_zeros(1, group, 1) for s in row] for row in new))
+        for old, row in zip(totals, new, strict=True):
+            for total, one in zip(old, row, strict=True):
+                total[:, part[1]] += one
+        return totals
+
+    def _parameters(
+        self, sums: tile.Sums, tensors: Tensors, now: Rows, wanted: Wanted
+    ) -> list[Tensor | None]:
+        """The gradients of what is learned from those of tau, theta, s and c as they are now."""
+        rho, dtheta, s, c, tau0, theta0 = tensors
+        taus, thetas, slopes, constants = sums
+        if self.structure.anchored:
+            for k, of_constant in enumerate(constants):
+                at = max(k - 1, 0)
+                if wanted.theta and (isinstance(now.s[k], Tensor) or now.s[k] != 0):
+                    thetas[at] = thetas[at] - now.s[k] * of_constant
+                if wanted.s:
+                    slopes[k] = slopes[k] - now.theta[at] * of_constant
+        if rho is not None and wanted.tau:
+            taus = [total * tau for total, tau in zip(taus, now.tau, strict=True)]
+        grads = [
+            _gathered(row, w) if want and w is not None else None
+            for row, w, want in (
+                (taus, tau0 if rho is None else rho, wanted.tau),
+                (thetas, theta0 if dtheta is None else dtheta, wanted.theta),
+                (slopes, s, wanted.s),
+                (constants, c, wanted.c),
+            )
+        ]
+        if rho is not None and grads[0] is not None:
+            grads[0] = torch.where(rho.abs() <= RHO_BOUND, grads[0], 0.0)
+        return grads
+
+
+class _Tiles(NamedTuple):
+    """What `tile` is given for each part of an input; None is all of it."""
+
+    structure: Structure
+    rows: Rows
+    memory: Tensor
+    other: Tensor | None
+    parts: Sequence[Part | None]
+    room: tile.Scratch
+
+    def read(self, part: Part | None) -> tuple[Tensor, Tensor, Structure, Rows, tile.Scratch]:
+        memory, other, rows = self.memory, self.other, self.rows
+        if part is not None:
+            memory, other = memory[part], None if other is None else other[part]
+            rows = Rows(*([_cut(w, part) for w in row] for row in rows))
+        self.room.clear(memory.shape)
+        z = self.wide(memory)
+        return z, z if other is None else self.wide(other), self.structure, rows, self.room
+
+    def wide(self, t: Tensor) -> Tensor:
+        return self.room.copy(t) if t.element_size() < 4 else t
+
+
+def _cut(w: Any, part: Part) -> Any:
+    return w[:, part[1]] if isinstance(w, Tensor) else w
+
+
+def _gathered(rows: Sequence[Tensor], w: Tensor) -> Tensor:
+    """Sums (1, G, 1), one for each row of a parameter, as its gradient."""
+    total = rows[0] if len(rows) == 1 else torch.cat(list(rows))
+    return total.reshape(w.shape).to(w.dtype)
+
+
+@functools.lru_cache(4096)
+def plan(
+    structure: Structure, sizes: Sequence[int], stride: Sequence[int], shape: Shape
+) -> Plan | None:
+    """The plan for an input of these sizes; None if its groups are not one run of axes."""
+    found = placed(sizes, stride, shape)
+    return None if found is None else Plan(structure, shape, *found)
+
+
+def _parts(sizes: Sizes, most: int) -> Iterator[Part]:
+    """Tiles of about `most` elements, contiguous in memory."""
+    outer, group, inner = sizes
+    i = min(inner, most)
+    g = min(group, max(1, most // i)) if i == inner else 1
+    o = min(outer, max(1, most // (i * g))) if g == group else 1
+    for a in range(0, outer, o):
+        for b in range(0, group, g):
+            for c in range(0, inner, i):
+                yield slice(a, a + o), slice(b, b + g), slice(c, c + i)

@@ -1,0 +1,297 @@
+"""`blend` (Eq. 3) by the engine that the backend chooses, as one differentiable function.
+
+It saves x and the parameters alone and computes the gates anew in the backward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from threshold_gating import primitive
+from threshold_gating.instance import TG
+from threshold_gating.kernels import cpu, gpu
+from threshold_gating.kernels.backend import Engine, backend, engine, no_native_op, takes_native
+from threshold_gating.kernels.graph import Graph, plain, steps
+from threshold_gating.kernels.lowering import Op, lowered, overwritten
+from threshold_gating.kernels.structure import (
+    Role,
+    Rows,
+    Shape,
+    Structure,
+    Tensors,
+    Wanted,
+    common_shape,
+    exact,
+    of_call,
+    viewed,
+    whole,
+)
+
+Held = Callable[[Tensor], tuple[Tensors, Shape]]
+
+
+def blend(
+    x: Tensor,
+    structure: Structure | Any,
+    *given: Any,
+    v: Any = None,
+    up: Tensor | None = None,
+    native: bool = False,
+    inplace: bool = False,
+    **options: Any,
+) -> Tensor:
+    """y = sum_k g_k(x) (s_k x + c_k) (Eq. 3) as fast as this machine runs it.
+
+    Called as `blend(x, structure, tensors, shape)`; `shape` is that in which a group's values
+    broadcast against x. In place of tensors and shape there may be a function of x that gives
+    them, which is asked only where gates are evaluated. Or called with an instance alone, or as
+    `primitive.blend` is: with tau, theta, s, c and its options.
+
+    Args:
+        v: what the branches read instead of x.
+        up: what multiplies y (SwiGLU, GEGLU); on a GPU in the same pass.
+        native: let torch's own op run where it computes the same.
+        inplace: overwrite x with y.
+    """
+    if torch._C._len_torch_function_stack() == 0:
+        return _blend(x, structure, given, v, up, native, inplace, options)
+    # A converted network around us must not look at our steps, nor answer them.
+    with torch._C.DisableTorchFunction():
+        return _blend(x, structure, given, v, up, native, inplace, options)
+
+
+def _blend(
+    x: Tensor,
+    structure: Any,
+    given: Sequence[Any],
+    v: Any,
+    up: Tensor | None,
+    native: bool,
+    inplace: bool,
+    options: Any,
+) -> Tensor:
+    # The backend is asked first: with native off, whether there is an op must not matter to a
+    # compiled graph.
+    name = backend()
+    if isinstance(structure, TG):
+        return _instance(structure, x, v, up, name)
+    if not isinstance(structure, Structure):
+        return _parsed(x, (structure, *given), v, up, options, name)
+    if native and takes_native(name):
+        if structure.native is not None:
+            return lowered(structure.native, x, inplace)
+        if name == "native":
+            raise no_native_op()
+
+    def gated(x: Tensor) -> Tensor:
+        tensors, shape = given if len(given) == 2 else given[0](x)
+        return _gates(x, structure, tensors, shape, v, up, name)
+
+    return overwritten(x, gated) if inplace else gated(x)
+
+
+def blend_times(x: Tensor, up: Tensor, *parameters: Any, **options: Any) -> Tensor:
+    """up * blend(x), the gated unit (SwiGLU, GEGLU); on a GPU in one pass."""
+    return blend(x, *parameters, up=up, **options)
+
+
+def evaluate(
+    t: TG, x: Tensor, v: Any = None, op: Op | None = None, up: Tensor | None = None
+) -> Tensor:
+    """A frozen instance at `x` by the backend in force; `op` is its `native`, if it has one.
+
+    `up` multiplies the result (SwiGLU, GEGLU), on a GPU in the same pass.
+    """
+    name = backend()
+    if v is None and up is None:
+        if name == "native" and op is None:
+            raise no_native_op()
+        if op is not None and takes_native(name):
+            return op(x)
+    if name == "reference":
+        y = t(x, v)
+        return y if up is None else y * up
+    return blend(x, t, v=v, up=up)
+
+
+def _instance(t: TG, x: Tensor, v: Any, up: Tensor | None, name: str) -> Tensor:
+    """The gates of a frozen instance."""
+    if torch.compiler.is_compiling():  # which cannot look anything up
+        options = {"form": t.form, "owner": t.owner, "q": t.q, "anchor": t.anchor, "clamp": t.clamp}
+        return _parsed(x, (t.tau, t.theta, t.s, t.c), v, up, options, name)
+    return _gates(x, exact(t), Tensors(), (), v, up, name)
+
+
+def _parsed(
+    x: Tensor, given: Sequence[Any], v: Any, up: Tensor | None, options: Any, name: str
+) -> Tensor:
+    """The arguments of `primitive.blend`; what they do not fit is left to its words."""
+    fits = name != "reference" and isinstance(x, Tensor) and x.is_floating_point()
+    found = of_call(*given, **options) if fits else None
+    if found is not None:
+        structure, rows = found
+        shape = common_shape(rows, x.dim())
+        if shape is not None:
+            return _gates(x, structure, rows, shape, v, up, name)
+    y = primitive.blend(x, *given, v=v, **options)
+    return y if up is None else y * up
+
+
+def _gates(
+    x: Tensor,
+    structure: Structure,
+    held: Tensors | Rows,
+    shape: Shape,
+    v: Any,
+    up: Tensor | None,
+    name: str,
+) -> Tensor:
+    """The gates by the engine that the backend has for x."""
+    by: Engine = engine(x, name) if structure.fused and x.numel() else "plain"
+    if up is not None:
+        if by not in ("triton", "graph") or v is not None or not _alike(up, x):
+            return _gates(x, structure, held, shape, v, None, name) * up
+    elif v is not None and not _alike(v, x):
+        by = "plain"
+    role = Role.READ if v is not None else Role.ALONE if up is None else Role.TIMES
+    y = None
+    if by in ("triton", "cpu", "graph"):
+        tensors = held if isinstance(held, Tensors) else whole(held, shape)
+        y = _by_kernel(by, x, v if up is None else up, structure, role, tensors, shape)
+    if y is not None and not structure.jumps:
+        return y
+    rows = viewed(structure.rows(held), shape) if isinstance(held, Tensors) else held
+    if y is None:
+        y = steps(x, v, structure, rows) if by == "steps" else plain(x, v, structure, rows)
+        y = y if up is None else y * up
+    if structure.jumps and torch.is_grad_enabled():
+        y = primitive.straight_through(x, y, rows.theta, rows.s, rows.c)
+    return y
+
+
+def _alike(other: Any, x: Tensor) -> bool:
+    return (
+        isinstance(other, Tensor)
+        and other.shape == x.shape
+        and other.dtype == x.dtype
+        and other.device == x.device
+    )
+
+
+def _by_kernel(
+    by: Engine,
+    x: Tensor,
+    other: Tensor | None,
+    structure: Structure,
+    role: Role,
+    tensors: Tensors,
+    shape: Shape,
+) -> Tensor | None:
+    """y of the engine, or None where it does not take these tensors."""
+    if by == "graph":
+        y: Tensor = _Blend.apply(x, other, *tensors, Graph(structure, role, shape))  # type: ignore[no-untyped-call]
+        return y
+    plan: Any
+    if by == "cpu":
+        plan = cpu.plan(structure, x.shape, x.stride(), shape)
+    else:
+        plan = gpu.plan(structure, role, x.shape, x.stride(), x.dtype, shape)
+    if plan is None or _is_elsewhere(tensors, x):
+        return None
+    if plan.copies:
+        return _copied(x, _applied(x.contiguous(), other, tensors, plan))
+    return _applied(x, other, tensors, plan)
+
+
+def _applied(x: Tensor, other: Tensor | None, tensors: Tensors, plan: Any) -> Tensor:
+    used = (x, other, *tensors)
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in used):
+        y: Tensor = _apply(x, other, *tensors, plan)
+        return y
+    forward: Tensor = plan.forward(x, other, tensors)
+    return forward
+
+
+def _copied(x: Tensor, y: Tensor) -> Tensor:
+    """y as x lies in memory, if x is dense."""
+    laid = torch.empty_like(x)
+    return y if laid.stride() == y.stride() else laid.copy_(y)
+
+
+def _is_elsewhere(tensors: Tensors, x: Tensor) -> bool:
+    """Whether a gate is not where a kernel looks: on another device, or computed from two tensors
+    that both need a gradient. The formulas take it, or say what is wrong."""
+    rho, dtheta, s, _, tau0, theta0 = tensors
+    if rho is not None and tau0 is not None and tau0.requires_grad:
+        return True
+    if dtheta is not None and theta0 is not None and theta0.requires_grad:
+        return True
+    if x.is_cuda:  # a launch asks for the devices
+        return False
+    return any(w is not None and not w.is_cpu for w in (s, theta0))
+
+
+class _Blend(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, other: Tensor | None, *held: Any) -> Tensor:
+        *tensors, plan = held
+        ctx.save_for_backward(x, other, *tensors)
+        ctx.plan = plan
+        y: Tensor = plan.forward(x, other, Tensors(*tensors))
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        x, other, *held = ctx.saved_tensors
+        plan, needed = ctx.plan, ctx.needs_input_grad[:8]
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            f = partial(_formula, plan.structure, plan.role, plan.shape)
+            return *differentiated(f, (x, other, *held), dy, needed), None
+        wanted = Wanted.of(needed)
+        grads = plan.backward(dy, x, other, Tensors(*held), wanted)
+        dx, dother, dtau, dtheta, ds, dc = grads
+        rho, shift = held[0] is not None, held[1] is not None
+        first = dtau if rho else None, dtheta if shift else None
+        return (
+            dx,
+            dother,
+            *first,
+            ds,
+            dc,
+            None if rho else dtau,
+            None if shift else dtheta,
+            None,
+        )
+
+
+# `_Blend.apply` without its care for functorch, whose tensors do not come here: `backend.is_memory`
+_apply: Any = super(torch.autograd.Function, _Blend).apply
+
+
+def _formula(
+    structure: Structure, role: Role, shape: Shape, x: Tensor, other: Any, *held: Any
+) -> Tensor:
+    rows = viewed(structure.rows(Tensors(*held)), shape)
+    y = plain(x, other if role == Role.READ else None, structure, rows)
+    return y * other if role == Role.TIMES else y
+
+
+def differentiated(
+    f: Callable[..., Tensor],
+    inputs: Sequence[Tensor | None],
+    dy: Tensor,
+    needed: Sequence[bool],
+) -> list[Tensor | None]:
+    """The gradients of f in the needed inputs, for someone who differentiates them again."""
+    # Aliases, because one input may depend on another, and only direct dependence counts here.
+    own = [None if t is None else t.view_as(t) for t in inputs]
+    asked = [t for t, need in zip(own, needed, strict=True) if need and t is not None]
+    y = f(*own)
+    grads = torch.autograd.grad(y, asked, dy.to(y.dtype), create_graph=True, materialize_grads=True)
+    found = iter(grads)
+    return [next(found) if need else None for need in needed]

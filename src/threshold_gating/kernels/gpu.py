@@ -1,0 +1,346 @@
+"""The engine for GPUs: which kernel of Triton runs for a structure, in which tiles, and its sums.
+
+Memory is (outer, G, inner), as `layout` says. Triton is imported when a kernel first runs. What
+Python does for a call is kept small, because on a GPU it often takes longer than the kernels:
+everything that does not depend on values is decided once, in a `Plan`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from threshold_gating.kernels import runtime
+from threshold_gating.kernels.layout import Sizes, like, placed
+from threshold_gating.kernels.runtime import Launch, interpreting
+from threshold_gating.kernels.structure import (
+    DIGITS,
+    Gate,
+    Numbers,
+    Role,
+    Shape,
+    Structure,
+    Tensors,
+    Wanted,
+    Weights,
+)
+
+
+class Layout(IntEnum):
+    """How parameters vary over a matrix in memory."""
+
+    ONE = 0  # not at all
+    COLUMNS = 1  # tokens, channels_last
+    ROWS = 2  # images
+
+
+class Constants(NamedTuple):
+    """A structure as kernels are compiled for it, in the order in which they take it.
+
+    Of tau, theta, s and c one base-4 digit a row: 0 if it is in memory, else the number 0, 1 or -1.
+    """
+
+    tau: int
+    theta: int
+    s: int
+    c: int
+    owners: int  # a bit for each threshold that belongs to the region above it
+    K: int
+    gate: int
+    role: int
+    sharpened: int  # tau = tau0 exp(rho)
+    moved: int  # theta = theta0 + dtheta
+    anchored: int
+    weights: int
+
+    @classmethod
+    def of(cls, structure: Structure, role: Role) -> Constants:
+        owners = [2**k for k, o in enumerate(structure.owner or ()) if o == "hi"]
+        return cls(
+            _digits(structure.tau),
+            _digits(structure.theta),
+            _digits(structure.s),
+            _digits(structure.c),
+            sum(owners),
+            structure.K,
+            int(structure.gate),
+            int(role),
+            int("tau" in structure.learned),
+            int("theta" in structure.learned),
+            int(structure.anchored),
+            int(structure.weights),
+        )
+
+    def rows(self, wanted: Wanted) -> list[int]:
+        """How many sums there are for the gradients of tau, theta, s and c."""
+        taus = self.K - 1 if self.gate == Gate.OWN_TAUS else 1
+        counts = (taus, self.K - 1, self.K, self.K)
+        return [n if w else 0 for n, w in zip(counts, wanted[2:], strict=True)]
+
+
+def _digits(numbers: Numbers) -> int:
+    return sum([(DIGITS.index(n) + 1) * 4**k for k, n in enumerate(numbers) if n in DIGITS])
+
+
+class Tiles(NamedTuple):
+    """How a kernel is cut up: rows and columns of a tile, tiles of a program, warps, stages."""
+
+    rows: int
+    columns: int
+    iters: int
+    warps: int
+    stages: int
+
+
+class Matrix(NamedTuple):
+    """Memory as the kernels see it: R x N values and how G parameters vary, see `kernels`."""
+
+    R: int
+    N: int
+    G: int
+    layout: Layout
+
+    @classmethod
+    def of(cls, sizes: Sequence[int]) -> Matrix:
+        outer, G, inner = sizes
+        if G == 1:
+            return cls(1, outer * inner, 1, Layout.ONE)
+        if inner == 1:
+            return cls(outer, G, G, Layout.COLUMNS)
+        return cls(outer * G, inner, G, Layout.ROWS)
+
+    def tiles(self, rows: int, columns: int, warps: int, stages: int, programs: int) -> Tiles:
+        """Tiles of at most this size, as many to a program as leave about `programs` of them."""
+        most = rows * columns
+        if self.layout != Layout.ONE:
+            columns = min(_power_of_two(self.N), columns)
+        if self.layout == Layout.ROWS:
+            rows = min(most // columns, _power_of_two(self.R))
+        across, along = self._counts(rows, columns)
+        return Tiles(rows, columns, -(-along // max(1, programs // across)), warps, stages)
+
+    def _counts(self, rows: int, columns: int) -> tuple[int, int]:
+        """How many tiles there are across, and along the axis of the sums."""
+        if self.layout == Layout.ONE:
+            return 1, -(-self.N // (rows * columns))
+        down, right = -(-self.R // rows), -(-self.N // columns)
+        return (right, down) if self.layout == Layout.COLUMNS else (down, right)
+
+    def grid(self, t: Tiles) -> tuple[int, int]:
+        """Programs across, and along the axis of the sums."""
+        across, along = self._counts(t.rows, t.columns)
+        return across, -(-along // t.iters)
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << max(0, n - 1).bit_length()
+
+
+def tiles_forward(m: Matrix, size: int, known: Constants) -> Tiles:
+    """By layout, bytes of an element, branches and what is known of their weights.
+
+    Swept on an H200, 16384 x 4096.
+    """
+    K, frozen = known.K, known.weights != Weights.UNKNOWN
+    if interpreting():
+        return m.tiles(64, 256, 4, 1, 4)
+    every, narrow = 2**31, size == 2
+    if m.layout == Layout.COLUMNS:
+        # Where the parameters of all groups do not stay in a cache, each is read by one program.
+        once = m.G > 2**16
+        if K == 2 and once:
+            return m.tiles(8, 256, 2, 4, 1)
+        if K == 2 and narrow:
+            # Long programs need enough to do, and hard gates are done before memory is read anyway.
+            long = m.R * m.N >= 2**25 and known.gate != Gate.HARD
+            return m.tiles(32, 256, 4, 3, 32 * 132) if long else m.tiles(8, 256, 1, 1, every)
+        if K == 2:
+            return m.tiles(4, 512, 4, 1, every)
+        every = 1 if once else every
+        if K == 3:
+            return m.tiles(2, 256, 1, 3, 16 * 132) if narrow else m.tiles(8, 128, 1, 1, every)
+        return m.tiles(4, 128, 1, 3, 8 * 132) if narrow else m.tiles(4, 256, 2, 3, 16 * 132)
+    if K == 2 or frozen:
+        return m.tiles(1, 1024, 4, 1, every)
+    return m.tiles(2, 1024, 4, 2, 64 * 132) if narrow else m.tiles(1, 2048, 4, 1, every)
+
+
+def tiles_backward(m: Matrix, size: int, known: Constants) -> Tiles:
+    K, frozen = known.K, known.weights != Weights.UNKNOWN
+    if interpreting():
+        return m.tiles(64, 256, 4, 1, 4)
+    narrow = size == 2
+    if m.layout == Layout.COLUMNS:
+        if K == 2 and narrow:
+            return m.tiles(2, 256, 1, 5, 8 * 132)
+        return m.tiles(2, 128, 1, 5, 8 * 132) if K < 4 else m.tiles(1, 128, 1, 4, 8 * 132)
+    if frozen:
+        return m.tiles(1, 1024, 4, 1, 128 * 132)
+    if K == 3 and narrow:
+        return m.tiles(1, 1024, 2, 3, 8 * 132)
+    return m.tiles(1, 512, 2, 5, (16 if K < 4 else 8) * 132)
+
+
+class Prepared(NamedTuple):
+    """A kernel for memory of one shape."""
+
+    run: Launch
+    sums: tuple[int, int, int]  # what backward writes: parts, rows of parameters, groups, or
+    axis: int  # for one group: rows, groups, parts; this is the axis of the parts
+
+
+@functools.lru_cache(4096)
+def prepared(known: Constants, sizes: Sizes, size: int, wanted: Wanted | None = None) -> Prepared:
+    """The kernel for elements of `size` bytes: forward, or backward for the wanted gradients."""
+    from threshold_gating.kernels import blend_kernels
+
+    m = Matrix.of(sizes)
+    rows = sum(known.rows(wanted)) if wanted else 0
+    # Two branches without sums are as much work back as forth.
+    light = wanted is None or (known.K == 2 and not rows)
+    tiles = (tiles_forward if light else tiles_backward)(m, size, known)
+    rest = (m.R, m.N, m.G, tiles.iters, *known, *map(int, wanted or ()), int(m.layout))
+    across, along = m.grid(tiles)
+    parts = along * (m.R // m.G if m.layout == Layout.ROWS else 1)
+    sums, axis = ((rows, 1, parts), 2) if m.layout == Layout.ONE else ((parts, rows, m.G), 0)
+    kernel = blend_kernels.blend_forward if wanted is None else blend_kernels.blend_backward
+    cut = tiles.rows, tiles.columns, tiles.stages
+    return Prepared(Launch(kernel, (across * along,), tiles.warps, (*rest, *cut)), sums, axis)
+
+
+def adding(sums: tuple[int, int, int], axis: int, rows: Sequence[int]) -> Launch | None:
+    """A kernel for the second stage, from sums to four tensors that get these rows.
+
+    None for a single large partial sum: slicing it is cheaper than a kernel. Slices of a small one
+    take longer.
+    """
+    from threshold_gating.kernels import blend_kernels
+
+    parts, G = sums[axis], sums[2] if axis == 0 else 1
+    if parts == 1 and G > 2**16:
+        return None
+    steps = (sum(rows) * G, G) if axis == 0 else (1, parts)
+    # narrow ones where wide ones would not give every processor one
+    tile = (1024, 1) if axis else (16, 64) if sum(rows) * G >= 64 * 132 else (256, 8)
+    grid = sum(rows) * -(-G // tile[1])
+    return Launch(blend_kernels.add_parts, (grid,), 4, (parts, G, *steps, *rows[:3], *tile))
+
+
+class _Backward(NamedTuple):
+    """A kernel for gradients, its sums and their strides, the kernel that adds them up."""
+
+    run: Launch
+    sums: tuple[int, int, int]
+    stride: tuple[int, int, int]
+    add: Launch | None
+    whose: list[int]  # of tau, theta, s, c
+    rows: list[int]
+
+
+class Plan:
+    """The kernels of one structure for inputs of one shape, layout and type."""
+
+    def __init__(
+        self, structure: Structure, role: Role, sizes: Sizes, copies: bool, size: int, shape: Shape
+    ) -> None:
+        self.structure, self.role, self.shape, self.copies = structure, role, shape, copies
+        self.sizes, self.size = sizes, size
+        self.known = Constants.of(structure, role)
+        self.run = prepared(self.known, sizes, size).run
+
+    def read(self, tensors: Tensors, device: torch.device) -> tuple[Tensor, ...]:
+        """What the kernels read: tau, rho, theta, shift, s, c."""
+        return runtime.readable(tuple(read(self.structure, tensors, self.sizes[1], device)))
+
+    def forward(self, x: Tensor, other: Tensor | None, tensors: Tensors) -> Tensor:
+        y = torch.empty_like(x)
+        second = x if other is None else like(other, x)
+        self.run((x, second, y, *self.read(tensors, x.device)), x.dtype)
+        return y
+
+    def backward(
+        self, dy: Tensor, x: Tensor, other: Tensor | None, tensors: Tensors, wanted: Wanted
+    ) -> list[Tensor | None]:
+        """The gradients of x, the other input, tau, theta, s and c."""
+        found, dy = self._backward(wanted), like(dy, x)
+        given = self.read(tensors, x.device)
+        dx = torch.empty_like(x) if wanted.x else None
+        dother = torch.empty_like(x) if wanted.other else None
+        sums = x
+        if found.whose:  # strided, because `new_empty` takes twice as long
+            sums = x.new_empty_strided(found.sums, found.stride, dtype=torch.float32)
+        second = x if other is None else like(other, x)
+        to = x if dx is None else dx, x if dother is None else dother
+        found.run((x, second, dy, *to, sums, *given), x.dtype)
+        return [dx, dother, *_added(found, sums, given)]
+
+    @functools.lru_cache(4096)  # noqa: B019  (plans are kept anyway)
+    def _backward(self, wanted: Wanted) -> _Backward:
+        run, sums, axis = prepared(self.known, self.sizes, self.size, wanted)
+        rows = self.known.rows(wanted)
+        whose = [k for k in range(4) if rows[k]]
+        add = adding(sums, axis, rows) if whose else None
+        return _Backward(run, sums, (sums[1] * sums[2], sums[2], 1), add, whose, rows)
+
+
+def _added(found: _Backward, sums: Tensor, given: tuple[Tensor, ...]) -> list[Tensor | None]:
+    """The second stage: the gradients of tau, theta, s and c."""
+    _, rho, _, shift, s, c = given
+    grads: list[Tensor | None] = [None, None, None, None]
+    if found.add is not None:
+        into = [sums] * 4
+        for k in found.whose:
+            grads[k] = into[k] = torch.empty_like((rho, shift, s, c)[k])
+        found.add((sums, *into), torch.float32)
+    elif found.whose:
+        parts = torch.unsafe_split_with_sizes(sums.view(sum(found.rows), -1), found.rows)
+        for k in found.whose:
+            grads[k] = parts[k].view_as((rho, shift, s, c)[k])
+    return grads
+
+
+@functools.lru_cache(4096)
+def plan(
+    structure: Structure,
+    role: Role,
+    sizes: Sequence[int],
+    stride: Sequence[int],
+    dtype: torch.dtype,
+    shape: Shape,
+) -> Plan | None:
+    """The plan for an input of these sizes; None if its groups are not one run of axes."""
+    found = placed(sizes, stride, shape)
+    return None if found is None else Plan(structure, role, *found, dtype.itemsize, shape)
+
+
+def read(structure: Structure, tensors: Tensors, group: int, device: torch.device) -> list[Tensor]:
+    """tau, rho, theta, shift, s and c; another stands for one that no kernel reads."""
+    rho, dtheta, s, c, tau, theta = tensors
+    if theta is None:
+        theta = known_rows(structure.theta, group, device)
+    if structure.hard:
+        tau = theta
+    elif tau is None:
+        tau = known_rows(structure.tau, group, device)
+    s = known_rows(structure.s, group, device) if s is None else s
+    c = known_rows(structure.c, group, device) if c is None else c
+    shift = theta if dtheta is None else dtheta
+    return [tau, tau if rho is None else rho, theta, shift, s, c]
+
+
+def known_rows(numbers: Numbers, group: int, device: torch.device) -> Tensor:
+    """Rows that a call has given as numbers."""
+    made = _made_rows if torch.compiler.is_compiling() else _kept_rows
+    return made(numbers, group, device)
+
+
+def _made_rows(numbers: Numbers, group: int, device: torch.device) -> Tensor:
+    return torch.cat([torch.full((1, group), n or 0.0, device=device) for n in numbers])
+
+
+_kept_rows = functools.lru_cache(4096)(_made_rows)

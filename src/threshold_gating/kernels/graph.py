@@ -1,0 +1,274 @@
+"""The engine for compiled graphs: as few nodes as can be, for each is a call in every step.
+
+On a GPU two branches and hard gates go forward by formulas, which the compiler fuses with what is
+before and behind them; backward, where sums over the whole input come in, and wherever there are
+more branches, a kernel is cheaper than what the compiler makes. On a CPU all is formulas (`steps`).
+
+The kernels are ops that torch.compile can place. They are registered one by one instead of by
+`torch.library.custom_op`, whose care for autograd and aliases takes 9 us of every call; ours are
+called without derivatives and return nothing they were given. Where all sizes are known they are
+opened, so that the compiler launches the kernel itself: on a GPU that takes a fraction of what a
+call of an op does. With sizes that vary they stay closed.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.functional_tensor import FunctionalTensorMode
+
+from threshold_gating import primitive
+from threshold_gating.kernels import gpu, runtime
+from threshold_gating.kernels.layout import dense, like
+from threshold_gating.kernels.structure import (
+    Gate,
+    Role,
+    Rows,
+    Shape,
+    Structure,
+    Tensors,
+    Wanted,
+    viewed,
+)
+from threshold_gating.primitive import Value
+
+_clamp = torch.ops.aten.clamp.default
+
+
+class Graph(NamedTuple):
+    """The nodes of one structure in a graph."""
+
+    structure: Structure
+    role: Role
+    shape: Shape
+
+    def forward(self, x: Tensor, other: Tensor | None, tensors: Tensors) -> Tensor:
+        structure = self.structure
+        if self.role == Role.ALONE and (structure.hard or structure.K == 2):
+            y = steps(x, None, structure, viewed(structure.rows(tensors), self.shape))
+            # A view, because torch 2.11 loses the gradient of a Function that returns what a cast
+            # to the dtype it has already gave.
+            return y.view(y.shape)
+        known = list(gpu.Constants.of(structure, self.role)), list(self.shape), SOURCES
+        found: Tensor = blend_forward(x, other, self._read(x, tensors), *known)
+        return found
+
+    def backward(
+        self, dy: Tensor, x: Tensor, other: Tensor | None, tensors: Tensors, wanted: Wanted
+    ) -> list[Tensor | None]:
+        known = list(gpu.Constants.of(self.structure, self.role)), list(self.shape)
+        # Nothing here asks how a tensor lies in memory: Dynamo would have dy copied for that.
+        given = self._read(x, tensors)
+        dx, dother, sums = blend_backward(dy, x, other, given, *known, list(wanted), SOURCES)
+        grads: list[Tensor | None] = [dx if wanted.x else None, dother if wanted.other else None]
+        at = 0
+        _, rho, _, shift, s, c = given
+        for w, needed in zip((rho, shift, s, c), wanted[2:], strict=True):
+            rows = w.numel() // sums.shape[1] if needed else 0
+            grads.append(sums[at : at + rows].view(w.shape) if needed else None)
+            at += rows
+        return grads
+
+    def _read(self, x: Tensor, tensors: Tensors) -> list[Tensor]:
+        return gpu.read(self.structure, tensors, math.prod(self.shape), x.device)
+
+
+def steps(x: Tensor, v: Tensor | None, structure: Structure, rows: Rows) -> Tensor:
+    """y in steps that a compiler fuses into one loop; those of the reference for hard gates.
+
+    Where nobody asks for derivatives, two gates come from one exponential of -|u|, whose own
+    derivative at the threshold would be wrong.
+    """
+    if structure.gate in (Gate.HARD, Gate.CENTRED):
+        return plain(x, v, structure, rows)
+    z = primitive.wide(x)
+    u = z if v is None else v.to(z.dtype)
+    data = [w for row in rows for w in row if isinstance(w, Tensor)]
+    spread = x.is_cpu and _needs_gradient(*data)
+
+    def ready(w: Any) -> Any:
+        if not isinstance(w, Tensor):
+            return w
+        return _spread(w.to(z.dtype), x) if spread else w.to(z.dtype)
+
+    tau, theta, s, c = [[ready(w) for w in row] for row in rows]
+    if structure.K > 2:
+        return _many(z, u, tau, theta, s, c).to(x.dtype)
+    moved = tau[0] * (z - theta[0])
+    empty = all(not isinstance(w, Tensor) and w == 0 for w in (s[0], c[0]))
+    if _needs_gradient(x, v, *data):
+        gates = [s[0] if empty else primitive.sigmoid(-moved), primitive.sigmoid(moved)]
+    else:
+        e = torch.exp(-torch.abs(moved))
+        share = 1 / (1 + e)
+        e = e * share
+        gates = [torch.where(moved > 0, e, share), torch.where(moved > 0, share, e)]
+    return _blended(gates, u, s, c).to(x.dtype)
+
+
+def plain(x: Tensor, v: Any, structure: Structure, rows: Rows) -> Tensor:
+    """y by the formulas of the reference."""
+    tau, theta, s, c = rows
+    return primitive.blend(
+        x,
+        tau if len(tau) > 1 else tau[0],
+        theta,
+        s,
+        c,
+        v=v,
+        form=structure.form,
+        owner=structure.owner,
+        q=structure.q,
+        anchor=structure.anchor,
+        clamp=structure.clamp,
+        centred=structure.gate == Gate.CENTRED,
+    )
+
+
+def _spread(t: Tensor, x: Tensor) -> Tensor:
+    """A parameter for each stretch of at most 4096 elements of x, so that sums have two stages.
+
+    The compiler adds up longer ones with a care for rounding that takes longer than the gates. One
+    value for all is left alone: its sums are one loop with the gates, and two would take longer.
+    """
+    if t.numel() == 1:
+        return t
+    shape, run = [1] * (x.dim() - t.dim()) + list(t.shape), 1
+    for d in range(x.dim() - 1, 0, -1):
+        run *= x.shape[d]
+        if run > 4096 or shape[d] > 1:
+            return t if d == x.dim() - 1 else t.expand(*x.shape[: d + 1], *shape[d + 1 :])
+    return t
+
+
+def _many(
+    z: Tensor, u: Tensor, tau: list[Value], theta: list[Value], s: list[Value], c: list[Value]
+) -> Tensor:
+    """More than two soft gates: K exponentials, one loop."""
+    taus = tau if len(tau) == len(theta) else tau * len(theta)
+    most = torch.finfo(z.dtype).max / (4 * len(theta))  # no sum of arguments overflows
+    arguments = [_clamp(t * (z - th), -most, most) for t, th in zip(taus, theta, strict=True)]
+    return _blended(primitive.softmax_gates(arguments), u, s, c)
+
+
+def _blended(gates: list[Any], u: Tensor, s: list[Value], c: list[Value]) -> Tensor:
+    """u sum_k g_k s_k + sum_k g_k c_k."""
+    slope, constant = _weighted(gates, s), _weighted(gates, c)
+    if slope is not None and len(gates) > 2:
+        u = primitive.settled(u, slope)
+    y = slope if slope is None else primitive.times(u, slope)
+    y = constant if y is None else y if constant is None else y + constant
+    return gates[-1] * 0 if y is None else y  # which NaN passes
+
+
+def _weighted(e: list[Tensor], w: list[Value]) -> Tensor | None:
+    """sum_k w_k e_k; None where every w is the number 0."""
+    terms = [
+        ek if not isinstance(wk, Tensor) and wk == 1 else wk * ek
+        for ek, wk in zip(e, w, strict=True)
+        if isinstance(wk, Tensor) or wk != 0
+    ]
+    return sum(terms[1:], terms[0]) if terms else None
+
+
+def _needs_gradient(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+# Handed to each op, so that a graph with opened kernels that torch keeps on disk is not taken once
+# they have changed.
+SOURCES = zlib.crc32(
+    b"".join(p.read_bytes() for p in sorted(Path(runtime.__file__).parent.rglob("*.py")))
+)
+
+_LIBRARY: Any = torch.library.Library("threshold_gating", "FRAGMENT")  # type: ignore[no-untyped-call]
+_LIBRARY.define(
+    "blend_forward(Tensor x, Tensor? other, Tensor[] parameters, int[] constants, int[] shape, "
+    "int sources) -> Tensor"
+)
+_LIBRARY.define(
+    "blend_backward(Tensor dy, Tensor x, Tensor? other, Tensor[] parameters, int[] constants, "
+    "int[] shape, bool[] wanted, int sources) -> (Tensor, Tensor, Tensor)"
+)
+
+
+def _forward(
+    x: Tensor,
+    other: Tensor | None,
+    parameters: list[Tensor],
+    constants: list[int],
+    shape: list[int],
+    sources: int,
+) -> Tensor:
+    x, sizes = dense(x, shape)
+    y = torch.empty_like(x)
+    second = x if other is None else like(other, x)
+    run = gpu.prepared(gpu.Constants(*constants), sizes, x.element_size()).run
+    run((x, second, y, *runtime.readable(tuple(parameters))))
+    return y
+
+
+def _backward(
+    dy: Tensor,
+    x: Tensor,
+    other: Tensor | None,
+    parameters: list[Tensor],
+    constants: list[int],
+    shape: list[int],
+    wanted: list[bool],
+    sources: int,
+) -> tuple[Tensor, ...]:
+    x, sizes = dense(x, shape)
+    known = gpu.Constants(*constants), sizes, x.element_size(), Wanted(*wanted)
+    run, parts, axis = gpu.prepared(*known)
+    # what is not wanted is x to the kernel, and an op may not return that
+    grads = [torch.empty_like(x) if w else x.new_empty(0) for w in wanted[:2]]
+    to = [g if w else x for g, w in zip(grads, wanted[:2], strict=True)]
+    sums = x.new_empty(parts, dtype=torch.float32)
+    second = x if other is None else like(other, x)
+    run((x, second, like(dy, x), *to, sums, *runtime.readable(tuple(parameters))))
+    return *grads, runtime.total(sums, axis)
+
+
+def _forward_shape(x: Tensor, *rest: Any) -> Tensor:
+    *_, shape, _ = rest
+    return torch.empty_like(dense(x, shape)[0])
+
+
+def _backward_shape(dy: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    *_, constants, shape, wanted, _ = rest
+    x, sizes = dense(x, shape)
+    dx, dother = (torch.empty_like(x) if w else x.new_empty(0) for w in wanted[:2])
+    rows = sum(gpu.Constants(*constants).rows(Wanted(*wanted)))
+    return dx, dother, x.new_empty(rows, sizes[1], dtype=torch.float32)
+
+
+def _opened(run: Callable[..., Any]) -> Callable[..., Any]:
+    """The op as what is in it, for a compiler that can launch the kernel itself."""
+
+    def rule(mode: Any, op: Any, types: Any, arguments: Any = (), more: Any = None) -> Any:
+        if any(isinstance(n, torch.SymInt) for n in arguments[0].shape):
+            return mode.__torch_dispatch__(op, types, arguments, more)
+        with mode:
+            return run(*arguments, **(more or {}))
+
+    return rule
+
+
+for name, run, shape in (
+    ("blend_forward", _forward, _forward_shape),
+    ("blend_backward", _backward, _backward_shape),
+):
+    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"threshold_gating::{name}", shape, lib=_LIBRARY)
+    if not runtime.interpreting():
+        _LIBRARY._register_torch_dispatch_rule(name, FunctionalTensorMode, _opened(run))
+
+blend_forward = torch.ops.threshold_gating.blend_forward.default
+blend_backward = torch.ops.threshold_gating.blend_backward.default

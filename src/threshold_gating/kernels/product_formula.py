@@ -1,0 +1,105 @@
+"""Tier W in plain torch: the gated inputs times the branch weights, one product or convolution."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from threshold_gating import primitive
+from threshold_gating.kernels.structure import Rows, Shape, Structure, Tensors, viewed
+
+
+class Conv(NamedTuple):
+    """How a convolution runs over its gated inputs, which are padded, never `x` itself."""
+
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+    pad: tuple[int, ...] = ()  # what `padding` cannot say: uneven, or not with zeros
+    mode: str = "constant"
+
+
+class Formula(NamedTuple):
+    """Everything about a product that is not a tensor; `shape` broadcasts against x."""
+
+    structure: Structure
+    shape: Shape
+    conv: Conv | None
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, rows: Rows) -> Tensor:
+        """Differentiable as often as one likes."""
+        return self.product(self.inputs(x, rows), weight, bias)
+
+    def rows(self, tensors: Tensors) -> Rows:
+        return viewed(self.structure.rows(tensors), self.shape)
+
+    def inputs(self, x: Tensor, rows: Rows) -> Tensor:
+        """The gated inputs, padded where the convolution itself cannot."""
+        axis, groups = (-1, 1) if self.conv is None else (1, self.conv.groups)
+        tau, theta, s, c = rows
+        phi = primitive.features(
+            x,
+            tau if len(tau) > 1 else tau[0],
+            theta,
+            s,
+            c,
+            axis=axis,
+            groups=groups,
+            form=self.structure.form,
+            owner=self.structure.owner,
+        )
+        if self.conv is None or not self.conv.pad:
+            return phi
+        return F.pad(phi, self.conv.pad, self.conv.mode)
+
+    def product(self, phi: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if self.conv is None:
+            return F.linear(phi, weight.flatten(1), bias)
+        run = (F.conv1d, F.conv2d, F.conv3d)[len(self.conv.stride) - 1]
+        y: Tensor = run(phi, weight.flatten(1, 2), bias, *self.conv[:4])
+        return y
+
+    def product_gradients(
+        self, dy: Tensor, phi: Tensor, weight: Tensor, wanted: Sequence[bool]
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """The gradients of `product` in phi, weight and bias, in the dtype of dy."""
+        if self.conv is None:
+            rows, flat = dy.reshape(-1, dy.shape[-1]), weight.flatten(1).to(dy.dtype)
+            return (
+                dy @ flat if wanted[0] else None,
+                (rows.t() @ phi.reshape(-1, phi.shape[-1]).to(dy.dtype)).view_as(weight)
+                if wanted[1]
+                else None,
+                rows.sum(0) if wanted[2] else None,
+            )
+        stride, padding, dilation, groups = self.conv[:4]
+        dphi, dw, db = torch.ops.aten.convolution_backward.default(
+            dy,
+            phi.to(dy.dtype),
+            weight.flatten(1, 2).to(dy.dtype),
+            [weight.shape[0]],
+            stride,
+            padding,
+            dilation,
+            False,
+            [0] * len(stride),
+            groups,
+            list(wanted),
+        )
+        return dphi, dw.view_as(weight) if wanted[1] else None, db
+
+    def has_two_soft(self) -> bool:
+        """Whether these are two soft gates over x itself."""
+        known = self.structure
+        return known.K == 2 and not known.hard and (known.s, known.c) == ((1, 1), (0, 0))
+
+    def per_channel(self, dim: int) -> bool:
+        """Whether an input of `dim` axes has one gate, or one for each channel."""
+        axis = dim - 1 if self.conv is None else 1
+        varies = [dim - len(self.shape) + d for d, n in enumerate(self.shape) if n > 1]
+        return varies in ([], [axis])

@@ -1,0 +1,145 @@
+"""How kernels of Triton are launched: with little Python around a call. Imports no Triton."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import operator
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def interpreting() -> bool:
+    """Whether Triton runs its kernels step by step on the CPU."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def is_installed() -> bool:
+    return _INSTALLED
+
+
+def _found() -> bool:
+    try:
+        return importlib.util.find_spec("triton") is not None
+    except ImportError:  # someone forbids it
+        return False
+
+
+_INSTALLED = _found()  # here, for Dynamo may not look
+
+
+def readable(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Gate tensors as kernels read them; only mixed precision and odd views are copied for it."""
+    for t in tensors:
+        if t.dtype != torch.float32 or not t.is_contiguous():
+            return tuple([w.detach().float().contiguous() for w in tensors])
+    return tensors
+
+
+def total(sums: Tensor, axis: int) -> Tensor:
+    """The second stage of a sum: parts added up, where there are several."""
+    return sums.sum(axis) if sums.shape[axis] > 1 else sums.select(axis, 0)
+
+
+_address, _device = Tensor.data_ptr, Tensor.get_device  # mapped, they take two thirds of the time
+
+
+class Launch:
+    """A kernel for a grid, with all but its tensors: to be called with these again and again.
+
+    Once compiled, it is called past Triton's own look-up, which takes longer than small kernels
+    run; with the addresses in place of the tensors, which Triton would ask for one by one.
+    """
+
+    def __init__(self, kernel: Any, grid: Sequence[int], warps: int, rest: Sequence[Any]) -> None:
+        self.kernel, self.warps, self.rest = kernel, warps, tuple(rest)
+        self.grid = (*grid, 1, 1)[:3]
+        self.ready: dict[Any, Callable[..., None]] = {}
+
+    def __call__(self, tensors: tuple[Tensor, ...], kinds: Any = None) -> None:
+        """Run; `kinds` stands for the types of the tensors, if the caller knows them."""
+        x = tensors[0]
+        if not x.is_cuda or (kinds is None and type(x) not in (Tensor, torch.nn.Parameter)):
+            self._ordinary(tensors)
+            return
+        places = [*map(_address, tensors)]
+        odd = functools.reduce(operator.or_, places) & 15
+        # Triton compiles anew for other types and for addresses that are no multiples of 16.
+        device: int = x.get_device()
+        key = device, tuple([t.dtype for t in tensors]) if kinds is None else kinds
+        run = self.ready.get(key)
+        if {*map(_device, tensors)} != {device}:  # an address does not say where it lies
+            devices = ", ".join(sorted({str(t.device) for t in tensors}))
+            raise RuntimeError(
+                f"gates and input must be on one device, got {devices}; "
+                "move the module and its input with .to(device)."
+            )
+        if run is not None and not odd and torch._C._cuda_getDevice() == device:
+            run(*places, *self.rest)
+            return
+        with torch.cuda.device(x.device):
+            compiled = self._ordinary(tensors)
+        if not odd:
+            self.ready[key] = _runner(compiled, self.grid, device)
+
+    def _ordinary(self, tensors: tuple[Tensor, ...]) -> Any:
+        kernel = self.kernel
+        if type(tensors[0]) not in (Tensor, torch.nn.Parameter):  # a graph is made: see `ops`
+            kernel = torch.library.wrap_triton(kernel)
+        return kernel[self.grid](*tensors, *self.rest, num_warps=self.warps)
+
+
+def _runner(compiled: Any, grid: tuple[int, ...], device: int) -> Callable[..., None]:
+    """A compiled kernel as a function of its arguments, on the current stream of its device.
+
+    `compiled[grid]` does more for each launch before it comes to its C function: it asks for the
+    device and for memory that our kernels do not need, and describes the launch to absent hooks.
+    """
+    from triton import knobs
+
+    ordinary: Callable[..., None] = compiled[grid]
+    fixed = _fixed(compiled)
+    if fixed is None:
+        return ordinary
+    launch, as_tuple = compiled.run.launch, fixed[-1] is not None
+    stream, hooks = torch._C._cuda_getCurrentRawStream, knobs.runtime
+    # lists, to which someone may add later
+    enter, leave = (
+        getattr(hook, "calls", True) for hook in (hooks.launch_enter_hook, hooks.launch_exit_hook)
+    )
+
+    def direct(*arguments: Any) -> None:
+        if enter or leave:  # someone, as Triton's profiler, wants to know of every launch
+            ordinary(*arguments)
+        elif as_tuple:
+            launch(*grid, stream(device), *fixed, arguments)
+        else:
+            launch(*grid, stream(device), *fixed, *arguments)
+
+    return direct
+
+
+def _fixed(compiled: Any) -> tuple[Any, ...] | None:
+    """What Triton's C function takes between the stream and the arguments of the kernel.
+
+    Triton 3.6 takes these one by one, 3.7 as one tuple and their types before it. None for any
+    other and for kernels that need memory of their own: they are launched by Triton's own means.
+    """
+    from triton import __version__ as version
+
+    run, metadata = compiled.run, compiled.packed_metadata
+    known = version.startswith(("3.6.", "3.7.")) and type(run).__name__ == "CudaLauncher"
+    if not known or run.global_scratch_size or run.profile_scratch_size:
+        return None
+    first = compiled.function, run.launch_cooperative_grid, run.launch_pdl
+    # The Nones: two memories, what the hooks are told, the two hooks.
+    if version.startswith("3.6."):
+        return *first, None, None, metadata, None, None, None
+    types = run.arg_annotations, run.kernel_signature
+    return *first, metadata, None, None, None, None, None, *types

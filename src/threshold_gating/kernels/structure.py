@@ -1,0 +1,444 @@
+"""What is known of a gate before any tensor is read, and the tensors that hold the rest.
+
+A `Structure` is made once from an instance and what is learned of it, or from the arguments of one
+call. Equal structures share compiled kernels and compiled graphs. `Tensors` are whole, as a module
+holds them: rows along the first axis, the sharing group behind it.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from threshold_gating.instance import TG
+from threshold_gating.kernels.lowering import Native, native_call
+from threshold_gating.primitive import Anchor, GateForm, Value, Values
+
+Numbers = tuple[float | None, ...]  # None stands for a row of a tensor
+Shape = tuple[int, ...]
+MOST_BRANCHES = 8
+DIGITS = (0.0, 1.0, -1.0)  # numbers that compiled kernels and graphs may know
+# tau = tau0 exp(rho) for |rho| up to this: 1100 times softer or sharper than the start; further
+# out tau would leave float32.
+RHO_BOUND = 7.0
+_clamp = torch.ops.aten.clamp.default
+
+
+class Gate(IntEnum):
+    """How gates are evaluated; see `tiles`."""
+
+    TWO = 0  # a sigmoid for either side
+    CENTRED = 1  # two, about the midpoint of their branches, as tanh is
+    ONE_TAU = 2  # three or more: powers of one exponential
+    OWN_TAUS = 3  # three or more with a tau for each threshold
+    HARD = 4  # comparisons
+
+
+class Weights(IntEnum):
+    """What is known of the weights of K >= 3 branches; see `formulas`."""
+
+    UNKNOWN = 0
+    SMALL = 2  # branches can be counted from the left on both sides
+    MIRRORED = 3  # and the taus are the same from either end: half of the exponentials are enough
+
+
+class Role(IntEnum):
+    """What a second input does."""
+
+    ALONE = 0  # there is none
+    READ = 1  # the branches read it instead of x
+    TIMES = 2  # it multiplies y
+
+
+class Wanted(NamedTuple):
+    """Which gradients somebody asks for."""
+
+    x: bool
+    other: bool
+    tau: bool
+    theta: bool
+    s: bool
+    c: bool
+
+    @classmethod
+    def of(cls, needed: Sequence[bool]) -> Wanted:
+        """From what is needed of x, the other input and `Tensors`."""
+        x, other, rho, dtheta, s, c, tau0, theta0 = needed
+        return cls(x, other, rho or tau0, dtheta or theta0, s, c)
+
+
+class Tensors(NamedTuple):
+    """tau = tau0 exp(rho), theta = theta0 + dtheta, s and c; None where structure knows it all.
+
+    tau0 and rho have one row or K - 1, theta0 and dtheta K - 1, s and c K; c holds the values at
+    the thresholds if the gate is anchored.
+    """
+
+    rho: Tensor | None = None
+    dtheta: Tensor | None = None
+    s: Tensor | None = None
+    c: Tensor | None = None
+    tau0: Tensor | None = None
+    theta0: Tensor | None = None
+
+
+class Rows(NamedTuple):
+    """tau (one, or one per threshold), theta, s and c now: numbers where known, else tensors."""
+
+    tau: list[Any]
+    theta: list[Any]
+    s: list[Any]
+    c: list[Any]
+
+
+class Structure(NamedTuple):
+    """A gate without its data.
+
+    A row of tau, theta, s or c is a number where it is known, else None and in a tensor. Of an
+    instance only 0 and +-1 are known, so that those that differ in other numbers are alike.
+    """
+
+    gate: Gate
+    tau: Numbers
+    theta: Numbers
+    s: Numbers
+    c: Numbers
+    owner: tuple[str, ...] | None = None
+    form: GateForm = "softmax"
+    q: Any = None
+    anchor: tuple[Anchor, ...] | None = None
+    clamp: tuple[float, float] | None = None
+    learned: tuple[str, ...] = ()
+    jumps: bool = False  # thresholds are learned at which y jumps
+    weights: Weights = Weights.UNKNOWN
+    fused: bool = True  # whether kernels compute it, and not the plain formulas alone
+    native: Native | None = None  # torch's own op
+
+    @classmethod
+    def of(cls, t: TG, learned: Sequence[str] = ()) -> Structure:
+        """The structure of an instance of which these are learned, made once."""
+        return of_instance(t, tuple(learned))
+
+    @property
+    def K(self) -> int:
+        return len(self.s)
+
+    @property
+    def hard(self) -> bool:
+        return self.gate == Gate.HARD
+
+    @property
+    def anchored(self) -> bool:
+        """Whether c holds values at thresholds: a learned hard threshold moves its branches."""
+        return self.gate == Gate.HARD and len(self.learned) > 0
+
+    def tensors(self, held: Mapping[str, Any], computed: Any) -> Tensors:
+        """The tensors that a module holds by their names; a parametrization has them `computed`."""
+        names = (
+            "rho" if "tau" in self.learned else None,
+            "dtheta" if "theta" in self.learned else None,
+            "s",
+            "v" if self.anchored else "c",
+            None if self.hard else "tau0",
+            "theta0",
+        )
+        try:
+            return Tensors(*[None if name is None else held[name] for name in names])
+        except KeyError:  # made anew whenever it is asked for
+            return Tensors(*[None if n is None else getattr(computed, n) for n in names])
+
+    @staticmethod
+    def sharpening(rho: Tensor) -> Tensor:
+        """tau / tau0 of a learned gate: exp(rho), 1 at rho = 0 and positive for every rho."""
+        # the op itself: a converted network around us answers torch.clamp
+        bounded: Tensor = _clamp(rho, -RHO_BOUND, RHO_BOUND)
+        return bounded.exp()
+
+    @staticmethod
+    def nearest(theta: Sequence[Any]) -> list[Any]:
+        """The threshold each branch is anchored at: the one below, for the lowest the one above."""
+        return [theta[0], *theta] if theta else [0.0]
+
+    @staticmethod
+    def is_centred(t: TG) -> bool:
+        """Whether a start `t` is evaluated about the midpoint of its branches, as tanh is."""
+        opposite = t.K == 2 and all(abs(w[0]) == abs(w[1]) for w in (t.s, t.c))
+        return not t.hard and opposite and (t.s[0] != t.s[1] or t.c[0] != t.c[1])
+
+    @staticmethod
+    def anchored_values(t: TG) -> tuple[float, ...]:
+        """The value of each branch at its own threshold."""
+        parts = zip(t.s, t.c, Structure.nearest(t.theta), strict=True)
+        return tuple(s * th + c for s, c, th in parts)
+
+    def rows(self, tensors: Tensors) -> Rows:
+        """The parameters as they are now, differentiable."""
+        rho, dtheta, s, c, tau0, theta0 = tensors
+        if theta0 is not None and dtheta is not None:
+            theta0 = theta0 + dtheta
+        if tau0 is not None and rho is not None:
+            tau0 = tau0 * self.sharpening(rho)
+        if self.hard:
+            taus: list[Any] = [math.inf]
+        else:  # one tau is its own row, whatever its shape
+            taus = [tau0] if len(self.tau) == 1 and tau0 is not None else _filled(self.tau, tau0)
+        thetas, slopes = _filled(self.theta, theta0), _filled(self.s, s)
+        constants = _filled(self.c, c)
+        if self.anchored:
+            constants = intercepts(constants, slopes, thetas)
+        return Rows(taus, thetas, slopes, constants)
+
+    def numbers(self, tensors: Tensors) -> Rows:
+        """`rows` where each is one number, in Python's: it has no step that takes as long."""
+        rho, dtheta, s, c, tau0, theta0 = [None if w is None else _flat(w) for w in tensors]
+        if theta0 is not None and dtheta is not None:
+            theta0 = [a + b for a, b in zip(theta0, dtheta, strict=True)]
+        if tau0 is not None and rho is not None:
+            tau0 = [a * _sharpening(b) for a, b in zip(tau0, rho, strict=True)]
+        pairs = ((self.tau, tau0), (self.theta, theta0), (self.s, s), (self.c, c))
+        taus, thetas, slopes, constants = (list(known if w is None else w) for known, w in pairs)
+        if self.hard:
+            taus = [math.inf]
+        for known, w in ((self.s, slopes), (self.c, constants)):
+            for k, number in enumerate(known):
+                w[k] = w[k] if number is None else number
+        if self.anchored:
+            constants = intercepts(constants, slopes, thetas)
+        return Rows(taus, thetas, slopes, constants)
+
+
+def _sharpening(rho: float) -> float:
+    # comparisons that NaN passes, as it does the clamp of torch
+    return math.exp(-RHO_BOUND if rho < -RHO_BOUND else RHO_BOUND if rho > RHO_BOUND else rho)
+
+
+def _flat(w: Tensor) -> list[Any]:
+    found: list[Any] = w.tolist()
+    while found and isinstance(found[0], list):
+        found = [row[0] for row in found]
+    return found
+
+
+def intercepts(v: Sequence[Value], s: Sequence[Value], theta: Sequence[Value]) -> list[Any]:
+    """c of branches with slopes s that have the values v at their thresholds."""
+    parts = zip(v, s, Structure.nearest(theta), strict=True)
+    return [v if not isinstance(s, Tensor) and s == 0 else v - s * at for v, s, at in parts]
+
+
+def _filled(known: Numbers, w: Tensor | None) -> list[Any]:
+    if w is None:
+        return list(known)
+    pairs = zip(known, w.unbind(0), strict=True)
+    return [row if number is None else number for number, row in pairs]
+
+
+@functools.lru_cache(4096)
+def of_instance(t: TG, learned: tuple[str, ...] = ()) -> Structure:
+    """The structure of an instance of which these are learned."""
+    whole = [bool(t.anchor and t.anchor[k]) or bool(t.q and t.q[k]) for k in range(t.K)]
+    anchored = t.hard and bool(learned)
+
+    def known(w: Sequence[float], name: str) -> Numbers:
+        free = name in learned
+        fixed = [x in DIGITS or (whole[k] and not learned) for k, x in enumerate(w)]
+        return tuple([x if f and not free else None for f, x in zip(fixed, w, strict=True)])
+
+    taus = t.tau if isinstance(t.tau, tuple) else (t.tau,)
+    gate = _gate(t.hard, t.K, len(taus), Structure.is_centred(t))
+    points = None if learned else t.anchor
+    return Structure(
+        gate,
+        (math.inf,) if t.hard else (None,) * len(taus),
+        (None,) * (t.K - 1),
+        known(t.s, "s"),
+        known(Structure.anchored_values(t) if anchored else t.c, "c"),
+        t.owner,
+        t.form,
+        t.q,
+        points,
+        t.clamp,
+        learned,
+        t.hard and "theta" in learned and _has_jump(t),
+        Weights.UNKNOWN if learned else _weights(t),
+        _is_fused(t.K, t.form, t.q, points, t.clamp),
+        None if learned else native_call(t),
+    )
+
+
+@functools.lru_cache(4096)  # a calibrated network has an instance for each site
+def exact(t: TG) -> Structure:
+    """The structure of a frozen instance with all its numbers, which needs no tensors."""
+    taus = t.tau if isinstance(t.tau, tuple) else (t.tau,)
+    return of_instance(t)._replace(tau=taus, theta=t.theta, s=t.s, c=t.c)
+
+
+def _is_fused(K: int, form: str, q: Any, anchor: Any, clamp: Any) -> bool:
+    """Quadratic and anchored branches, clamps and product gates are frozen instances that mostly
+    are torch's own ops: no kernel is kept for them."""
+    anchored = anchor is not None and any(p is not None for p in anchor)
+    plain = q is None and clamp is None and not anchored
+    return plain and 2 <= K <= MOST_BRANCHES and (form == "softmax" or K == 2)
+
+
+def _gate(hard: bool, K: int, taus: int, centred: bool) -> Gate:
+    if hard:
+        return Gate.HARD
+    if K <= 2:
+        return Gate.CENTRED if centred else Gate.TWO
+    return Gate.ONE_TAU if taus == 1 else Gate.OWN_TAUS
+
+
+def _has_jump(t: TG) -> bool:
+    """Whether neighbouring branches differ where they meet."""
+    ends = [
+        (t.s[k + 1] - t.s[k]) * theta + (t.c[k + 1] - t.c[k]) for k, theta in enumerate(t.theta)
+    ]
+    return any(abs(end) > 1e-6 for end in ends)  # 1/6 of HardSigmoid is not exact
+
+
+def _weights(t: TG) -> Weights:
+    if not _are_small(t):
+        return Weights.UNKNOWN
+    return Weights.MIRRORED if _are_mirrored(t) else Weights.SMALL
+
+
+def _are_small(t: TG) -> bool:
+    """Whether branches can be counted from the left on both sides (`formulas.from_below`).
+
+    Where the exponentials stop growing, all gates but the last must be below 2^-24 of it, and the
+    last branch must not vanish, or what is left of the others would be seen. With a tau for each
+    threshold they are (2^-24.8 for K = 6); with one tau it depends on the weights w_k of `tiles`.
+    """
+    if t.hard or t.K < 3 or (t.s[-1] == 0 and any(t.s)) or list(t.theta) != sorted(t.theta):
+        return False
+    taus = t.tau if isinstance(t.tau, tuple) else (t.tau,)
+    # so that no product overflows, and tau x - tau theta is tau (x - theta) to 16 * 2^-23 = 2e-6
+    near = max(map(abs, (*t.s, *t.c))) <= 2 and max(taus) * max(map(abs, t.theta)) <= 16
+    if not near or isinstance(t.tau, tuple):
+        return near and t.K <= 6
+    middle, exponent, step = sum(t.theta) / (t.K - 1), 0.0, 124 / (t.K - 1)
+    for k, theta in enumerate(t.theta[:-1], 1):
+        exponent += t.tau * (middle - theta) * math.log2(math.e)
+        if not exponent - (t.K - 1 - k) * step <= -24:
+            return False
+    return True
+
+
+def _are_mirrored(t: TG) -> bool:
+    """Whether taus are the same from either end, for an instance whose weights are small.
+
+    Their bounds then leave less room (`formulas.mirrored`), which must still be 2^24.
+    """
+    if not isinstance(t.tau, tuple) or t.tau != t.tau[::-1]:
+        return False
+    pairs = zip(t.tau, t.theta, t.theta[::-1], strict=True)
+    gaps = [tau * (high - low) * math.log2(math.e) for tau, low, high in pairs]
+    lower = gaps[: (t.K - 1) // 2]
+    return min(lower) >= 0 and 124 - sum(lower) >= 24 * (t.K - 1)
+
+
+def of_call(
+    tau: Values,
+    theta: Values,
+    s: Values,
+    c: Values,
+    *,
+    form: GateForm = "softmax",
+    owner: Sequence[str] | None = None,
+    q: Values | None = None,
+    anchor: Any = None,
+    clamp: tuple[float, float] | None = None,
+    centred: bool | None = None,
+) -> tuple[Structure, Rows] | None:
+    """The arguments of `primitive.blend` as a structure and rows, or None where no kernel has it.
+
+    What no kernel computes, and what is no gate, is left to the reference, which has the words.
+    """
+    thetas, slopes, constants = _rows(theta), _rows(s), _rows(c)
+    K = len(thetas) + 1
+    own = isinstance(tau, Tensor) and isinstance(theta, Tensor) and tau.dim() == theta.dim()
+    taus = _rows(tau) if own or isinstance(tau, Sequence) else [tau]
+    fits = len(slopes) == K and len(constants) == K and len(taus) in (1, K - 1)
+    if not fits or not _is_fused(K, form, q, anchor, clamp):
+        return None
+    rows = Rows(taus, thetas, slopes, constants)
+    tau_n, theta_n, s_n, c_n = [_numbers(row) for row in rows]
+    if not _is_regular(tau_n, theta_n):
+        return None
+    about = _about_midpoint(centred, s_n, c_n)
+    gate = _gate(tau_n[0] == math.inf, K, len(taus), about)
+    owners = tuple(owner) if owner else None
+    return Structure(gate, tau_n, theta_n, s_n, c_n, owners), rows
+
+
+def viewed(rows: Rows, shape: Shape) -> Rows:
+    """Rows of a module in the shape in which they broadcast against the input."""
+    count = math.prod(shape)
+
+    def view(w: Any) -> Any:
+        if not isinstance(w, Tensor):
+            return w
+        return w.view(shape) if w.numel() == count else w.expand(count).view(shape)
+
+    return Rows(*[[view(w) for w in row] for row in rows])
+
+
+def common_shape(rows: Rows, dim: int) -> Shape | None:
+    """The shape in which all rows broadcast against an input of `dim` axes; None for several."""
+    shape: Shape = ()
+    for w in [w for row in rows for w in row if isinstance(w, Tensor) and w.numel() > 1]:
+        padded = (1,) * (dim - w.dim()) + tuple(w.shape)
+        if shape and padded != shape:
+            return None
+        shape = padded
+    return shape
+
+
+def whole(rows: Rows, shape: Shape) -> Tensors:
+    """Rows of one call as whole tensors, one column for each element of `shape`."""
+    tau, theta, s, c = [_stacked(row, math.prod(shape)) for row in rows]
+    return Tensors(s=s, c=c, tau0=tau, theta0=theta)
+
+
+def _stacked(row: Sequence[Any], group: int) -> Tensor | None:
+    """Rows as one tensor (rows, group); None if all of them are numbers."""
+    tensors = [w for w in row if isinstance(w, Tensor)]
+    if not tensors:
+        return None
+    if len(row) == 1:
+        return tensors[0].reshape(1, -1).expand(1, group)
+    like = tensors[0]
+    each = [w.reshape(-1) if isinstance(w, Tensor) else like.new_full((1,), w) for w in row]
+    return torch.stack([w.expand(group) for w in each])
+
+
+def _rows(w: Values) -> list[Any]:
+    each = w.unbind(0) if isinstance(w, Tensor) and w.dim() else w
+    return list(each) if isinstance(each, Sequence) else [each]
+
+
+def _numbers(row: Sequence[Any]) -> Numbers:
+    return tuple([None if isinstance(w, Tensor) else float(w) for w in row])
+
+
+def _is_regular(taus: Numbers, thetas: Numbers) -> bool:
+    """Whether numbers are what the reference takes; it has the words for those that are not."""
+    sharp = [t for t in taus if t is not None]
+    if not all(t > 0 for t in sharp) or len({t == math.inf for t in taus}) > 1:
+        return False
+    known = [t for t in thetas if t is not None]
+    return sharp[0] != math.inf or known == sorted(known) if sharp else True
+
+
+def _about_midpoint(centred: bool | None, slopes: Numbers, constants: Numbers) -> bool:
+    if centred is not None or len(slopes) != 2 or None in (*slopes, *constants):
+        return bool(centred)
+    pairs = (slopes, constants)
+    opposite = all(abs(lo or 0.0) == abs(hi or 0.0) for lo, hi in pairs)
+    return opposite and any(lo != hi for lo, hi in pairs)

@@ -1,0 +1,213 @@
+"""Tier W with two soft gates on a GPU: the gated halves of x in one pass, then two products.
+
+Two products that add up are faster than one of twice the inner size (cuBLAS on an H200), and only
+`x` is kept for the backward pass. Few rows take one product: there launches, and what Python has to
+do for each, count.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from threshold_gating.kernels.product_formula import Formula
+from threshold_gating.kernels.runtime import Launch, interpreting, readable, total
+from threshold_gating.kernels.structure import Tensors
+
+_FEW_ROWS = 256
+_TILE, _ITERS = (4, 512), 16
+_unflatten = torch._C._nn.unflatten_dense_tensors
+
+
+def _read(tensors: Tensors) -> tuple[Tensor, ...]:
+    """tau0, rho, theta0 and dtheta in float32, with a stand-in for what is not there."""
+    rho, dtheta, _, _, tau0, theta0 = tensors
+    assert tau0 is not None and theta0 is not None  # `takes`
+    shift = theta0 if dtheta is None else dtheta
+    return readable((tau0, tau0 if rho is None else rho, theta0, shift))
+
+
+class _Known(NamedTuple):
+    """What the kernels know when they are compiled."""
+
+    sharpened: bool  # tau = tau0 exp(rho)
+    moved: bool  # theta = theta0 + dtheta
+    per_column: bool
+
+    @classmethod
+    def of(cls, tensors: Tensors) -> _Known:
+        tau0 = tensors.tau0
+        wide = tau0 is not None and tau0.numel() > 1
+        return cls(tensors.rho is not None, tensors.dtheta is not None, wide)
+
+
+def split(x: Tensor, tensors: Tensors, beside: bool) -> Tensor:
+    """(1 - g) x and g x of a matrix: `beside` each other (N, 2 I), or apart (2, N, I)."""
+    n, width = x.shape
+    out = x.new_empty((n, 2 * width) if beside else (2, n, width))
+    if n:
+        _forward(n, width, beside, _Known.of(tensors))((x, out, *_read(tensors)))
+    return out
+
+
+def joined(x: Tensor, tensors: Tensors, dhalves: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of `split` in x, and in (rho or) tau and theta one behind the other."""
+    n, width = x.shape
+    dx, known = torch.empty_like(x), _Known.of(tensors)
+    group = width if known.per_column else 1
+    if not n:
+        return dx, x.new_zeros(2 * group, dtype=torch.float32)
+    run, parts = _backward(n, width, dhalves.dim() == 2, known)
+    sums = x.new_empty((parts, 2 * group), dtype=torch.float32)
+    run((x, dhalves, dx, sums, *_read(tensors)))
+    return dx, total(sums, 0)
+
+
+def _tile() -> tuple[int, int]:
+    return (8, 32) if interpreting() else _TILE
+
+
+def _steps(n: int, width: int, beside: bool) -> tuple[int, ...]:
+    """Rows, columns, from one row of a half to the next, from one half to the other."""
+    return (n, width, 2 * width, width) if beside else (n, width, width, n * width)
+
+
+@functools.lru_cache(1024)
+def _forward(n: int, width: int, beside: bool, known: _Known) -> Launch:
+    from threshold_gating.kernels.two_soft_kernels import halves_forward
+
+    rows, columns = _tile()
+    programs = -(-n // rows) * -(-width // columns)
+    rest = (*_steps(n, width, beside), *known, rows, columns)
+    return Launch(halves_forward, (programs,), 4, rest)
+
+
+@functools.lru_cache(1024)
+def _backward(n: int, width: int, beside: bool, known: _Known) -> tuple[Launch, int]:
+    """The kernel, and how many rows of sums it writes."""
+    from threshold_gating.kernels.two_soft_kernels import halves_backward
+
+    rows, columns = _tile()
+    down, across = -(-n // (rows * _ITERS)), -(-width // columns)
+    rest = (*_steps(n, width, beside), _ITERS, *known, rows, columns)
+    run = Launch(halves_backward, (down * across,), 4, rest)
+    return run, down if known.per_column else down * across
+
+
+class Plan(NamedTuple):
+    """The product of a matrix or an image; keeps x and the weights only."""
+
+    formula: Formula
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None, tensors: Tensors) -> Tensor:
+        formula, z = self.formula, _matrix(self.formula, x)
+        if _is_one(formula, z):
+            return formula.product(_beside(formula, x, split(z, tensors, True)), weight, bias)
+        low, high = split(z, tensors, False).unbind(0)
+        first, second = weight[:, 0].t(), weight[:, 1].t()
+        y = low @ first if bias is None else torch.addmm(bias, low, first)
+        return y.addmm_(high, second)
+
+    def backward(
+        self,
+        dy: Tensor,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        tensors: Tensors,
+        wanted: Sequence[bool],
+    ) -> list[Tensor | None]:
+        formula, z = self.formula, _matrix(self.formula, x)
+        inside = wanted[0] or any(wanted[3:])
+        if _is_one(formula, z):
+            made = wanted[1] or formula.conv is not None
+            phi = _beside(formula, x, split(z, tensors, True)) if made else z
+            dhalves, dw, db = formula.product_gradients(dy, phi, weight, (inside, *wanted[1:3]))
+            if formula.conv is not None and dhalves is not None:
+                dhalves = _rows(dhalves, z)
+        else:
+            dw = _weight_gradient(z, tensors, weight, dy) if wanted[1] else None
+            db = dy.sum(0) if wanted[2] else None
+            dhalves = _half_gradients(weight, dy, z) if inside else None
+        if dhalves is None or not inside:
+            return [None, dw, db, *[None] * 6]
+        dx, sums = joined(z, tensors, dhalves)
+        return [_back(formula, dx, x), dw, db, *_dealt(sums, tensors, wanted[3:])]
+
+
+def _dealt(sums: Tensor, tensors: Tensors, wanted: Sequence[bool]) -> Tensors:
+    """The two gradients of `joined`, each to the one tensor of the gate that is learned."""
+    fields = Tensors._fields
+    tau, theta = "tau0" if tensors.rho is None else "rho", "theta0"
+    theta = theta if tensors.dtheta is None else "dtheta"
+    learned = [getattr(tensors, name) for name in (tau, theta)]
+    found: dict[str, Tensor] = {}
+    for name, like, grad in zip((tau, theta), learned, _unflatten(sums, learned), strict=True):
+        if wanted[fields.index(name)]:
+            found[name] = grad.to(like.dtype)
+    return Tensors(**found)
+
+
+def takes(formula: Formula, x: Tensor, tensors: Tensors) -> bool:
+    """Whether x is a matrix in memory here that these gates fit: images are in channels_last."""
+    rho, dtheta, _, _, tau0, theta0 = tensors
+    if tau0 is None or theta0 is None:
+        return False
+    # kernels have one gradient for tau and one for theta
+    if (rho is not None and tau0.requires_grad) or (dtheta is not None and theta0.requires_grad):
+        return False
+    if formula.conv is None:
+        channels, lies = x.shape[-1], x.is_contiguous()
+    else:
+        plain = x.dim() == 4 and formula.conv.groups == 1 and not formula.conv.pad
+        lies = plain and x.is_contiguous(memory_format=torch.channels_last)
+        channels = x.shape[1]
+    return lies and channels > 0 and {tau0.numel(), theta0.numel()} in ({1}, {channels})
+
+
+def _is_one(formula: Formula, z: Tensor) -> bool:
+    """Whether one product of both halves is better than two."""
+    return formula.conv is not None or len(z) <= _FEW_ROWS
+
+
+def _matrix(formula: Formula, x: Tensor) -> Tensor:
+    """x as rows of channels, without a copy."""
+    return x if formula.conv is None else x.permute(0, 2, 3, 1).reshape(-1, x.shape[1])
+
+
+def _beside(formula: Formula, x: Tensor, both: Tensor) -> Tensor:
+    """The halves, made beside each other, as what the product reads."""
+    if formula.conv is None:
+        return both
+    n, channels, height, across = x.shape
+    return both.view(n, height, across, 2 * channels).permute(0, 3, 1, 2)
+
+
+def _rows(dphi: Tensor, z: Tensor) -> Tensor:
+    rows = dphi.contiguous(memory_format=torch.channels_last).permute(0, 2, 3, 1)
+    return rows.reshape(len(z), 2 * z.shape[1])
+
+
+def _back(formula: Formula, dx: Tensor, x: Tensor) -> Tensor:
+    if formula.conv is None:
+        return dx
+    n, channels, height, across = x.shape
+    return dx.view(n, height, across, channels).permute(0, 3, 1, 2)
+
+
+def _weight_gradient(z: Tensor, tensors: Tensors, weight: Tensor, dy: Tensor) -> Tensor:
+    dw = torch.empty_like(weight)
+    for k, half in enumerate(split(z, tensors, False).unbind(0)):
+        torch.mm(dy.t(), half, out=dw[:, k])
+    return dw
+
+
+def _half_gradients(weight: Tensor, dy: Tensor, z: Tensor) -> Tensor:
+    dhalves = z.new_empty(2, *z.shape)
+    for k in (0, 1):
+        torch.mm(dy, weight[:, k], out=dhalves[k])
+    return dhalves
