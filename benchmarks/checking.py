@@ -9,6 +9,7 @@ import torch
 
 from benchmarks.pairs import PAIRS, Pair, disagreement
 from threshold_gating import kernels
+from threshold_gating.kernels import runtime
 
 
 def machine() -> dict[str, str]:
@@ -16,7 +17,7 @@ def machine() -> dict[str, str]:
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
     found = {"gpu": gpu, "cpu": platform.machine(), "python": platform.python_version()}
     found |= {"torch": torch.__version__, "threads": str(torch.get_num_threads())}
-    if kernels.launch.is_installed():
+    if runtime.is_installed():
         import triton
 
         found["triton"] = triton.__version__

@@ -13,7 +13,7 @@ from benchmarks.__main__ import main
 from benchmarks.conversion import OF_TIMM
 from benchmarks.sections import here
 from benchmarks.timing import Place, measure
-from threshold_gating import kernels
+from threshold_gating.kernels.blend import cpu
 
 
 def named(rows):
@@ -145,8 +145,8 @@ def test_a_section_that_is_not_there_is_an_error(capsys):
 
 
 def test_a_wrong_kernel_is_not_timed_and_fails(monkeypatch, capsys, few):
-    right = kernels.fused._forward
-    monkeypatch.setattr(kernels.fused, "_forward", lambda *a: right(*a) * 1.01)
+    right = cpu.Plan.forward
+    monkeypatch.setattr(cpu.Plan, "forward", lambda *a: right(*a) * 1.01)
     assert main(["--smoke", "--only", "frozen"]) == 1
     out = capsys.readouterr().out
     assert "WRONG silu layer" in out

@@ -10,7 +10,7 @@ import torch
 import threshold_gating
 from threshold_gating import kernels
 from threshold_gating.cli import env
-from threshold_gating.kernels import function
+from threshold_gating.kernels.blend import function
 
 
 def test_env_tries_every_backend(tg):

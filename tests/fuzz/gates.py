@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from threshold_gating import kernels, primitive
-from threshold_gating.kernels import graph
+from threshold_gating.kernels.blend import graph
 from threshold_gating.kernels.structure import of_call
 
 Array = np.ndarray[Any, Any]

@@ -20,8 +20,11 @@ import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
 
 from threshold_gating import kernels, logits  # noqa: E402
-from threshold_gating.kernels import flash, flash_backward, flash_forward, flash_gates  # noqa: E402
-from threshold_gating.kernels.flash_launch import Call  # noqa: E402
+from threshold_gating.kernels.attention import backward as flash_backward  # noqa: E402
+from threshold_gating.kernels.attention import forward as flash_forward  # noqa: E402
+from threshold_gating.kernels.attention import function as flash  # noqa: E402
+from threshold_gating.kernels.attention import gates as flash_gates  # noqa: E402
+from threshold_gating.kernels.attention.launch import Call  # noqa: E402
 from threshold_gating.nn import attention  # noqa: E402
 from threshold_gating.nn.attention import row_statistics, thresholds, with_statistics  # noqa: E402
 

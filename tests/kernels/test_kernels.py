@@ -11,7 +11,8 @@ import torch.nn.functional as F
 
 from threshold_gating import Activation, kernels, primitive
 from threshold_gating.instance import TG
-from threshold_gating.kernels import cpu, function, graph, layout, runtime
+from threshold_gating.kernels import layout, runtime
+from threshold_gating.kernels.blend import cpu, function, graph
 from threshold_gating.kernels.lowering import native
 from threshold_gating.kernels.structure import Role, of_call
 from threshold_gating.taxonomy import (

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import threshold_gating as tg
-from threshold_gating.kernels import one_vector
+from threshold_gating.kernels.product import one_vector
 
 # Over the largest true value: up to 330 terms added in float32 in another order; the gate's
 # constants and the result of 16 bits are rounded to 1 in 256 and 1 in 2,048.

@@ -13,9 +13,10 @@ import torch.utils.checkpoint
 from benchmarks import checking, timing
 from benchmarks.pairs import ALLOWED, PAIRS, disagreement
 from threshold_gating import TAXONOMY, TG, Activation, kernels, primitive
-from threshold_gating.kernels import fused, products
-from threshold_gating.kernels.form import take_apart
-from threshold_gating.nn import attention
+from threshold_gating.kernels import runtime, structure
+from threshold_gating.kernels.attention import function as attending
+from threshold_gating.kernels.blend import cpu, graph
+from threshold_gating.kernels.product import formula, function
 
 ROOT = Path(__file__).parents[2]
 
@@ -67,17 +68,15 @@ def slightly_off(f):
 @pytest.mark.parametrize(
     ("owner", "function", "name"),
     [
-        (fused, "_forward", "silu channel"),
-        (fused, "_forward", "gelu frozen"),
-        (fused, "_backward", "silu channel module"),
-        (products._Two, "value", "two soft channel product"),
-        (products._Two, "gradients", "two soft channel product"),
-        (products._Plan, "product", "three soft layer convolution"),
-        (products._Plan, "product_gradients", "hard channel product"),
-        (attention.logits, "attend", "attention fused"),
-        pytest.param(
-            fused, "blend_traced", "silu channel read compiled", marks=pytest.mark.compile
-        ),
+        (cpu.Plan, "forward", "silu channel"),
+        (cpu.Plan, "forward", "gelu frozen"),
+        (cpu.Plan, "backward", "silu channel module"),
+        (function._Two, "value", "two soft channel product"),
+        (function._Two, "gradients", "two soft channel product"),
+        (formula.Formula, "product", "three soft layer convolution"),
+        (formula.Formula, "product_gradients", "hard channel product"),
+        (attending.logits, "attend", "attention fused"),
+        pytest.param(graph, "_blended", "silu channel read compiled", marks=pytest.mark.compile),
     ],
     ids=lambda v: v if isinstance(v, str) else "",
 )
@@ -110,7 +109,7 @@ def test_what_has_no_pair_cannot_be_timed():
 )
 def test_tiles_of_any_size_give_the_same(name, monkeypatch):
     for size in (1, 7, 64):
-        monkeypatch.setattr(kernels.fused, "_TILE", {True: size, False: size})
+        monkeypatch.setattr(cpu, "_TILE", {True: size, False: size})
         check(PAIRS[name], (5, 7, 3, 5), torch.float32)
 
 
@@ -131,8 +130,8 @@ def traced(pair):
     gates = pair.kernel.__self__
 
     def run(w):
-        call = take_apart(w["x"], *gates.values(w), **gates.options())
-        return fused.blend_traced(w["x"], None, call)
+        call = structure.of_call(*gates.values(w), **gates.options())
+        return graph.steps(w["x"], None, *call)
 
     return run
 
@@ -253,7 +252,7 @@ from unittest import mock
 sys.path[:0] = [{tests!r}, {root!r}]
 import test_pairs as t
 from threshold_gating import kernels
-from threshold_gating.kernels import direct
+from threshold_gating.kernels.blend import function
 from benchmarks.pairs import PAIRS
 
 _empty = torch.empty
@@ -275,7 +274,7 @@ with kernels.use("triton"):
             t.check(PAIRS[name], (3, 63), dtype)
     t.check_special()
     if {part} == 0:
-        with mock.patch.object(direct, "activation", wraps=direct.activation) as calls:
+        with mock.patch.object(function, "_applied", wraps=function._applied) as calls:
             t.check_learned()
             t.check_given()
         assert calls.call_count > 20
@@ -325,8 +324,8 @@ def check_special(device="cpu"):
             error = (have.double() - t(x.double())).abs().max() if x.numel() else 0.0
             assert error <= 4 * ALLOWED[x.dtype], f"{key}: {error:.1e}"  # values up to 4
     t, x = TAXONOMY["gelu"], torch.randn(3, device=device)
-    assert kernels.constant(t, x).equal(kernels.constant(t, x))
-    assert kernels.direct._ready.cache_info().hits > 0
+    assert kernels.evaluate(t, x).equal(kernels.evaluate(t, x))
+    assert structure.exact.cache_info().hits > 0
     far = torch.tensor([float("nan"), 1e30, -1e30, 80.0, -80.0], device=device)
     for key in ("gelu", "gelu_tanh"):
         have = Activation(key).to(device)(far)
@@ -354,7 +353,7 @@ OWN_TAUS = (
 
 def check_own_taus(device="cpu"):
     """Frozen ones have half of the exponentials where they can, and stand still far out."""
-    assert [kernels.direct._is_mirrored(t) for t in OWN_TAUS] == [True, True, False]
+    assert [structure._are_mirrored(t) for t in OWN_TAUS] == [True, True, False]
     near = torch.linspace(-40, 40, 1201)
     points = torch.cat([near, torch.tensor([-1e4, 1e4, -1e30, 1e30, -3e38, 3e38])])
     for t in OWN_TAUS:
@@ -366,7 +365,7 @@ def check_own_taus(device="cpu"):
         torch.testing.assert_close(slope.cpu(), true.float(), rtol=1e-5, atol=1e-5)
     # thresholds so far out that tau x - tau theta would lose digits: as exact as the formulas are
     far = TG((1.5, 2.0, 1.5), (98.0, 100.1, 102.0), (0.2, -0.3, 1.2, 1.0), (0.1, 0.5, -0.4, 0.3))
-    assert not kernels.direct._is_mild(far)
+    assert not structure._are_small(far)
     x = torch.linspace(90, 110, 1201, device=device)
     have, plain, want = kernels.evaluate(far, x), far(x), far(x.double())
     assert (have - want).abs().max() <= 1.5 * (plain - want).abs().max()
@@ -542,7 +541,7 @@ def test_triton_is_refused_where_there_is_no_gpu(monkeypatch):
         "the backend 'triton' needs a GPU, and torch sees none; use 'auto', or set "
         "TRITON_INTERPRET=1 to step through the kernels on the CPU."
     )
-    monkeypatch.setattr(kernels.launch, "is_installed", lambda: False)
+    monkeypatch.setattr(runtime, "is_installed", lambda: False)
     with pytest.raises(kernels.BackendError, match="not installed"):
         kernels.use("triton")
     assert kernels.backend() == "auto"

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import threshold_gating as tg
-from threshold_gating.kernels import product_function, two_soft
-from threshold_gating.kernels.product_formula import Formula
+from threshold_gating.kernels.product import function, two_soft
+from threshold_gating.kernels.product.formula import Formula
 from threshold_gating.kernels.structure import Tensors
 
 # Over the largest true value, and for a gate's gradient over the terms it is a sum of: these are
@@ -117,7 +117,7 @@ INTERPRETED = """
 import sys, torch
 sys.path.insert(0, {tests!r})
 import test_two_soft as t
-from threshold_gating.kernels import two_soft
+from threshold_gating.kernels.product import two_soft
 
 plain = torch.empty_like
 torch.empty_like = lambda x, **k: plain(x, **k).fill_(float("nan"))
@@ -174,7 +174,7 @@ def test_a_layer_on_another_device_is_left_to_the_formulas_which_say_so():
     layer, x = tg.Linear(4, 3).to("meta"), torch.randn(2, 4)
     formula = Formula(layer.gate._structure, (4,), None)
     held = layer.gate._held_tensors()
-    assert product_function._launched(formula, x, layer.weight, layer.bias, held) is None
+    assert function._launched(formula, x, layer.weight, layer.bias, held) is None
     with pytest.raises(RuntimeError, match="device"):
         layer(x)
 

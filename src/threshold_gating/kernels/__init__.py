@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from threshold_gating.kernels.attention.function import attention
 from threshold_gating.kernels.backend import (
     BACKENDS,
     Backend,
@@ -11,11 +12,10 @@ from threshold_gating.kernels.backend import (
     takes_native,
     use,
 )
-from threshold_gating.kernels.flash import attention
-from threshold_gating.kernels.function import blend, blend_times, evaluate
+from threshold_gating.kernels.blend.function import blend, blend_times, evaluate
 from threshold_gating.kernels.lowering import native, overwritten
-from threshold_gating.kernels.product_formula import Conv
-from threshold_gating.kernels.product_function import gated_product
+from threshold_gating.kernels.product.formula import Conv
+from threshold_gating.kernels.product.function import gated_product
 from threshold_gating.kernels.structure import Structure
 
 __all__ = [

@@ -119,6 +119,7 @@ class Structure(NamedTuple):
     weights: Weights = Weights.UNKNOWN
     fused: bool = True  # whether kernels compute it, and not the plain formulas alone
     native: Native | None = None  # torch's own op
+    names: tuple[str | None, ...] = ()  # of the tensors in a module, in the order of `Tensors`
 
     @classmethod
     def of(cls, t: TG, learned: Sequence[str] = ()) -> Structure:
@@ -140,18 +141,10 @@ class Structure(NamedTuple):
 
     def tensors(self, held: Mapping[str, Any], computed: Any) -> Tensors:
         """The tensors that a module holds by their names; a parametrization has them `computed`."""
-        names = (
-            "rho" if "tau" in self.learned else None,
-            "dtheta" if "theta" in self.learned else None,
-            "s",
-            "v" if self.anchored else "c",
-            None if self.hard else "tau0",
-            "theta0",
-        )
         try:
-            return Tensors(*[None if name is None else held[name] for name in names])
+            return Tensors(*[None if name is None else held[name] for name in self.names])
         except KeyError:  # made anew whenever it is asked for
-            return Tensors(*[None if n is None else getattr(computed, n) for n in names])
+            return Tensors(*[None if n is None else getattr(computed, n) for n in self.names])
 
     @staticmethod
     def sharpening(rho: Tensor) -> Tensor:
@@ -268,7 +261,15 @@ def of_instance(t: TG, learned: tuple[str, ...] = ()) -> Structure:
         Weights.UNKNOWN if learned else _weights(t),
         _is_fused(t.K, t.form, t.q, points, t.clamp),
         None if learned else native_call(t),
+        _names(t.hard, learned),
     )
+
+
+def _names(hard: bool, learned: Sequence[str]) -> tuple[str | None, ...]:
+    rho = "rho" if "tau" in learned else None
+    dtheta = "dtheta" if "theta" in learned else None
+    constants = "v" if hard and learned else "c"
+    return rho, dtheta, "s", constants, None if hard else "tau0", "theta0"
 
 
 @functools.lru_cache(4096)  # a calibrated network has an instance for each site

@@ -81,7 +81,10 @@ def scaled_dot_product_attention(
     with torch.autocast(query.device.type, enabled=False):
         out, _ = kernels.attention(
             *(query, key, value, attn_mask, dropout_p, is_causal),
-            **{"scale": scale, "gqa": enable_gqa, "tau": tau, "way": way},
+            scale=scale,
+            gqa=enable_gqa,
+            tau=tau,
+            way=way,
         )
     assert out is not None
     return out

@@ -13,7 +13,7 @@ d tau = scale sum_ij dZ_ij (q_i k_j) = scale sum_i q_i (sum_j dZ_ij k_j) falls o
 import triton
 import triton.language as tl
 
-from threshold_gating.kernels.flash_tiles import (
+from threshold_gating.kernels.attention.tiles import (
     ADD,
     INF,
     LOG2E,
@@ -71,16 +71,20 @@ def queries_sweep(
     for start in tl.range(lo, hi, BLOCK_N):
         start = tl.multiple_of(start, BLOCK_N)
         columns = start + tl.arange(0, BLOCK_N)
-        k = load_rows(k_base, k_row, start, keys, BLOCK_N, D, BLOCK_D, EDGE).to(DOT)
-        v = load_rows(v_base, v_row, start, keys, BLOCK_N, DV, BLOCK_DV, EDGE).to(DOT)
-        z = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        k = load_rows(k_base, k_row, start, keys, BLOCK_N, D, BLOCK_D, EDGE).to(
+            DOT
+        )  # (BLOCK_N, BLOCK_D)
+        v = load_rows(v_base, v_row, start, keys, BLOCK_N, DV, BLOCK_DV, EDGE).to(
+            DOT
+        )  # (BLOCK_N, BLOCK_DV)
+        z = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # (BLOCK_M, BLOCK_N)
         p = probabilities(
             z, level[:, None], spread[:, None], rows[:, None], columns[None, :], queries, keys,
             mask, mask_row, mask_column, factor, EDGE, CAUSAL, MASK,
         )  # fmt: skip
         dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
         dz = p * (dp - delta[:, None])
-        dq = tl.dot(dz.to(DOT), k, dq, input_precision=PRECISION)
+        dq = tl.dot(dz.to(DOT), k, dq, input_precision=PRECISION)  # (BLOCK_M, BLOCK_D)
     return dq
 
 
@@ -108,7 +112,7 @@ def queries_gradient(
     do_tile = load_rows(do_base, do_row, start, queries, BLOCK_M, DV, BLOCK_DV, True)
     o_base = out + batch * o_batch + head * o_head
     o_tile = load_rows(o_base, o_row, start, queries, BLOCK_M, DV, BLOCK_DV, True)
-    d = tl.sum(o_tile.to(tl.float32) * do_tile.to(tl.float32), 1)
+    d = tl.sum(o_tile.to(tl.float32) * do_tile.to(tl.float32), 1)  # (BLOCK_M,)
     tl.store(delta + at * queries + rows, d, mask=inside)
     do_tile = do_tile.to(DOT)
     plane = tl.num_programs(1).to(tl.int64) * queries
@@ -149,24 +153,26 @@ def keys_sweep(
     for start in tl.range(lo, hi, BLOCK_M):
         start = tl.multiple_of(start, BLOCK_M)
         rows = start + tl.arange(0, BLOCK_M)
-        q = load_rows(q_base, q_row, start, queries, BLOCK_M, D, BLOCK_D, BOUND).to(DOT)
+        q = load_rows(q_base, q_row, start, queries, BLOCK_M, D, BLOCK_D, BOUND).to(
+            DOT
+        )  # (BLOCK_M, BLOCK_D)
         do = load_rows(do_base, do_row, start, queries, BLOCK_M, DV, BLOCK_DV, BOUND).to(DOT)
         level, spread = load_levels(level_base, plane, rows, queries, BOUND, MASK)
         if BOUND:
             delta = tl.load(delta_base + rows, mask=rows < queries, other=0.0)
         else:
             delta = tl.load(delta_base + rows)
-        z = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # keys along the first axis
+        z = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # (BLOCK_N, BLOCK_M): keys first
         p = probabilities(
             z, level[None, :], spread[None, :], rows[None, :], columns[:, None], queries, keys,
             mask, mask_row, mask_column, factor, False, CAUSAL, MASK,
         )  # fmt: skip
         if CAUSAL:  # in all tiles: a second loop for those off the diagonal is slower
             p = tl.where(rows[None, :] >= columns[:, None], p, 0.0)
-        dv = tl.dot(p.to(DOT), do, dv, input_precision=PRECISION)
+        dv = tl.dot(p.to(DOT), do, dv, input_precision=PRECISION)  # (BLOCK_N, BLOCK_DV)
         dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
-        dz = p * (dp - delta[None, :])
-        dk = tl.dot(dz.to(DOT), q, dk, input_precision=PRECISION)
+        dz = p * (dp - delta[None, :])  # (BLOCK_N, BLOCK_M)
+        dk = tl.dot(dz.to(DOT), q, dk, input_precision=PRECISION)  # (BLOCK_N, BLOCK_D)
     return dk, dv
 
 

@@ -11,7 +11,7 @@ because the largest product has to be the largest logit.
 import triton
 import triton.language as tl
 
-from threshold_gating.kernels.flash_tiles import (
+from threshold_gating.kernels.attention.tiles import (
     ADD,
     INF,
     INTERPRETED,
@@ -123,24 +123,26 @@ def sweep(
     for start in tl.range(lo, hi, BLOCK_N):
         start = tl.multiple_of(start, BLOCK_N)
         columns = start + tl.arange(0, BLOCK_N)
-        k = load_rows(k_base, k_row, start, keys, BLOCK_N, D, BLOCK_D, EDGE).to(DOT)
+        k = load_rows(k_base, k_row, start, keys, BLOCK_N, D, BLOCK_D, EDGE).to(
+            DOT
+        )  # (BLOCK_N, BLOCK_D)
         z = logits(
             q, k, rows, columns, queries, keys, mask, mask_row, mask_column, factor,
             EDGE, CAUSAL, MASK, PRECISION,
         )  # fmt: skip
-        new = tl.maximum(m1, tl.max(z, 1))
+        new = tl.maximum(m1, tl.max(z, 1))  # (BLOCK_M,)
         top = finite(new)
         level = product_below(top, unit) if STATISTICS else top * unit
-        e = tl.fma(z, unit, -level[:, None])
+        e = tl.fma(z, unit, -level[:, None])  # (BLOCK_M, BLOCK_N)
         p = tl.exp2(e)
         fall = (m1 - top) * unit
         shrink = tl.exp2(fall)
         if STATISTICS:
-            rises = (new > m1)[:, None, None]
+            rises = (new > m1)[:, None, None]  # (BLOCK_M, 1, 1)
             other = is_below_zero(e)
             # entries equal to the old maximum are among the others now
             rest = (rest + tl.where(rises, entries(place), 0.0)) * shrink[:, None, None]
-            rest += lane_sum(p * other, MASK == NONE)
+            rest += lane_sum(p * other, MASK == NONE)  # (BLOCK_M, LANES, 1), as second and place
             second = tl.where(rises, 0.0, second) + fall[:, None, None]
             second = tl.maximum(second, lane_second(e, MASK == NONE))
             spot = spots(BLOCK_N, MASK == NONE)[None, :]
@@ -153,7 +155,7 @@ def sweep(
         if VALUES:
             v = load_rows(v_base, v_row, start, keys, BLOCK_N, DV, BLOCK_DV, EDGE).to(DOT)
             acc = acc * shrink[:, None]
-            acc = tl.dot(p.to(DOT), v, acc, input_precision=PRECISION)
+            acc = tl.dot(p.to(DOT), v, acc, input_precision=PRECISION)  # (BLOCK_M, BLOCK_DV)
         m1 = new
     return acc, m1, total, rest, second, tile, place
 
@@ -176,12 +178,12 @@ def merge_tiles(
             q, k, rows, columns, queries, keys, mask, mask_row, mask_column, factor,
             True, CAUSAL, MASK, PRECISION,
         )  # fmt: skip
-        peak = tl.max(z, 1)
+        peak = tl.max(z, 1)  # (BLOCK_M,)
         rises = peak > m1  # strictly, so the first maximum keeps the index
         first = tl.min(tl.where(z == peak[:, None], columns[None, :], 0x7FFFFFFF), 1)
         # only a new maximum is taken out of the tile: an equal one is among the others
         out = columns[None, :] == tl.where(rises, first, -1)[:, None]
-        others = tl.where(out, -INF, z)
+        others = tl.where(out, -INF, z)  # (BLOCK_M, BLOCK_N)
         new = tl.maximum(tl.maximum(m2, tl.max(others, 1)), tl.where(rises, m1, -INF))
         second = finite(new)
         T = T * tl.exp2((m2 - second) * unit) + tl.sum(
@@ -221,7 +223,7 @@ def forward(
         q + batch * q_batch + head * q_head, q_row, block * BLOCK_M, queries,
         BLOCK_M, D, BLOCK_D, True,
     )  # fmt: skip
-    q_tile = (q_tile * sign).to(DOT)
+    q_tile = (q_tile * sign).to(DOT)  # (BLOCK_M, BLOCK_D)
     k_base = k + batch * k_batch + head // group * k_head
     v_base = v + batch * v_batch + head // group * v_head
     mask_base = mask + batch * mask_batch + head * mask_head if MASK != NONE else mask
@@ -255,7 +257,7 @@ def forward(
         start = tl.arange(0, LANES) * (2 if MASK == NONE else 1)
         lane = place - tops * COUNT + (BLOCK_N // 2 + start[None, :])
         i1 = tile + tl.sum(tl.where(tops > 0, lane, 0.0), 1).to(tl.int32)
-        T, second, tops = tl.sum(rest, 1), tl.max(second, 1), tl.sum(tops, 1)
+        T, second, tops = tl.sum(rest, 1), tl.max(second, 1), tl.sum(tops, 1)  # (BLOCK_M,) each
         top = finite(m1)
         level = product_below(top, unit)
         above = tl.fma(top, unit, -level)  # the exponent of entries equal to m1, hardly more than 0
@@ -277,7 +279,7 @@ def forward(
         tl.store(levels + 2 * plane + row, T, mask=inside)
         tl.store(index + row, tl.where(empty, 0, i1), mask=inside)
     else:
-        whole = tl.sum(tl.reshape(total, [BLOCK_M, LANES]), 1)
+        whole = tl.sum(tl.reshape(total, [BLOCK_M, LANES]), 1)  # (BLOCK_M,)
         level = finite(m1) * unit
     whole = tl.where(empty, 1.0, whole)
     spread = tl.log2(whole)

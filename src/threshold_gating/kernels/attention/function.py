@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from threshold_gating import logits
+from threshold_gating.kernels.attention.launch import Call
 from threshold_gating.kernels.backend import BackendError, backend, exporting, takes_native
-from threshold_gating.kernels.flash_launch import Call
 from threshold_gating.kernels.runtime import interpreting, is_installed
 from threshold_gating.logits import Top2
 
@@ -46,11 +46,10 @@ def attention(
         chosen = "reference" if plain else "fused"
     else:
         chosen = way or _choose(tau, dropout_p, plain)
-    options: dict[str, Any] = {"scale": scale, "enable_gqa": gqa}
-    if chosen == "native":
-        given = (query, key, value, mask, dropout_p, causal)
-        return F.scaled_dot_product_attention(*given, **options), None
     v = key if value is None else value
+    given, options = (query, key, v, mask, dropout_p, causal), {"scale": scale, "enable_gqa": gqa}
+    if chosen == "native":
+        return F.scaled_dot_product_attention(*given, **options), None  # type: ignore[arg-type]
     # the gradient of a mask has as many entries as there are pairs
     fixed = mask is None or not mask.requires_grad
     if chosen != "reference" and fixed and can_run(query, key, v, gqa):
@@ -61,9 +60,7 @@ def attention(
         literal = chosen == "literal"
         return attend(query, key, value, *known, literal=literal, statistics=statistics)
     if not statistics:
-        assert value is not None
-        given = (query, key, value, mask, dropout_p, causal)
-        return logits.attend(*given, **options, tau=tau), None
+        return logits.attend(*given, **options, tau=tau), None  # type: ignore[arg-type]
     z = logits.attention_logits(query, key, mask, causal, scale, gqa, tau)
     out = None if value is None else logits.mixed(z, query, value, enable_gqa=gqa)
     return out, logits.top2(z)

@@ -5,7 +5,7 @@
 import triton
 import triton.language as tl
 
-from threshold_gating.kernels.flash_tiles import (
+from threshold_gating.kernels.attention.tiles import (
     ADD,
     INF,
     INTERPRETED,
@@ -46,17 +46,19 @@ def gates_sweep(
     for start in tl.range(lo, hi, BLOCK_N):
         start = tl.multiple_of(start, BLOCK_N)
         columns = start + tl.arange(0, BLOCK_N)
-        k = load_rows(k_base, k_row, start, keys, BLOCK_N, D, BLOCK_D, EDGE).to(DOT)
+        k = load_rows(k_base, k_row, start, keys, BLOCK_N, D, BLOCK_D, EDGE).to(
+            DOT
+        )  # (BLOCK_N, BLOCK_D)
         z = logits(
             q, k, rows, columns, queries, keys, mask, mask_row, mask_column, factor,
             EDGE, CAUSAL, MASK, PRECISION,
         )  # fmt: skip
-        z = (z - m1[:, None]) * unit
+        z = (z - m1[:, None]) * unit  # (BLOCK_M, BLOCK_N)
         # log2(1 + rel - e) for every i: at the peak 1 - e is exactly 0, and rel is left
         theta = log2(rel[:, None] + tl.maximum(1.0 - tl.exp2(z), 0.0))
         p = reciprocal(1.0 + tl.exp2(theta - z))  # sigma(z - theta)
         v = load_rows(v_base, v_row, start, keys, BLOCK_N, DV, BLOCK_DV, EDGE).to(DOT)
-        acc = tl.dot(p.to(DOT), v, acc, input_precision=PRECISION)
+        acc = tl.dot(p.to(DOT), v, acc, input_precision=PRECISION)  # (BLOCK_M, BLOCK_DV)
     return acc
 
 
@@ -83,14 +85,14 @@ def gates(
         q + batch * q_batch + head * q_head, q_row, block * BLOCK_M, queries,
         BLOCK_M, D, BLOCK_D, True,
     )  # fmt: skip
-    q_tile = (q_tile * sign).to(DOT)
+    q_tile = (q_tile * sign).to(DOT)  # (BLOCK_M, BLOCK_D)
     k_base = k + batch * k_batch + head // group * k_head
     v_base = v + batch * v_batch + head // group * v_head
     mask_base = mask + batch * mask_batch + head * mask_head if MASK != NONE else mask
     inside = rows < queries
     plane = tl.num_programs(1).to(tl.int64) * queries
     row = levels + at * queries + rows
-    m1 = finite(tl.load(row, mask=inside, other=0.0))
+    m1 = finite(tl.load(row, mask=inside, other=0.0))  # (BLOCK_M,), as m2 and rel
     m2 = tl.load(row + plane, mask=inside, other=-INF)
     rel = tl.load(row + 2 * plane, mask=inside, other=0.0) * tl.exp2((m2 - m1) * unit)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)

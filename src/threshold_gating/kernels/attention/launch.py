@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import math
+from enum import IntEnum
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from threshold_gating.kernels.runtime import interpreting
+
+
+class Mask(IntEnum):
+    """What a mask is; `tiles` has the same for the kernels."""
+
+    NONE = 0
+    KEEP = 1  # boolean
+    ADD = 2  # floating point
 
 
 class Blocks(NamedTuple):
@@ -56,11 +65,12 @@ class Call:
     ) -> None:
         self.q, self.k, self.v, self.mask, self.tau, self.scale = q, k, v, mask, tau, scale
         self.group = q.shape[1] // k.shape[1]
-        self.kind = 0 if mask is None else 1 if mask.dtype == torch.bool else 2
+        boolean = mask is not None and mask.dtype == torch.bool
+        self.kind = Mask.NONE if mask is None else Mask.KEEP if boolean else Mask.ADD
         self.head = max(_padded(q), _padded(v))
         self.flags = {
             "CAUSAL": causal,
-            "MASK": self.kind,
+            "MASK": int(self.kind),
             "TAU": tau is not None,
             "D": q.shape[-1],
             "DV": v.shape[-1],
@@ -73,7 +83,9 @@ class Call:
     @property
     def tensors(self) -> tuple[Any, ...]:
         mask = (
-            self.mask.view(torch.uint8) if self.kind == 1 and self.mask is not None else self.mask
+            self.mask.view(torch.uint8)
+            if self.kind == Mask.KEEP and self.mask is not None
+            else self.mask
         )
         return self.q, self.k, self.v, mask, self.tau
 
@@ -92,7 +104,7 @@ class Call:
     def forward(
         self, out: Tensor | None, lse: Tensor, levels: Tensor | None, index: Tensor | None
     ) -> None:
-        from threshold_gating.kernels.flash_forward import forward
+        from threshold_gating.kernels.attention.forward import forward
 
         name = "fused" if levels is None else "statistics" if out is None else _BOTH
         tiles = blocks(name, self.head, self.q.dtype)
@@ -107,7 +119,7 @@ class Call:
         )
 
     def gates(self, levels: Tensor, out: Tensor) -> None:
-        from threshold_gating.kernels.flash_gates import gates
+        from threshold_gating.kernels.attention.gates import gates
 
         tiles = blocks("gates", self.head, self.q.dtype)
         gates[self._grid(tiles.m)](
@@ -120,7 +132,7 @@ class Call:
     def backward(
         self, do: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        from threshold_gating.kernels.flash_backward import keys_gradient, queries_gradient
+        from threshold_gating.kernels.attention.backward import keys_gradient, queries_gradient
 
         q, k, v = self.q, self.k, self.v
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
@@ -150,7 +162,7 @@ class Call:
     def in_logits(self, levels: Tensor) -> Tensor:
         """m1 and m2 of bare products as logits, T as it is."""
         factor: Tensor | float = abs(self.scale)
-        if self.kind == 2:
+        if self.kind == Mask.ADD:
             factor = math.log(2)
         elif self.tau is not None:
             factor = factor * self.tau.abs()[:, None]

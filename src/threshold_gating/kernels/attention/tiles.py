@@ -27,7 +27,7 @@ def load_rows(
 ):  # fmt: skip
     """COUNT rows from `start`, with 0 past `end` (if BOUND) and past the head's SIZE."""
     rows, columns = tl.arange(0, COUNT), tl.arange(0, PADDED)
-    at = base + (start + rows)[:, None].to(tl.int64) * stride + columns[None, :]
+    at = base + (start + rows)[:, None].to(tl.int64) * stride + columns[None, :]  # (COUNT, PADDED)
     inside = (start + rows < end)[:, None]
     if BOUND and PADDED != SIZE:
         return tl.load(at, mask=inside & (columns < SIZE)[None, :], other=0.0)
@@ -43,7 +43,7 @@ def store_rows(
     base, stride, start, end, value, COUNT: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr
 ):
     rows, columns = tl.arange(0, COUNT), tl.arange(0, PADDED)
-    at = base + (start + rows)[:, None].to(tl.int64) * stride + columns[None, :]
+    at = base + (start + rows)[:, None].to(tl.int64) * stride + columns[None, :]  # (COUNT, PADDED)
     inside = (start + rows < end)[:, None] & (columns < SIZE)[None, :]
     tl.store(at, value.to(base.dtype.element_ty), mask=inside)
 
@@ -73,7 +73,7 @@ def logits(
     EDGE: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The logits of a tile, -inf where a key takes no part; scaled only under an added mask."""
-    z = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    z = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # (BLOCK_M, BLOCK_N)
     if EDGE or MASK != NONE:
         seen = visible(rows[:, None], columns[None, :], queries, keys, CAUSAL)
         if MASK != NONE:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from threshold_gating.kernels import tile
+from threshold_gating.kernels.blend import tiles
 from threshold_gating.kernels.layout import Sizes, flat, like, placed
 from threshold_gating.kernels.structure import (
     RHO_BOUND,
@@ -37,57 +37,12 @@ class Plan(NamedTuple):
     copies: bool
     role: Role = Role.READ  # of another input, if there is one
 
-    def forward(self, x: Tensor, v: Tensor | None, tensors: Tensors) -> Tensor:
-        tiles = self._tiles(x, v, tensors)
-        y = torch.empty_like(x)
-        out = flat(y, self.sizes)
-        for part in tiles.parts:
-            here = out if part is None else out[part]
-            made = tile.forward(*tiles.read(part), here if x.element_size() >= 4 else None)
-            if made is not here:
-                here.copy_(made)
-        return y
-
-    def backward(
-        self, dy: Tensor, x: Tensor, v: Tensor | None, tensors: Tensors, wanted: Wanted
-    ) -> list[Tensor | None]:
-        """The gradients of x, v, tau, theta, s and c."""
-        tiles, slopes = self._tiles(x, v, tensors), flat(like(dy, x), self.sizes)
-        # branches on a threshold move with it: their constants' gradients are in the others
-        constants = wanted.c or (self.structure.anchored and (wanted.theta or wanted.s))
-        asked = wanted._replace(c=constants)
-        inputs = [torch.empty_like(x) if w else None for w in wanted[:2]]
-        outs = [None if d is None else flat(d, self.sizes) for d in inputs]
-        totals: tile.Sums | None = None
-        for part in tiles.parts:
-            here = tiles.read(part)
-            down = slopes if part is None else slopes[part]
-            found = tile.backward(tiles.wide(down), *here, asked)
-            for out, new in zip(outs, (found.x, found.v), strict=True):
-                if out is not None and new is not None:
-                    (out if part is None else out[part]).copy_(new)
-            totals = self._added(totals, found.sums, part)
-        assert totals is not None
-        return [*inputs, *self._parameters(totals, tensors, tiles.rows, wanted)]
-
-    def _tiles(self, x: Tensor, v: Tensor | None, tensors: Tensors) -> _Tiles:
-        most, dtype = _TILE[self.structure.K == 2], x.dtype
-        dtype = torch.float64 if dtype == torch.float64 else torch.float32
-        small = x.numel() <= most
-        return _Tiles(
-            self.structure,
-            self._rows(tensors, dtype),
-            flat(x, self.sizes),
-            None if v is None else flat(like(v, x), self.sizes),
-            [None] if small else list(_parts(self.sizes, most)),
-            tile.Scratch(None if small else most, dtype),
-        )
-
-    def _rows(self, tensors: Tensors, dtype: torch.dtype) -> Rows:
+    def read(self, x: Tensor, tensors: Tensors) -> Rows:
         """The parameters as they are now: numbers, or (1, G, 1) each."""
         structure = self.structure
         if self.sizes[1] == 1:
             return structure.numbers(tensors)
+        dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
         K, many = structure.K, len(structure.tau) > 1
         tau = (K - 1, 1, -1, 1) if many else (1, -1, 1)  # one tau has no axis of rows
         theta, branches = (K - 1, 1, -1, 1), (K, 1, -1, 1)
@@ -98,30 +53,73 @@ class Plan(NamedTuple):
         ]
         return structure.rows(Tensors(*each))
 
-    def _added(self, totals: tile.Sums | None, new: tile.Sums, part: Part | None) -> tile.Sums:
-        if part is None:
-            return new
+    def forward(self, x: Tensor, v: Tensor | None, rows: Rows) -> Tensor:
+        work = self._tiles(x, v, rows)
+        y = torch.empty_like(x)
+        out = flat(y, self.sizes)
+        for part in work.parts:
+            here = out if part is None else out[part]
+            made = tiles.forward(*work.read(part), here if x.element_size() >= 4 else None)
+            if made is not here:
+                here.copy_(made)
+        return y
+
+    def backward(
+        self,
+        dy: Tensor,
+        x: Tensor,
+        v: Tensor | None,
+        tensors: Tensors,
+        rows: Rows,
+        wanted: Wanted,
+    ) -> list[Tensor | None]:
+        """The gradients of x, v, tau, theta, s and c."""
+        work, slopes = self._tiles(x, v, rows), flat(like(dy, x), self.sizes)
+        if work.parts == [None]:
+            found = tiles.backward(work.wide(slopes), *work.read(None), wanted)
+            inputs = [_laid(d, x) if w else None for d, w in zip(found[:2], wanted, strict=False)]
+            return [*inputs, *self._parameters(found.sums, tensors, rows, wanted)]
+        inputs = [torch.empty_like(x) if w else None for w in wanted[:2]]
+        outs = [None if d is None else flat(d, self.sizes) for d in inputs]
+        totals: tiles.Sums | None = None
+        for part in work.parts:
+            here = work.read(part)
+            found = tiles.backward(work.wide(slopes[part]), *here, wanted)
+            for out, new in zip(outs, found[:2], strict=True):
+                if out is not None and new is not None:
+                    out[part] = new
+            totals = self._added(totals, found.sums, part)
+        assert totals is not None
+        return [*inputs, *self._parameters(totals, tensors, rows, wanted)]
+
+    def _tiles(self, x: Tensor, v: Tensor | None, rows: Rows) -> _Tiles:
+        most, small = _TILE[self.structure.K == 2], x.numel() <= _TILE[self.structure.K == 2]
+        dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+        return _Tiles(
+            self.structure,
+            rows,
+            flat(x, self.sizes),
+            None if v is None else flat(like(v, x), self.sizes),
+            [None] if small else list(_parts(self.sizes, most)),
+            tiles.Scratch(None if small else most, dtype),
+        )
+
+    def _added(self, totals: tiles.Sums | None, new: tiles.Sums, part: Any) -> tiles.Sums:
         if totals is None:
             group = self.sizes[1]
-            totals = tile.Sums(*([s.new_zeros(1, group, 1) for s in row] for row in new))
+            totals = tiles.Sums(*([s.new_zeros(1, group, 1) for s in row] for row in new))
         for old, row in zip(totals, new, strict=True):
             for total, one in zip(old, row, strict=True):
                 total[:, part[1]] += one
         return totals
 
+    @staticmethod
     def _parameters(
-        self, sums: tile.Sums, tensors: Tensors, now: Rows, wanted: Wanted
+        sums: tiles.Sums, tensors: Tensors, now: Rows, wanted: Wanted
     ) -> list[Tensor | None]:
         """The gradients of what is learned from those of tau, theta, s and c as they are now."""
         rho, dtheta, s, c, tau0, theta0 = tensors
         taus, thetas, slopes, constants = sums
-        if self.structure.anchored:
-            for k, of_constant in enumerate(constants):
-                at = max(k - 1, 0)
-                if wanted.theta and (isinstance(now.s[k], Tensor) or now.s[k] != 0):
-                    thetas[at] = thetas[at] - now.s[k] * of_constant
-                if wanted.s:
-                    slopes[k] = slopes[k] - now.theta[at] * of_constant
         if rho is not None and wanted.tau:
             taus = [total * tau for total, tau in zip(taus, now.tau, strict=True)]
         grads = [
@@ -139,16 +137,16 @@ class Plan(NamedTuple):
 
 
 class _Tiles(NamedTuple):
-    """What `tile` is given for each part of an input; None is all of it."""
+    """What `tiles` is given for each part of an input; None is all of it."""
 
     structure: Structure
     rows: Rows
     memory: Tensor
     other: Tensor | None
     parts: Sequence[Part | None]
-    room: tile.Scratch
+    room: tiles.Scratch
 
-    def read(self, part: Part | None) -> tuple[Tensor, Tensor, Structure, Rows, tile.Scratch]:
+    def read(self, part: Part | None) -> tuple[Tensor, Tensor, Structure, Rows, tiles.Scratch]:
         memory, other, rows = self.memory, self.other, self.rows
         if part is not None:
             memory, other = memory[part], None if other is None else other[part]
@@ -159,6 +157,14 @@ class _Tiles(NamedTuple):
 
     def wide(self, t: Tensor) -> Tensor:
         return self.room.copy(t) if t.element_size() < 4 else t
+
+
+def _laid(d: Tensor | None, x: Tensor) -> Tensor | None:
+    """A gradient as x lies in memory and in its type; d is memory (outer, G, inner) of its own."""
+    if d is None:
+        return None
+    d = d.to(x.dtype)
+    return d.view(x.shape) if x.is_contiguous() else d.as_strided(x.shape, x.stride())
 
 
 def _cut(w: Any, part: Part) -> Any:

@@ -1,4 +1,4 @@
-"""The formulas of `tile` for one tile in registers, as Triton functions; see `blend_kernels`.
+"""The formulas of `tiles` for one tile in registers, as Triton functions; see `kernels`.
 
 x and v are (rows, columns), parameters (1, 1), (1, columns) or (rows, 1), a tuple of them for the
 rows of a parameter. With one tau and K >= 3 branches, all gates are powers of one exponential: let
@@ -33,7 +33,7 @@ IN_MEMORY, ZERO, PLUS_ONE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 LOG2E = tl.constexpr(1.4426950408889634)
 BOUND = tl.constexpr(7.0)  # of rho, `structure.RHO_BOUND`
-_LARGEST_EXPONENT = tl.constexpr(60.0)  # of the weights' exponents, see `tile`
+_LARGEST_EXPONENT = tl.constexpr(60.0)  # of the weights' exponents, see `tiles`
 _MOST = tl.constexpr(1e37)  # of an argument: no sum of seven overflows
 _LARGEST = tl.constexpr(3.39e38)  # of a branch: no mean of such ones overflows
 _INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
@@ -69,7 +69,7 @@ def rows_of(pointer, G, at, CODE: tl.constexpr, COUNT: tl.constexpr):
     found = ()
     for k in tl.static_range(COUNT):
         if (CODE // (4**k)) % 4 == IN_MEMORY:
-            found = found + (tl.load(pointer + k * G + at),)
+            found = found + (tl.load(pointer + k * G + at),)  # as `at`: (1, 1), (1, CB) or (RB, 1)
         elif (CODE // (4**k)) % 4 == ZERO:
             found = found + (tl.full(at.shape, 0.0, tl.float32),)
         elif (CODE // (4**k)) % 4 == PLUS_ONE:
@@ -213,7 +213,7 @@ def by_powers(x, v, tau, middle, w, ws, wc, C_CODE: tl.constexpr, K: tl.constexp
     t = (x - middle) * (tau[0] * LOG2E)
     e = _exp2(-tl.abs(t))
     low = t < 0
-    D, D1 = _polynomial(w, low, e, K)
+    D, D1 = _polynomial(w, low, e, K)  # (RB, CB) each
     share = _inverse(D)
     S, S1 = _polynomial(ws, low, e, K)
     slope, fall = S * share, e * share  # far out e is 0, and v times the rest may be infinite
@@ -365,7 +365,7 @@ def soft_gates(
     total = parts[0]
     for k in tl.static_range(1, K):
         total = total + parts[k]
-    share = _inverse(total)
+    share = _inverse(total)  # (RB, CB)
     g = ()
     for k in tl.static_range(K):
         g = g + (parts[k] * share,)
@@ -377,7 +377,7 @@ def two_gates(x, tau, theta):
     """(lower gate, upper gate), neither as 1 minus the other."""
     t = (x - theta[0]) * (tau[0] * LOG2E)
     e = _exp2(-tl.abs(t))
-    large = _inverse(1.0 + e)
+    large = _inverse(1.0 + e)  # (RB, CB)
     small = e * large
     return tl.where(t > 0, small, large), tl.where(t > 0, large, small)
 
@@ -405,7 +405,7 @@ def _beyond(x, theta, OWNERS: tl.constexpr, k: tl.constexpr):
 @triton.jit
 def _region(x, theta, OWNERS: tl.constexpr, K: tl.constexpr):
     """How many thresholds x lies beyond: they may have crossed."""
-    region = tl.zeros(x.shape, tl.int32)
+    region = tl.zeros(x.shape, tl.int32)  # (RB, CB)
     for k in tl.static_range(K - 1):
         region += _beyond(x, theta, OWNERS, k).to(tl.int32)
     return region
@@ -423,7 +423,7 @@ def hard_gates(x, theta, OWNERS: tl.constexpr, K: tl.constexpr):
 @triton.jit
 def mean(g, w, CODE: tl.constexpr, K: tl.constexpr):
     """sum_k g_k w_k without the terms that are the number 0."""
-    total = tl.zeros_like(g[0])
+    total = tl.zeros_like(g[0])  # (RB, CB)
     for k in tl.static_range(K):
         if (CODE // (4**k)) % 4 != ZERO:
             total += g[k] * w[k]
@@ -468,7 +468,7 @@ def value(
 
 @triton.jit
 def turns(g, v, dy, s, c, S_CODE: tl.constexpr, C_CODE: tl.constexpr, K: tl.constexpr):
-    """dy T_m for each threshold, K >= 3; see `tile`."""
+    """dy T_m for each threshold, K >= 3; see `tiles`."""
     weighed = ()  # dy g_k L_k
     for k in tl.static_range(K):
         # infinity times a gate of 0 would be NaN

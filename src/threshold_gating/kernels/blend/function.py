@@ -14,9 +14,9 @@ from torch import Tensor
 
 from threshold_gating import primitive
 from threshold_gating.instance import TG
-from threshold_gating.kernels import cpu, gpu
 from threshold_gating.kernels.backend import Engine, backend, engine, no_native_op, takes_native
-from threshold_gating.kernels.graph import Graph, plain, steps
+from threshold_gating.kernels.blend import cpu, gpu
+from threshold_gating.kernels.blend.graph import Graph, plain, steps
 from threshold_gating.kernels.lowering import Op, lowered, overwritten
 from threshold_gating.kernels.structure import (
     Role,
@@ -87,12 +87,10 @@ def _blend(
             return lowered(structure.native, x, inplace)
         if name == "native":
             raise no_native_op()
-
-    def gated(x: Tensor) -> Tensor:
-        tensors, shape = given if len(given) == 2 else given[0](x)
-        return _gates(x, structure, tensors, shape, v, up, name)
-
-    return overwritten(x, gated) if inplace else gated(x)
+    if inplace:
+        return overwritten(x, lambda z: _blend(z, structure, given, v, up, False, False, {}))
+    tensors, shape = given if len(given) == 2 else given[0](x)
+    return _gates(x, structure, tensors, shape, v, up, name)
 
 
 def blend_times(x: Tensor, up: Tensor, *parameters: Any, **options: Any) -> Tensor:
@@ -209,12 +207,14 @@ def _by_kernel(
 
 
 def _applied(x: Tensor, other: Tensor | None, tensors: Tensors, plan: Any) -> Tensor:
-    used = (x, other, *tensors)
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in used):
-        y: Tensor = _apply(x, other, *tensors, plan)
-        return y
-    forward: Tensor = plan.forward(x, other, tensors)
-    return forward
+    y: Tensor
+    if torch.is_grad_enabled():
+        for t in (x, other, *tensors):
+            if t is not None and t.requires_grad:
+                y = _apply(x, other, *tensors, plan)
+                return y
+    y = plan.forward(x, other, plan.read(x, tensors))
+    return y
 
 
 def _copied(x: Tensor, y: Tensor) -> Tensor:
@@ -233,7 +233,7 @@ def _is_elsewhere(tensors: Tensors, x: Tensor) -> bool:
         return True
     if x.is_cuda:  # a launch asks for the devices
         return False
-    return any(w is not None and not w.is_cpu for w in (s, theta0))
+    return (s is not None and not s.is_cpu) or (theta0 is not None and not theta0.is_cpu)
 
 
 class _Blend(torch.autograd.Function):
@@ -241,8 +241,9 @@ class _Blend(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, other: Tensor | None, *held: Any) -> Tensor:
         *tensors, plan = held
         ctx.save_for_backward(x, other, *tensors)
-        ctx.plan = plan
-        y: Tensor = plan.forward(x, other, Tensors(*tensors))
+        # what was read stays right: autograd sees to it that what is saved does not change
+        ctx.plan, ctx.given = plan, plan.read(x, Tensors(*tensors))
+        y: Tensor = plan.forward(x, other, ctx.given)
         return y
 
     @staticmethod
@@ -253,7 +254,7 @@ class _Blend(torch.autograd.Function):
             f = partial(_formula, plan.structure, plan.role, plan.shape)
             return *differentiated(f, (x, other, *held), dy, needed), None
         wanted = Wanted.of(needed)
-        grads = plan.backward(dy, x, other, Tensors(*held), wanted)
+        grads = plan.backward(dy, x, other, Tensors(*held), ctx.given, wanted)
         dx, dother, dtau, dtheta, ds, dc = grads
         rho, shift = held[0] is not None, held[1] is not None
         first = dtau if rho else None, dtheta if shift else None

@@ -197,7 +197,7 @@ class Prepared(NamedTuple):
 @functools.lru_cache(4096)
 def prepared(known: Constants, sizes: Sizes, size: int, wanted: Wanted | None = None) -> Prepared:
     """The kernel for elements of `size` bytes: forward, or backward for the wanted gradients."""
-    from threshold_gating.kernels import blend_kernels
+    from threshold_gating.kernels.blend import kernels
 
     m = Matrix.of(sizes)
     rows = sum(known.rows(wanted)) if wanted else 0
@@ -208,7 +208,7 @@ def prepared(known: Constants, sizes: Sizes, size: int, wanted: Wanted | None = 
     across, along = m.grid(tiles)
     parts = along * (m.R // m.G if m.layout == Layout.ROWS else 1)
     sums, axis = ((rows, 1, parts), 2) if m.layout == Layout.ONE else ((parts, rows, m.G), 0)
-    kernel = blend_kernels.blend_forward if wanted is None else blend_kernels.blend_backward
+    kernel = kernels.blend_forward if wanted is None else kernels.blend_backward
     cut = tiles.rows, tiles.columns, tiles.stages
     return Prepared(Launch(kernel, (across * along,), tiles.warps, (*rest, *cut)), sums, axis)
 
@@ -219,7 +219,7 @@ def adding(sums: tuple[int, int, int], axis: int, rows: Sequence[int]) -> Launch
     None for a single large partial sum: slicing it is cheaper than a kernel. Slices of a small one
     take longer.
     """
-    from threshold_gating.kernels import blend_kernels
+    from threshold_gating.kernels.blend import kernels
 
     parts, G = sums[axis], sums[2] if axis == 0 else 1
     if parts == 1 and G > 2**16:
@@ -228,7 +228,7 @@ def adding(sums: tuple[int, int, int], axis: int, rows: Sequence[int]) -> Launch
     # narrow ones where wide ones would not give every processor one
     tile = (1024, 1) if axis else (16, 64) if sum(rows) * G >= 64 * 132 else (256, 8)
     grid = sum(rows) * -(-G // tile[1])
-    return Launch(blend_kernels.add_parts, (grid,), 4, (parts, G, *steps, *rows[:3], *tile))
+    return Launch(kernels.add_parts, (grid,), 4, (parts, G, *steps, *rows[:3], *tile))
 
 
 class _Backward(NamedTuple):
@@ -253,22 +253,27 @@ class Plan:
         self.known = Constants.of(structure, role)
         self.run = prepared(self.known, sizes, size).run
 
-    def read(self, tensors: Tensors, device: torch.device) -> tuple[Tensor, ...]:
+    def read(self, x: Tensor, tensors: Tensors) -> tuple[Tensor, ...]:
         """What the kernels read: tau, rho, theta, shift, s, c."""
-        return runtime.readable(tuple(read(self.structure, tensors, self.sizes[1], device)))
+        return runtime.readable(read(self.structure, tensors, self.sizes[1], x.device))
 
-    def forward(self, x: Tensor, other: Tensor | None, tensors: Tensors) -> Tensor:
+    def forward(self, x: Tensor, other: Tensor | None, given: tuple[Tensor, ...]) -> Tensor:
         y = torch.empty_like(x)
         second = x if other is None else like(other, x)
-        self.run((x, second, y, *self.read(tensors, x.device)), x.dtype)
+        self.run((x, second, y, *given), x.dtype)
         return y
 
     def backward(
-        self, dy: Tensor, x: Tensor, other: Tensor | None, tensors: Tensors, wanted: Wanted
+        self,
+        dy: Tensor,
+        x: Tensor,
+        other: Tensor | None,
+        tensors: Tensors,
+        given: tuple[Tensor, ...],
+        wanted: Wanted,
     ) -> list[Tensor | None]:
         """The gradients of x, the other input, tau, theta, s and c."""
         found, dy = self._backward(wanted), like(dy, x)
-        given = self.read(tensors, x.device)
         dx = torch.empty_like(x) if wanted.x else None
         dother = torch.empty_like(x) if wanted.other else None
         sums = x
@@ -318,19 +323,21 @@ def plan(
     return None if found is None else Plan(structure, role, *found, dtype.itemsize, shape)
 
 
-def read(structure: Structure, tensors: Tensors, group: int, device: torch.device) -> list[Tensor]:
+def read(
+    structure: Structure, tensors: Tensors, group: int, device: torch.device
+) -> tuple[Tensor, ...]:
     """tau, rho, theta, shift, s and c; another stands for one that no kernel reads."""
     rho, dtheta, s, c, tau, theta = tensors
     if theta is None:
         theta = known_rows(structure.theta, group, device)
-    if structure.hard:
+    if structure.gate == Gate.HARD:
         tau = theta
     elif tau is None:
         tau = known_rows(structure.tau, group, device)
     s = known_rows(structure.s, group, device) if s is None else s
     c = known_rows(structure.c, group, device) if c is None else c
     shift = theta if dtheta is None else dtheta
-    return [tau, tau if rho is None else rho, theta, shift, s, c]
+    return tau, tau if rho is None else rho, theta, shift, s, c
 
 
 def known_rows(numbers: Numbers, group: int, device: torch.device) -> Tensor:

@@ -24,7 +24,8 @@ from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensorMode
 
 from threshold_gating import primitive
-from threshold_gating.kernels import gpu, runtime
+from threshold_gating.kernels import runtime
+from threshold_gating.kernels.blend import gpu
 from threshold_gating.kernels.layout import dense, like
 from threshold_gating.kernels.structure import (
     Gate,
@@ -38,6 +39,8 @@ from threshold_gating.kernels.structure import (
 )
 from threshold_gating.primitive import Value
 
+AUDITED_AS = "gates"  # see conversion.audit
+
 _clamp = torch.ops.aten.clamp.default
 
 
@@ -47,6 +50,10 @@ class Graph(NamedTuple):
     structure: Structure
     role: Role
     shape: Shape
+
+    def read(self, x: Tensor, tensors: Tensors) -> Tensors:
+        """The tensors as they are: what follows from them is a step of the graph."""
+        return tensors
 
     def forward(self, x: Tensor, other: Tensor | None, tensors: Tensors) -> Tensor:
         structure = self.structure
@@ -60,15 +67,21 @@ class Graph(NamedTuple):
         return found
 
     def backward(
-        self, dy: Tensor, x: Tensor, other: Tensor | None, tensors: Tensors, wanted: Wanted
+        self,
+        dy: Tensor,
+        x: Tensor,
+        other: Tensor | None,
+        tensors: Tensors,
+        given: Any,
+        wanted: Wanted,
     ) -> list[Tensor | None]:
         known = list(gpu.Constants.of(self.structure, self.role)), list(self.shape)
         # Nothing here asks how a tensor lies in memory: Dynamo would have dy copied for that.
-        given = self._read(x, tensors)
-        dx, dother, sums = blend_backward(dy, x, other, given, *known, list(wanted), SOURCES)
+        parameters = self._read(x, tensors)
+        dx, dother, sums = blend_backward(dy, x, other, parameters, *known, list(wanted), SOURCES)
         grads: list[Tensor | None] = [dx if wanted.x else None, dother if wanted.other else None]
         at = 0
-        _, rho, _, shift, s, c = given
+        _, rho, _, shift, s, c = parameters
         for w, needed in zip((rho, shift, s, c), wanted[2:], strict=True):
             rows = w.numel() // sums.shape[1] if needed else 0
             grads.append(sums[at : at + rows].view(w.shape) if needed else None)
@@ -76,7 +89,7 @@ class Graph(NamedTuple):
         return grads
 
     def _read(self, x: Tensor, tensors: Tensors) -> list[Tensor]:
-        return gpu.read(self.structure, tensors, math.prod(self.shape), x.device)
+        return list(gpu.read(self.structure, tensors, math.prod(self.shape), x.device))
 
 
 def steps(x: Tensor, v: Tensor | None, structure: Structure, rows: Rows) -> Tensor:

@@ -1,6 +1,6 @@
 """`blend` and its gradients as Triton kernels; imported when one first runs.
 
-The formulas are those of `tile`, in `formulas`. x is a matrix in memory whose parameters vary
+The formulas are those of `tiles`, in `formulas`. x is a matrix in memory whose parameters vary
 along its columns (LAYOUT COLUMNS: tokens, channels_last) or its rows (ROWS: images) or not at all
 (ONE: a layer, N values in rows of a tile's width). A program goes through several tiles along the
 other axis, over which a parameter's gradient is summed: it keeps the sums in registers and writes
@@ -19,7 +19,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from threshold_gating.kernels.formulas import (
+from threshold_gating.kernels.blend.formulas import (
     ALONE,
     BOUND,
     CENTRED,
@@ -62,7 +62,7 @@ def _tile(i, R, N, iters, LAYOUT: tl.constexpr, RB: tl.constexpr, CB: tl.constex
         rows = (program.to(tl.int64) * iters + i) * RB + tl.arange(0, RB)
         columns = tl.arange(0, CB).to(tl.int64)
         place = rows[:, None] * CB + columns[None, :]
-        inside = place < N
+        inside = place < N  # (RB, CB), as place
     else:
         if LAYOUT == COLUMNS:
             across = tl.cdiv(N, CB)
@@ -73,7 +73,7 @@ def _tile(i, R, N, iters, LAYOUT: tl.constexpr, RB: tl.constexpr, CB: tl.constex
             rows = (program % across).to(tl.int64) * RB + tl.arange(0, RB)
             columns = ((program // across).to(tl.int64) * iters + i) * CB + tl.arange(0, CB)
         place = rows[:, None] * N + columns[None, :]
-        inside = (rows < R)[:, None] & (columns < N)[None, :]
+        inside = (rows < R)[:, None] & (columns < N)[None, :]  # (RB, CB), as place
     return rows, columns, place, inside
 
 
@@ -82,11 +82,11 @@ def _group(R, N, G, iters, LAYOUT: tl.constexpr, RB: tl.constexpr, CB: tl.conste
     """Which parameters this program reads: one, a row or a column of indices."""
     rows, columns, _, _ = _tile(0, R, N, iters, LAYOUT, RB, CB)
     if LAYOUT == ONE:
-        at = tl.zeros((1, 1), tl.int32)
+        at = tl.zeros((1, 1), tl.int32)  # (1, 1)
     elif LAYOUT == COLUMNS:
-        at = tl.minimum(columns, N - 1).to(tl.int32)[None, :]
+        at = tl.minimum(columns, N - 1).to(tl.int32)[None, :]  # (1, CB)
     else:
-        at = (tl.minimum(rows, R - 1) % G).to(tl.int32)[:, None]
+        at = (tl.minimum(rows, R - 1) % G).to(tl.int32)[:, None]  # (RB, 1)
     return at
 
 
@@ -125,7 +125,7 @@ def _forward_tiles(
 ):
     for i in tl.range(iters, num_stages=STAGES):
         _, _, place, inside = _tile(i, R, N, iters, LAYOUT, RB, CB)
-        x = tl.load(x_p + place, mask=inside, other=0.0).to(tl.float32)
+        x = tl.load(x_p + place, mask=inside, other=0.0).to(tl.float32)  # (RB, CB)
         v = x
         if ROLE != ALONE:
             other = tl.load(other_p + place, mask=inside, other=0.0).to(tl.float32)
@@ -216,7 +216,7 @@ def _plus(total, value, LAYOUT: tl.constexpr):
     if LAYOUT == ROWS:
         total += value
     else:
-        total += tl.sum(value, 0)[None, :]
+        total += tl.sum(value, 0)[None, :]  # (1, CB)
     return total
 
 
@@ -232,7 +232,7 @@ def _backward_tiles(
     """The sums over the tiles of a program: TAUS, THETAS, SLOPES, CONSTANTS of them."""
     for i in tl.range(iters, num_stages=STAGES):
         _, _, place, inside = _tile(i, R, N, iters, LAYOUT, RB, CB)
-        x = tl.load(x_p + place, mask=inside, other=0.0).to(tl.float32)
+        x = tl.load(x_p + place, mask=inside, other=0.0).to(tl.float32)  # (RB, CB)
         dy = tl.load(dy_p + place, mask=inside, other=0.0).to(tl.float32)
         v, outer = x, dy
         if ROLE != ALONE:
@@ -244,7 +244,7 @@ def _backward_tiles(
         y, slope, turned, g, found = _gradient(
             x, v, dy, tau, theta, s, c, middle, w, ws, wc,
             S_CODE, C_CODE, OWNERS, K, GATE, WEIGHTS, TAUS + THETAS + SLOPES + CONSTANTS > 0)
-        dx, dother = dy * slope + turned, outer * y
+        dx, dother = dy * slope + turned, outer * y  # (RB, CB)
         if ROLE == READ:
             dx, dother = turned, dy * slope
         if DX:
@@ -406,7 +406,7 @@ def add_parts(
     across = tl.cdiv(G, CB)
     k = (tl.program_id(0) // across).to(tl.int64)
     columns = tl.program_id(0) % across * CB + tl.arange(0, CB)
-    total = tl.zeros((PB, CB), tl.float32)
+    total = tl.zeros((PB, CB), tl.float32)  # (parts, columns)
     for first in range(0, parts, PB):
         along = first + tl.arange(0, PB)
         place = along.to(tl.int64)[:, None] * part_step + k * row_step + columns[None, :]

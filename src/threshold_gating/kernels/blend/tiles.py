@@ -281,13 +281,33 @@ def _within_range(t: Value) -> Value:
 def _backward_hard(
     dy: Tensor, x: Tensor, v: Tensor, structure: Structure, p: Rows, room: Scratch, wanted: Wanted
 ) -> Gradients:
-    """The slope of the region x lies in; a comparison gives tau and theta nothing."""
+    """The slope of the region x lies in; a comparison gives tau and theta nothing.
+
+    An anchored branch has the value c at its threshold and moves with it, so theta and s get from
+    each branch what its constant gets, times how that follows from them.
+    """
     g = _hard_gates(x, structure, p, room)
     slope = _mean(g, p.s, room)
     sums = Sums([], [], [], [])
+    anchored = structure.anchored
+    moved: dict[int, Tensor] = {}
+    for k, gk in enumerate(g):
+        at = max(k - 1, 0)
+        moves = anchored and wanted.theta and _is_there(p.s[k])
+        if not (moves or wanted.s or wanted.c):
+            continue
+        gk.mul_(dy)
+        mass = _sum(gk) if moves or wanted.c or anchored else None
+        if wanted.c and mass is not None:
+            sums.c.append(mass)
+        if moves and mass is not None:
+            moved[at] = moved[at] - p.s[k] * mass if at in moved else -p.s[k] * mass
+        if wanted.s:
+            total = _sum(gk.mul_(v))
+            sums.s.append(total if mass is None or not anchored else total - p.theta[at] * mass)
     if wanted.theta:
-        sums.theta.extend([torch.zeros_like(x[:1, :, :1])] * len(p.theta))
-    _branch_sums(dy, v, g, sums, wanted)
+        still = torch.zeros_like(x[:1, :, :1])
+        sums.theta.extend([moved.get(k, still) for k in range(len(p.theta))])
     dx, dv = _to_inputs(_times(slope, dy, room), None, 0.0, x is v, wanted)
     return Gradients(dx, dv, sums)
 

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from threshold_gating.kernels import one_vector, two_soft
 from threshold_gating.kernels.backend import backend, is_memory, runs_triton
-from threshold_gating.kernels.function import differentiated
-from threshold_gating.kernels.product_formula import Conv, Formula
+from threshold_gating.kernels.blend.function import differentiated
+from threshold_gating.kernels.product import one_vector, two_soft
+from threshold_gating.kernels.product.formula import Conv, Formula
 from threshold_gating.kernels.structure import (
     Gate,
     Rows,

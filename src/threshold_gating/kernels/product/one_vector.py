@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from threshold_gating.kernels.product_formula import Formula
+from threshold_gating.kernels.product.formula import Formula
 from threshold_gating.kernels.runtime import Launch, interpreting, readable
 from threshold_gating.kernels.structure import Structure, Tensors
 
@@ -131,7 +131,7 @@ def _forget(key: int, dead: weakref.ref[Tensor]) -> None:
 @functools.lru_cache(1024)
 def _ready(dtype: torch.dtype, outer: int, inner: int, known: _Known) -> tuple[Launch, int]:
     """The kernel for weights of this size, and into how many parts it cuts their inputs."""
-    from threshold_gating.kernels.one_vector_kernels import chosen_columns
+    from threshold_gating.kernels.product.one_vector_kernels import chosen_columns
 
     tile = _tile(dtype)
     across, chunk, parts = _cut(outer, inner, tile)

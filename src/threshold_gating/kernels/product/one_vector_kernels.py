@@ -53,7 +53,7 @@ def _chosen(
     inside = i < stop
     z = found[0].to(tl.float32)
     near = _threshold(theta0, dtheta, found, 0, MOVED, PER_COLUMN) + 0 * z
-    region = tl.zeros(i.shape, tl.int32)
+    region = tl.zeros(i.shape, tl.int32)  # (INNER,)
     for j in tl.static_range(J):
         at = _threshold(theta0, dtheta, found, j, MOVED, PER_COLUMN)
         if (OWNERS // (2**j)) % 2:
@@ -62,7 +62,7 @@ def _chosen(
             region += (z > at).to(tl.int32)
     place = region * inner + i
     row = place.to(tl.uint32).to(tl.uint64) * tl.cast(outer, tl.uint32)  # one instruction
-    where = columns + row[:, None] + o[None, :]
+    where = columns + row[:, None] + o[None, :]  # (INNER, OUTER)
     if EVEN:
         w = tl.load(where)
     else:
@@ -110,7 +110,7 @@ def chosen_columns(
             J, OWNERS, MOVED, PER_COLUMN, SHIFTED, ANCHORED, EVEN,
         )  # fmt: skip
         total += w.to(tl.float32) * z[:, None]
-    sums = tl.sum(total, 0)
+    sums = tl.sum(total, 0)  # (OUTER,)
     inside = o < outer
     if PARTS == 1:
         _finish(sums, bias, y, o, inside, BIASED)
@@ -122,7 +122,7 @@ def chosen_columns(
         if done == parts:
             p = tl.arange(0, PARTS)
             both = (p[:, None] < parts) & inside[None, :]
-            each = left + p[:, None] * outer + o[None, :]
+            each = left + p[:, None] * outer + o[None, :]  # (PARTS, OUTER)
             sums = tl.sum(tl.load(each, mask=both, other=0.0, cache_modifier=".cg"), 0)
             _finish(sums, bias, y, o, inside, BIASED)
             tl.store(scratch + strip, 0.0)

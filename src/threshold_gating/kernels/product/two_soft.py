@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from threshold_gating.kernels.product_formula import Formula
+from threshold_gating.kernels.product.formula import Formula
 from threshold_gating.kernels.runtime import Launch, interpreting, readable, total
 from threshold_gating.kernels.structure import Tensors
 
@@ -78,7 +78,7 @@ def _steps(n: int, width: int, beside: bool) -> tuple[int, ...]:
 
 @functools.lru_cache(1024)
 def _forward(n: int, width: int, beside: bool, known: _Known) -> Launch:
-    from threshold_gating.kernels.two_soft_kernels import halves_forward
+    from threshold_gating.kernels.product.two_soft_kernels import halves_forward
 
     rows, columns = _tile()
     programs = -(-n // rows) * -(-width // columns)
@@ -89,7 +89,7 @@ def _forward(n: int, width: int, beside: bool, known: _Known) -> Launch:
 @functools.lru_cache(1024)
 def _backward(n: int, width: int, beside: bool, known: _Known) -> tuple[Launch, int]:
     """The kernel, and how many rows of sums it writes."""
-    from threshold_gating.kernels.two_soft_kernels import halves_backward
+    from threshold_gating.kernels.product.two_soft_kernels import halves_backward
 
     rows, columns = _tile()
     down, across = -(-n // (rows * _ITERS)), -(-width // columns)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from threshold_gating.kernels.formulas import BOUND, two_gates
+from threshold_gating.kernels.blend.formulas import BOUND, two_gates
 
 
 @triton.jit
@@ -53,11 +53,11 @@ def halves_forward(
     here = tl.program_id(0)
     r = (here // across) * ROWS + tl.arange(0, ROWS)
     c = (here % across) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = (r[:, None] < rows) & (c[None, :] < width)
+    inside = (r[:, None] < rows) & (c[None, :] < width)  # (ROWS, COLUMNS)
     t, at, _ = _gate(tau0, rho, theta0, dtheta, c, c < width, SHARPENED, MOVED, PER_COLUMN)
     r = r.to(tl.int64)
     z = tl.load(x + r[:, None] * width + c[None, :], mask=inside, other=0.0).to(tl.float32)
-    lower, upper = two_gates(z, (t,), (at,))
+    lower, upper = two_gates(z, (t,), (at,))  # (ROWS, COLUMNS)
     place = low + r[:, None] * stride + c[None, :]
     tl.store(place + apart, (z * upper).to(low.dtype.element_ty), mask=inside)
     tl.store(place, (z * lower).to(low.dtype.element_ty), mask=inside)
@@ -80,20 +80,20 @@ def halves_backward(
     along = tl.zeros((ROWS, COLUMNS), tl.float32)
     for i in range(iters):
         r = (part * iters + i) * ROWS + tl.arange(0, ROWS)
-        inside = (r[:, None] < rows) & (c[None, :] < width)
+        inside = (r[:, None] < rows) & (c[None, :] < width)  # (ROWS, COLUMNS)
         r = r.to(tl.int64)
         place = dlow + r[:, None] * stride + c[None, :]
         z = tl.load(x + r[:, None] * width + c[None, :], mask=inside, other=0.0).to(tl.float32)
         lo = tl.load(place, mask=inside, other=0.0).to(tl.float32)
         hi = tl.load(place + apart, mask=inside, other=0.0).to(tl.float32)
         swing = hi - lo
-        lower, upper = two_gates(z, (t,), (at,))
+        lower, upper = two_gates(z, (t,), (at,))  # (ROWS, COLUMNS)
         m = lower * upper * z * swing
         d = lower * lo + upper * hi + t * m
         tl.store(dx + r[:, None] * width + c[None, :], d.to(dx.dtype.element_ty), mask=inside)
         moved += m
         along += m * (z - at)
-    moved, along = tl.sum(moved, 0), tl.sum(along, 0)
+    moved, along = tl.sum(moved, 0), tl.sum(along, 0)  # (COLUMNS,)
     if PER_COLUMN:
         tl.store(sums + part * 2 * width + c, slope * along, mask=c < width)
         tl.store(sums + (part * 2 + 1) * width + c, -t * moved, mask=c < width)
