@@ -172,7 +172,7 @@ class Gates:
 
     def kernel(self, w: Tensors) -> Tensor:
         if "up" in w:
-            return kernels.blend_times(w["x"], w["up"], *self.values(w), **self.options())
+            return kernels.blend(w["x"], *self.values(w), up=w["up"], **self.options())
         return kernels.blend(w["x"], *self.values(w), v=w.get("v"), **self.options())
 
     def module(self, w: Tensors) -> Tensor:

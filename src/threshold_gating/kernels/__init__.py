@@ -12,7 +12,7 @@ from threshold_gating.kernels.backend import (
     takes_native,
     use,
 )
-from threshold_gating.kernels.blend.function import blend, blend_times, evaluate
+from threshold_gating.kernels.blend.function import blend, evaluate
 from threshold_gating.kernels.lowering import native, overwritten
 from threshold_gating.kernels.product.formula import Conv
 from threshold_gating.kernels.product.function import gated_product
@@ -27,7 +27,6 @@ __all__ = [
     "attention",
     "backend",
     "blend",
-    "blend_times",
     "either",
     "evaluate",
     "gated_product",

@@ -32,7 +32,9 @@ from threshold_gating.kernels.structure import (
     whole,
 )
 
-Held = Callable[[Tensor], tuple[Tensors, Shape]]
+# Elements up to which hard gates with derivatives are faster by the reference's formulas: these are
+# comparisons, and there is no exponential to be saved.
+_FEW = 2**14
 
 
 def blend(
@@ -93,11 +95,6 @@ def _blend(
     return _gates(x, structure, tensors, shape, v, up, name)
 
 
-def blend_times(x: Tensor, up: Tensor, *parameters: Any, **options: Any) -> Tensor:
-    """up * blend(x), the gated unit (SwiGLU, GEGLU); on a GPU in one pass."""
-    return blend(x, *parameters, up=up, **options)
-
-
 def evaluate(
     t: TG, x: Tensor, v: Any = None, op: Op | None = None, up: Tensor | None = None
 ) -> Tensor:
@@ -151,6 +148,8 @@ def _gates(
 ) -> Tensor:
     """The gates by the engine that the backend has for x."""
     by: Engine = engine(x, name) if structure.fused and x.numel() else "plain"
+    if by == "cpu" and structure.hard and x.numel() <= _FEW and torch.is_grad_enabled():
+        by = "plain"
     if up is not None:
         if by not in ("triton", "graph") or v is not None or not _alike(up, x):
             return _gates(x, structure, held, shape, v, None, name) * up

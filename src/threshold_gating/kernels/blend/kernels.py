@@ -271,7 +271,10 @@ def _backward_tiles(
             else:
                 new = new + (sums[TAUS + k],)
         for k in tl.static_range(SLOPES):
-            new = new + (_plus(sums[TAUS + THETAS + k], dy * g[k] * v, LAYOUT),)
+            along = dy * g[k] * v
+            if GATE == HARD:  # 0 * inf where a branch is not taken
+                along = tl.where(g[k] > 0, dy * v, 0.0)
+            new = new + (_plus(sums[TAUS + THETAS + k], along, LAYOUT),)
         for k in tl.static_range(CONSTANTS):
             new = new + (_plus(sums[TAUS + THETAS + SLOPES + k], dy * g[k], LAYOUT),)
         if len(new) > 0:

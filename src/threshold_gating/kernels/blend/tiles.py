@@ -291,11 +291,13 @@ def _backward_hard(
     sums = Sums([], [], [], [])
     anchored = structure.anchored
     moved: dict[int, Tensor] = {}
+    finite = not wanted.s or math.isfinite(float(v.sum()))
     for k, gk in enumerate(g):
         at = max(k - 1, 0)
         moves = anchored and wanted.theta and _is_there(p.s[k])
         if not (moves or wanted.s or wanted.c):
             continue
+        reached = v if finite else torch.where(gk > 0, v, 0.0)  # 0 * inf where it is not taken
         gk.mul_(dy)
         mass = _sum(gk) if moves or wanted.c or anchored else None
         if wanted.c and mass is not None:
@@ -303,7 +305,7 @@ def _backward_hard(
         if moves and mass is not None:
             moved[at] = moved[at] - p.s[k] * mass if at in moved else -p.s[k] * mass
         if wanted.s:
-            total = _sum(gk.mul_(v))
+            total = _sum(gk.mul_(reached))
             sums.s.append(total if mass is None or not anchored else total - p.theta[at] * mass)
     if wanted.theta:
         still = torch.zeros_like(x[:1, :, :1])
