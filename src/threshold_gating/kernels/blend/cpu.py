@@ -76,7 +76,8 @@ class Plan(NamedTuple):
         """The gradients of x, v, tau, theta, s and c."""
         work, slopes = self._tiles(x, v, rows), flat(like(dy, x), self.sizes)
         if work.parts == [None]:
-            found = tiles.backward(work.wide(slopes), *work.read(None), wanted)
+            here = work.read(None)
+            found = tiles.backward(work.wide(slopes), *here, wanted)
             inputs = [_laid(d, x) if w else None for d, w in zip(found[:2], wanted, strict=False)]
             return [*inputs, *self._parameters(found.sums, tensors, rows, wanted)]
         inputs = [torch.empty_like(x) if w else None for w in wanted[:2]]
