@@ -80,9 +80,13 @@ def _blend(
     # The backend is asked first: with native off, whether there is an op must not matter to a
     # compiled graph.
     name = backend()
+    known = isinstance(structure, Structure)
+    if (options and (known or isinstance(structure, TG))) or ((native or inplace) and not known):
+        given_too = ", ".join(options) or "native and inplace"
+        raise TypeError(f"blend: {given_too} cannot be given with {type(structure).__name__}.")
     if isinstance(structure, TG):
         return _instance(structure, x, v, up, name)
-    if not isinstance(structure, Structure):
+    if not known:
         return _parsed(x, (structure, *given), v, up, options, name)
     if native and takes_native(name):
         if structure.native is not None:
@@ -103,15 +107,14 @@ def evaluate(
     `up` multiplies the result (SwiGLU, GEGLU), on a GPU in the same pass.
     """
     name = backend()
+    if up is not None and not (v is None and engine(x, name) == "triton" and _alike(up, x)):
+        return evaluate(t, x, v, op) * up
     if v is None and up is None:
         if name == "native" and op is None:
             raise no_native_op()
         if op is not None and takes_native(name):
             return op(x)
-    if name == "reference":
-        y = t(x, v)
-        return y if up is None else y * up
-    return blend(x, t, v=v, up=up)
+    return t(x, v) if name == "reference" else blend(x, t, v=v, up=up)
 
 
 def _instance(t: TG, x: Tensor, v: Any, up: Tensor | None, name: str) -> Tensor:
