@@ -47,6 +47,8 @@ class Pair:
             them compared.
         shapes: of a small input, then of those that a GPU is checked with.
         roundings: to 16 bits on the way to a value.
+        tau: of the steepest gate. Branches that meet where it turns cancel, and their rounding
+            errors stand in dx with up to tau / 4.
         slow: whether it takes seconds to compile, so that one dtype has to do.
     """
 
@@ -58,6 +60,7 @@ class Pair:
     kernel: Function
     shapes: tuple[Shape, ...] = ((63, 7), (1031, 63))
     roundings: int = 1
+    tau: float = 0.0
     slow: bool = False
 
     def inputs(self, shape: Shape, dtype: torch.dtype, device: Any) -> Tensors:
@@ -73,7 +76,8 @@ class Pair:
         if name.startswith(_SUMS):
             single = ALLOWED[torch.float32]
             return single if self.roundings == 1 else self.roundings * max(single, ALLOWED[dtype])
-        return ALLOWED[dtype] * self.roundings
+        steep = torch.finfo(torch.float32).eps * self.tau / 4 if name == "dx" else 0.0
+        return ALLOWED[dtype] * self.roundings + steep
 
 
 def disagreement(pair: Pair, inputs: Tensors, kernel: Function | None = None) -> dict[str, float]:
@@ -381,7 +385,9 @@ def _gates() -> Iterator[Pair]:
     for key in _INSTANCES:
         for share in ("layer", "channel", "neuron"):
             g = Gates(TAXONOMY[key], share)
-            pair = Pair("blend", f"{key} {share}", _BLEND, g.draw, g.reference, g.kernel)
+            # a CPU takes the reference's own formulas for few elements of hard gates
+            shapes = ((257, 65) if g.t.hard else (63, 7), (1031, 63))
+            pair = Pair("blend", f"{key} {share}", _BLEND, g.draw, g.reference, g.kernel, shapes)
             yield pair
             launched = (*_BLEND, "add_parts")
             name = f"{pair.name} module"
@@ -392,7 +398,8 @@ def _gates() -> Iterator[Pair]:
         g, what = Gates(TAXONOMY[key], share, other), {"v": "read", "up": "times"}[other]
         # up * blend(x) is rounded twice where it is two steps, and its gradients as often
         rounded = 3 if other == "up" else 1
-        made = Pair("blend", f"{key} {share} {what}", _BLEND, g.draw, g.reference, g.kernel)
+        shapes = ((257, 65) if g.t.hard else (63, 7), (1031, 63))
+        made = Pair("blend", f"{key} {share} {what}", _BLEND, g.draw, g.reference, g.kernel, shapes)
         yield replace(made, family="times" if other == "up" else "blend", roundings=rounded)
 
 
@@ -413,7 +420,11 @@ def _frozen() -> Iterator[Pair]:
     part = functools.partial
     for key, t in known.items():
         alone = part(draw, ("x",))
-        pair = Pair("frozen", f"{key} frozen", _BLEND, alone, part(exact, t), part(run, t))
+        taus = [tau for tau in (t.tau if isinstance(t.tau, tuple) else (t.tau,)) if tau < math.inf]
+        pair = Pair(
+            "frozen", f"{key} frozen", _BLEND, alone, part(exact, t), part(run, t),
+            tau=max(taus, default=0.0),
+        )  # fmt: skip
         yield pair
         module = part(_module, Activation(t))
         # torch's own op, where there is one, goes back from a rounded y

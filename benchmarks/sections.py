@@ -18,6 +18,7 @@ from benchmarks.calibration import calibration
 from benchmarks.checking import check, machine, unchecked
 from benchmarks.conversion import conversion
 from benchmarks.cpu import on_cpu
+from benchmarks.pairs import PAIRS
 from benchmarks.rows import Row, remarks, slope_of, table
 from benchmarks.timing import ON_CPU, ON_GPU, Clock, Place, Work, measure
 from benchmarks.training import training
@@ -86,7 +87,7 @@ def here(smoke: bool) -> Sections:
 
 
 def run(smoke: bool, path: Path | None, only: list[str] | None = None) -> int:
-    """Check, time, print; 1 if a kernel is wrong. `only` leaves the other sections out."""
+    """Check what is timed, time it, print; 1 if a kernel is wrong. `only` names sections."""
     gpu = torch.cuda.is_available() and not smoke
     if not gpu:
         torch.set_num_threads(1)
@@ -98,7 +99,9 @@ def run(smoke: bool, path: Path | None, only: list[str] | None = None) -> int:
         return 2
     info = machine()
     print(", ".join(f"{k} {v}" for k, v in info.items()), clock.how, sep="\n", flush=True)
-    wrong = check(device)
+    chosen = {n: list(works()) for n, works in sections.items() if not only or n in only}
+    timed = {family for works in chosen.values() for work in works for family in work.pairs}
+    wrong = check(device, [pair for pair in PAIRS.values() if pair.family in timed])
     for line in wrong:
         print(f"WRONG {line}")
     if beyond := unchecked(device):
@@ -106,8 +109,8 @@ def run(smoke: bool, path: Path | None, only: list[str] | None = None) -> int:
     rows: list[Row] = []
     data = {"machine": info, "how": clock.how, "wrong": wrong, "unchecked": beyond}
     _write(path, data, rows)
-    for name in [] if wrong else [n for n in sections if not only or n in only]:
-        rows += _timed(name, sections[name](), clock, smoke)
+    for name, works in {} if wrong else chosen.items():
+        rows += _timed(name, works, clock, smoke)
         _write(path, data, rows)  # what was measured stays, whatever happens to the rest
     missed = sum(row.verdict == "MISSED" for row in rows)
     held = sum(bool(row.verdict) for row in rows)
@@ -115,7 +118,7 @@ def run(smoke: bool, path: Path | None, only: list[str] | None = None) -> int:
     return 1 if wrong else 0
 
 
-def _timed(name: str, works: Iterator[Work], clock: Clock, smoke: bool) -> list[Row]:
+def _timed(name: str, works: list[Work], clock: Clock, smoke: bool) -> list[Row]:
     print(f"\n{name}\n{table([]).splitlines()[0]}", flush=True)
     rows, start = [], time.perf_counter()
     for work in works:

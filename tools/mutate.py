@@ -45,10 +45,10 @@ TESTS = {
     "conversion/recognise.py": ("recognise", "plan"),
     "conversion/purity.py": ("purity", "recognise", "plan"),
     "conversion/proof.py": ("proof", "prove", "certificate"),
-    "kernels/tile.py": ("kernels", "pairs", "gates"),
-    "kernels/fused.py": ("kernels", "pairs", "gates"),
+    "kernels/blend/tiles.py": ("kernels", "pairs", "gates"),
+    "kernels/blend/function.py": ("kernels", "pairs", "gates"),
     "kernels/lowering.py": ("lowering",),
-    "kernels/form.py": ("kernels", "pairs", "gates", "halves"),
+    "kernels/structure.py": ("structure", "kernels", "pairs", "gates", "two_soft"),
     "training/folding.py": ("folding",),
 }
 _SWAPS: dict[type[ast.AST], type[ast.AST]] = {

@@ -149,5 +149,5 @@ def test_a_wrong_kernel_is_not_timed_and_fails(monkeypatch, capsys, few):
     monkeypatch.setattr(cpu.Plan, "forward", lambda *a: right(*a) * 1.01)
     assert main(["--smoke", "--only", "frozen"]) == 1
     out = capsys.readouterr().out
-    assert "WRONG silu layer" in out
+    assert "WRONG gelu frozen module" in out
     assert "| silu fp32" not in out

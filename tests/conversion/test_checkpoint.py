@@ -789,7 +789,7 @@ def test_a_directory_that_cannot_be_locked_is_told_of_and_saved_into(
     converted, monkeypatch, tmp_path
 ):
     monkeypatch.setitem(sys.modules, "fcntl", None)  # as on Windows
-    with pytest.warns(UserWarning, match="cannot be locked .* no other process save into it"):
+    with pytest.warns(UserWarning, match="cannot be locked .* no other process saves into it"):
         save(converted, tmp_path)
     assert same(load(tmp_path, fresh()), converted)
 

@@ -96,7 +96,7 @@ def test_what_a_model_lists_itself_is_not_decayed():
 
 
 def test_a_negative_rate_is_refused():
-    with pytest.raises(ValueError, match=r"not negative; got 0.1, -1.0, 0.0"):
+    with pytest.raises(ValueError, match=r"must not be negative; got 0.1, -1.0, 0.0"):
         param_groups(Net(), 0.1, gate_lr_scale=-1.0)
 
 
