@@ -1,4 +1,4 @@
-"""Table 1 below tier A: `Linear` and `Conv1d/2d/3d` whose K branches have weights of their own.
+"""Table 1 below tier A: `Linear` and `Conv1d` to `Conv3d` with weights for each of K branches.
 
 Each layer is an activation and the layer behind it in one (Eq. 4),
 

@@ -1,4 +1,4 @@
-"""Saving and loading of a converted network: `tg_config.json`, and safetensors beside it.
+"""Saving and loading of a converted network: tg_config.json, and safetensors beside it.
 
 The config says what stands at each site; the tensors are the network's (`model.safetensors`) or
 only the learned ones of its gates (`gates.safetensors`).

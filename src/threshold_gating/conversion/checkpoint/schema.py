@@ -1,4 +1,4 @@
-"""`tg_config.json`: the record of a network's gates, written and read back."""
+"""tg_config.json: the record of a network's gates, written and read back."""
 
 from __future__ import annotations
 
