@@ -143,7 +143,7 @@ def mixed(
     p = softmax(z, masked=0.0)
     p = F.dropout(p, dropout_p) if dropout_p else p
     v = wide(value)
-    return (p @ (_repeat_heads(v, query) if enable_gqa else v)).to(query.dtype)
+    return _product(p, _repeat_heads(v, query) if enable_gqa else v).to(query.dtype)
 
 
 def attention_logits(
@@ -159,7 +159,7 @@ def attention_logits(
     q, k = wide(query), wide(key)
     k = _repeat_heads(k, q) if enable_gqa else k
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    z = (q * scale) @ k.transpose(-2, -1)
+    z = _product(q * scale, k.transpose(-2, -1))
     z = z if tau is None else z * tau.to(z.dtype)[:, None, None]
     return _apply_mask(z, attn_mask, is_causal)
 
@@ -233,6 +233,18 @@ def _finite(m: Tensor) -> Tensor:
 def _relative_exp(z: Tensor, m: Tensor) -> Tensor:
     """exp(z - m) for z <= m, 0 for z = -inf."""
     return torch.exp(z - _finite(m))
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b in their dtype, whatever autocast is around.
+
+    torch.export keeps the outermost autocast alone, so that in its graph this product comes out in
+    16 bits, for steps that were traced in 32; times a one of their dtype it is as wide as they are.
+    """
+    y = a @ b
+    if torch.compiler._is_exporting_flag:
+        y = y * torch.ones(1, dtype=y.dtype, device=y.device)
+    return y
 
 
 def _autocast_widens(z: Tensor) -> bool:

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 import threshold_gating as tg
-from threshold_gating.conversion import ConversionError, intercept
+from threshold_gating.conversion import ConversionError, intercept, sites
 
 
 class Inner(nn.Module):
@@ -391,3 +391,49 @@ def test_a_region_that_is_compiled_by_itself_is_answered_if_its_calls_are_alike(
     unlike = tg.convert(Twice(), {":gelu#1": 2}, inputs=x, tol=math.inf).tg_sites
     with pytest.raises(tg.conversion.ConversionError, match="cannot be told apart there"):
         intercept.Answering(unlike)._inside(Twice().forward)
+
+
+# What Dynamo does not hand to a mode by itself: F.selu_, torch.relu_, F.hardswish and others.
+SEEN = set().union(*torch.overrides.get_overridable_functions().values())
+PASSED_OVER = {f: kind for f, (kind, _) in sites.FUNCTIONS.items() if f not in SEEN}
+GIVEN = {"threshold": (0.1, -1.0), "clamp": (-0.5, 0.5), "clamp_min": (0.0,), "clamp_max": (0.5,)}
+
+
+class PassedOver(nn.Module):
+    def forward(self, x):
+        return [f(x * 1, *GIVEN.get(kind, ())) for f, kind in PASSED_OVER.items()]
+
+
+@pytest.mark.compile
+def test_every_spelling_of_a_call_is_answered_in_a_compiled_graph(x):
+    assert {F.selu_, torch.relu_, F.hardswish} <= set(PASSED_OVER)
+    wish = tg.TG(2.0, 0.5, (-0.5, 1.0), (1.0, -1.0))
+    gated = tg.convert(PassedOver(), {"re:.*#.*": wish}, inputs=x, tol=math.inf)
+    compiled = torch.compile(gated, backend="aot_eager", fullgraph=True)(x)
+    for y, f in zip(compiled, PASSED_OVER, strict=True):
+        # the graph takes the same formula in other steps: a few roundings
+        torch.testing.assert_close(y, wish(x), rtol=1e-5, atol=1e-6, msg=str(f))
+
+
+class Remembers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(7, 7, batch_first=True)
+
+    def forward(self, x):
+        y, (h, _) = self.lstm(torch.tanh(x))
+        return y, h
+
+
+@pytest.mark.compile
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo's own look at a tensor
+@pytest.mark.parametrize("needed", [False, True])
+def test_a_compiled_lstm_has_the_values_the_states_and_the_gradients_of_torch(needed):
+    net, x = Remembers(), torch.randn(3, 5, 7).requires_grad_(needed)
+    compiled = torch.compile(tg.convert(net, inputs=x), backend="aot_eager")
+    found = []
+    for run, weights in ((net, net), (compiled, compiled._orig_mod)):
+        y, h = run(x)
+        grads = torch.autograd.grad(y.sum() + h.square().sum(), list(weights.parameters()))
+        found.append([y, h, *grads])
+    torch.testing.assert_close(*found)

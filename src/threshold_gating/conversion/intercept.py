@@ -79,12 +79,34 @@ def _answered(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs:
     It looks also where every answer is the call itself: whatever decides which calls are made (a
     setting, a global, a random number), one that the plan does not have is refused.
     """
+    if torch.compiler.is_compiling():
+        _told_to_dynamo()
     mode = Answering(module.__dict__["tg_sites"])
     mode.watch = module.__dict__.get("tg_watch")
     with mode:
         output = forward(*args, **kwargs)
     mode.finish()
     return output
+
+
+def _told_to_dynamo() -> bool:
+    """Have Dynamo hand every nonlinear call to the modes, as eager torch does.
+
+    It passes over what `torch.overrides` lists as not to be overridden: `F.selu_`, `torch.relu_`,
+    `F.hardswish` and others, whose gates would be lost in a graph without a word. And the steps
+    that it makes of `torch.lstm` crash in training, or give states of another shape (torch 2.11):
+    a graph breaks there, as it does at nn.LSTM.
+    """
+    from torch._dynamo.variables.torch import get_overridable_functions  # a second to import
+
+    get_overridable_functions().update(sites.FUNCTIONS)
+    if _MADE.lstm is torch.lstm:
+        _MADE.lstm = torch.compiler.disable(torch.lstm)
+    return True
+
+
+# torch.compiler.assume_constant_result: run while the graph is traced, before the calls come
+_told_to_dynamo.__dict__["_dynamo_marked_constant"] = True
 
 
 def _owned(base: type) -> type:
@@ -345,7 +367,8 @@ def _refuse_tracing(args: Any, kwargs: Any) -> None:
 
 # Sites of calls that no plan has, and the names by which these have them. Attributes and not items:
 # a compiler looks those up when it comes to them, so that it sees one that was made on the way.
-_MADE = SimpleNamespace()
+# Beside them torch's LSTM, as a graph takes it.
+_MADE = SimpleNamespace(lstm=torch.lstm)
 _NAMES: dict[tuple[str, tuple[Any, ...]], str] = {}
 
 
@@ -396,6 +419,7 @@ def answer(site: Site, func: Any, args: Any, kwargs: Any) -> Any:
     inplace = sites.FUNCTIONS[func][1]
     if site.t is None:
         gated = site.op or (func if kernels.takes_native() else sites.WHOLE[site.kind])
+        gated = _MADE.lstm if gated is torch.lstm else gated
         y = gated(*args, **kwargs)
         if inplace:
             return y if y is first else first.copy_(y)
