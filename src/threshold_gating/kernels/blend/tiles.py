@@ -288,6 +288,9 @@ def _backward_hard(
     """
     g = _hard_gates(x, structure, p, room)
     slope = _mean(g, p.s, room)
+    flat: Tensor | None = None
+    if isinstance(slope, Tensor) and not math.isfinite(float(dy.sum())):
+        flat = slope == 0
     sums = Sums([], [], [], [])
     anchored = structure.anchored
     moved: dict[int, Tensor] = {}
@@ -310,7 +313,10 @@ def _backward_hard(
     if wanted.theta:
         still = torch.zeros_like(x[:1, :, :1])
         sums.theta.extend([moved.get(k, still) for k in range(len(p.theta))])
-    dx, dv = _to_inputs(_times(slope, dy, room), None, 0.0, x is v, wanted)
+    through = _times(slope, dy, room)
+    if flat is not None:  # 0 * inf: a flat branch lets no gradient through, as in torch
+        through.masked_fill_(flat, 0.0)
+    dx, dv = _to_inputs(through, None, 0.0, x is v, wanted)
     return Gradients(dx, dv, sums)
 
 
