@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tests.fuzz.network import Network
-from tests.fuzz.parts import KINDS, Part
+from tests.fuzz.parts import KINDS, WISHES, Part
 
 
 def part(kind: str, *inner: Part, **chosen: Any) -> Part:
@@ -128,6 +128,27 @@ CASES: dict[str, Network] = {
     ),
     "unlike calls, one of them by a method that was kept": Network(
         (_GELU, part("alias", act="gelu_tanh", how="method"))
+    ),
+    "selu_ of a norm, compiled": Network(
+        (part("norm", which="layer"), part("call", act="selu", over=True)), dtype="double"
+    ),
+    "attention under autocast, exported": one("autocast", part("attention", how="sdpa")),
+    "an LSTM and its state, compiled": one("recurrent", cell="LSTM", state=True),
+    "a gradient of half that overflows behind a flat branch": Network(
+        (
+            part("transformed", act="threshold", before="x / 30", after="30 * {y}"),
+            part("wished", act="gelu", t=WISHES[5], how="call"),
+            part("norm", which="layer"),
+        ),
+        width=3,
+        second="wide",
+        dtype="half",
+    ),
+    "a relu of a BatchNorm of equal rows": Network(
+        (part("module", act="threshold"), part("tiered", act="relu")), inputs="wide", second="wide"
+    ),
+    "gradients of a recurrent network that is flat": one(
+        "recurrent", cell="RNN", state=True, second="large", dtype="double"
     ),
     "gradients of a residual with checkpoint": one(
         "checkpoint", part("linear"), _GELU, reentrant=True

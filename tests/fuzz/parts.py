@@ -795,7 +795,7 @@ def other(s: Scope, o: Any) -> None:
         s.line(f"x = {text}")
 
 
-_WISHES = (
+WISHES = (
     "tg.TG(1.0, 0.0, (0.0, 1.0), (0.0, 0.0))",
     "tg.TG(2.0, 0.5, (-0.5, 1.0), (1.0, -1.0))",
     "tg.TG(1.5, (1.0, -1.0), (0.0, 0.5, 1.0), (0.0, 1.0, -1.0))",
@@ -806,7 +806,7 @@ _WISHES = (
 )
 
 
-@kind(act=("relu", "gelu", "tanh"), t=_WISHES, how=("module", "call"))
+@kind(act=("relu", "gelu", "tanh"), t=WISHES, how=("module", "call"))
 def wished(s: Scope, o: Any) -> None:
     """The caller asks for an instance of his own at a site."""
     oracle = s.program.oracle

@@ -63,11 +63,18 @@ def tried(seed: int, fast: bool, limit: int = _LIMIT) -> Tried:
 
 
 def _work(seeds: range, fast: bool, pipe: Any) -> None:
-    """Every network of a process, reported as it is done."""
+    """The networks of a process, reported as they are done, up to one that fails.
+
+    A trace that was cut off, by an error or by the limit of time, may leave torch in a state in
+    which every later one fails: what comes after a failure is for a process of its own.
+    """
     torch.set_num_threads(1)
     logging.disable(logging.ERROR)  # of graphs that the original has not either
     for seed in seeds:
-        pipe.send(tried(seed, fast))
+        found = tried(seed, fast)
+        pipe.send(found)
+        if found.failures:
+            break
     pipe.close()
 
 
@@ -77,6 +84,7 @@ class Worker:
 
     seeds: range
     fast: bool
+    fresh: bool = True  # nothing was tried in it yet
     since: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
@@ -114,6 +122,7 @@ class Worker:
 
 
 def results(seeds: range, jobs: int, fast: bool) -> Iterator[Tried]:
+    """What came of every network; a failure only where it is that of a fresh process."""
     waiting = [seeds[k : k + _CHUNK] for k in range(0, len(seeds), _CHUNK)]
     if len(waiting) < jobs:
         waiting = [seeds[k::jobs] for k in range(jobs) if seeds[k::jobs]]
@@ -129,12 +138,16 @@ def results(seeds: range, jobs: int, fast: bool) -> Iterator[Tried]:
                 found = worker.end()
             else:
                 continue
-            if found is not None:
-                yield found
-            if found is None or worker.process.exitcode is not None or not worker.seeds:
+            if found is None or found.failures or not worker.seeds:
                 working.remove(worker)
-                if worker.seeds and not worker.process.is_alive():
-                    waiting.insert(0, worker.seeds)
+                waiting[:0] = [worker.seeds] if worker.seeds else []
+            if found is None:
+                continue
+            if found.failures and not worker.fresh:
+                waiting.insert(0, range(found.seed, found.seed + 1))
+            else:
+                yield found
+            worker.fresh = False
 
 
 def some_gates(seed: int, count: int) -> list[str]:
