@@ -97,9 +97,17 @@ def run(made: Made, net: Any, x: Tensor, training: bool = False, gradient: bool 
             values = [t for t in tree_leaves(y) if isinstance(t, Tensor) and t.is_floating_point()]
             gradients = _gradients(net, start, values) if gradient else {}
     except Exception as error:
-        return Result([], {}, {}, error)
+        return _failed(error)
     buffers = {k: b.clone() for k, b in net.named_buffers()} if isinstance(net, nn.Module) else {}
     return Result([v.detach().clone() for v in values], gradients, buffers)
+
+
+def _failed(error: BaseException) -> Result:
+    """A run that raised. Its frames are let go of: in torch 2.11 an error that is raised in a
+    checkpointed region leaves the hooks of that region on for as long as they are held, and every
+    network that is run meanwhile raises it, too."""
+    traceback.clear_frames(error.__traceback__)
+    return Result([], {}, {}, error)
 
 
 def _gradients(net: Any, start: Tensor, values: list[Tensor]) -> dict[str, Tensor]:
@@ -324,7 +332,7 @@ class Trial:
                                 self.bitwise(twin_name, b, other)
                         first = False
                 if isinstance(b.error, tg.conversion.ConversionError) and a.error is None:
-                    if not self.decided_by_rounding(earlier, x):
+                    if not self.decided_by_rounding(earlier, x, training):
                         refused.setdefault(f"{name}{training}", set()).add(backend)
                     want, gated = (
                         earlier,
@@ -351,13 +359,13 @@ class Trial:
         asked = ("x.sum() > 0", "x.flatten()[-1] > 0")
         return kind in NOT_FINITE and any(test in self.made.source for test in asked)
 
-    def decided_by_rounding(self, net: nn.Module, x: Tensor) -> bool:
+    def decided_by_rounding(self, net: nn.Module, x: Tensor, training: bool = False) -> bool:
         """Whether the original takes another branch when it rounds otherwise."""
         seen = []
         for k in range(8):
             shaking = Shaking(functools.partial(_shaken, torch.Generator().manual_seed(k)))
             with shaking, oracle.narrow() if k % 2 else contextlib.nullcontext():
-                run(self.made, copy.deepcopy(net), x, gradient=False)
+                run(self.made, copy.deepcopy(net), x, training, gradient=False)
             seen.append(shaking.seen)
         return any(each != seen[0] for each in seen)
 
@@ -379,7 +387,7 @@ class Trial:
                 self.crash(stage, b.error)
             return False
         failure = self.compared(stage, earlier, a, b, x, kind, training, name)
-        if failure is not None and not self.decided_by_rounding(earlier, x):
+        if failure is not None and not self.decided_by_rounding(earlier, x, training):
             self.fail(failure.stage, failure.message)
         return failure is None
 
@@ -684,7 +692,7 @@ def _run_graph(made: Made, way: Callable[[nn.Module], Any], net: nn.Module, x: T
         values = [t for t in tree_leaves(y) if isinstance(t, Tensor) and t.is_floating_point()]
         gradients = _gradients(net if way is torch.compile else graph, start, values)
     except Exception as error:
-        return Result([], {}, {}, error)
+        return _failed(error)
     gradients = {k.removeprefix("_orig_mod."): g for k, g in gradients.items()}
     return Result([v.detach().clone() for v in values], gradients, {})
 

@@ -101,7 +101,7 @@ def _told_to_dynamo() -> bool:
 
     get_overridable_functions().update(sites.FUNCTIONS)
     if _MADE.lstm is torch.lstm:
-        _MADE.lstm = torch.compiler.disable(torch.lstm)
+        _MADE.lstm = torch.compiler.disable(torch.lstm)  # type: ignore[no-untyped-call]
     return True
 
 
