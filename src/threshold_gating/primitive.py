@@ -388,7 +388,24 @@ def sigmoid(u: Tensor) -> Tensor:
 def softmax_gates(u: Sequence[Tensor]) -> list[Tensor]:
     """The K gates of K - 1 arguments whose thresholds are in any order."""
     same_shape = torch.broadcast_tensors(*u)  # type: ignore[no-untyped-call]
+    if torch.compiler._is_exporting_flag and torch.is_grad_enabled():
+        return _exported_gates(same_shape)
     return list(_applied(_Gates, _DualGates, *same_shape))
+
+
+def _exported_gates(u: Sequence[Tensor]) -> list[Tensor]:
+    """The gates for a graph that keeps no backward of ours: its steps have the right derivative.
+
+    Where x is on a threshold two logits are the largest, and torch's derivative of that is no
+    common shift. So the gates are constants to autograd, times 1 with the slope of log g_k:
+    l_k - sum_j g_j l_j. Of first order, as in `logits`; a second derivative is not in it.
+    """
+    gates = [g.detach() for g in _Gates.forward(*u)]
+    rises = [torch.zeros_like(u[0])]
+    for z in u:
+        rises.append(rises[-1] + (z - z.detach()))  # 0
+    mean = sum((g * rise for g, rise in zip(gates[1:], rises[1:], strict=True)), rises[0])
+    return [g * (1 + rise - mean) for g, rise in zip(gates, rises, strict=True)]
 
 
 def relative_logits(u: Sequence[Tensor]) -> list[Tensor]:

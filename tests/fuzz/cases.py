@@ -134,6 +134,9 @@ CASES: dict[str, Network] = {
     ),
     "attention under autocast, exported": one("autocast", part("attention", how="sdpa")),
     "an LSTM and its state, compiled": one("recurrent", cell="LSTM", state=True),
+    "the gradient on a threshold, exported": one(
+        "wished", act="gelu", t=WISHES[3], inputs="grid", second="grid"
+    ),
     "a gradient of half that overflows behind a flat branch": Network(
         (
             part("transformed", act="threshold", before="x / 30", after="30 * {y}"),
