@@ -66,13 +66,15 @@ def poison(monkeypatch, request):
 
 
 def _process(**more):
-    """A function that runs code, which ends by printing ok, in a process with this environment."""
+    """A function that runs one of `programs`, which ends by printing ok, with this environment."""
     pytest.importorskip("triton")
+    here = Path(__file__).parent
+    folders = [here.parent, here / "kernels", here / "benchmarks", os.environ.get("PYTHONPATH", "")]
 
-    def run(code):
+    def run(program, *words):
         env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-        env |= {"OMP_NUM_THREADS": "1", **more}
-        command = [sys.executable, "-c", code]
+        env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(map(str, folders)), **more}
+        command = [sys.executable, here / "programs" / program, *map(str, words)]
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
         assert done.stdout == "ok\n", done.stderr[-3000:]
 
@@ -81,7 +83,7 @@ def _process(**more):
 
 @pytest.fixture
 def step_by_step():
-    """Run code in a process where Triton interprets its kernels.
+    """Run a program in a process where Triton interprets its kernels.
 
     Triton asks for that when it is imported, so it cannot be this process.
     """
@@ -90,7 +92,7 @@ def step_by_step():
 
 @pytest.fixture
 def with_triton():
-    """Run code in a process where Triton is as it comes, whatever it is in this one."""
+    """Run a program in a process where Triton is as it comes, whatever it is in this one."""
     return _process()
 
 

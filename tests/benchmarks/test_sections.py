@@ -2,7 +2,6 @@
 
 import json
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -41,25 +40,9 @@ def test_the_rows_for_a_cpu_run(name):
     assert {row.work for row in rows if row.unit == "error" and row.verdict != "ok"} == set()
 
 
-STEP_BY_STEP = """
-from small import fake_rows
-from benchmarks.timing import Place
-from threshold_gating import kernels
-
-kernels.use("triton")
-for name in ("elementwise", "gated units", "frozen", "tier W", "growth"):
-    rows = fake_rows(Place("cpu", None), name)
-    failed = {row.work: row.failed for row in rows if row.failed}
-    assert rows and not failed, failed
-print("ok")
-"""
-
-
 def test_every_contender_runs_by_the_kernels_themselves(step_by_step):
     """But for attention, whose kernels the pairs run."""
-    folder = Path(__file__).parent
-    code = f"import sys; sys.path[:0] = {[str(folder), str(folder.parents[1])]}\n"
-    step_by_step(code + STEP_BY_STEP)
+    step_by_step("interpret_benchmarks.py")
 
 
 @pytest.mark.compile

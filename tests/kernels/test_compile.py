@@ -181,103 +181,12 @@ def test_another_backend_compiles_again_and_is_not_answered_by_the_old_graph(con
     assert compiled.ops["aten.relu.default"] == 1
 
 
-LEARNED = """
-from unittest import mock
-import torch
-from threshold_gating import Activation, kernels
-from threshold_gating.kernels.blend import gpu
-
-ALL = ("tau", "theta", "s", "c")
-CHANNEL = {"share": "channel", "channels": 6}
-CASES = (
-    ("relu", ("theta", "s"), {}), ("leaky_relu", ALL[1:], CHANNEL), ("silu", ALL, CHANNEL),
-    ("tanh", ALL[:2], {}), ("gelu", ("tau",), CHANNEL), ("gelu", ALL, {}), ("gelu_tanh", (), {}),
-    ("gelu_paper", (), {}),
-)
-for key, train, share in CASES:
-    torch.manual_seed(0)
-    act = Activation(key, train=train, **share)
-    net = torch.nn.Sequential(torch.nn.Conv2d(3, 6, 3, bias=False), torch.nn.BatchNorm2d(6), act)
-    with torch.no_grad():
-        for p in act.parameters():
-            p.add_(torch.randn_like(p), alpha=0.1)
-    torch._dynamo.reset()  # it counts compilations by code
-    compiled = torch.compile(net, backend="aot_eager", fullgraph=True)
-    inputs = torch.randn(2, 3, 7, 7), torch.randn(3, 3, 5, 6)  # from the second on sizes may vary
-    for x in [inputs[0], *(x.to(memory_format=torch.channels_last) for x in inputs)]:
-        found = []
-        for name, f in (("reference", net), ("triton", compiled)):
-            with kernels.use(name), mock.patch.object(gpu, "prepared", wraps=gpu.prepared) as calls:
-                net.zero_grad()
-                y = f(x)
-                y.square().sum().backward()
-            back = [call for call in calls.call_args_list if len(call.args) == 4]
-            assert len(back) == (name == "triton"), (key, name)
-            found.append([y.detach(), *(p.grad.clone() for p in net.parameters())])
-        for have, want in zip(*found, strict=True):
-            torch.testing.assert_close(have, want, rtol=1e-4, atol=1e-4)
-print("ok")
-"""
-
-
 def test_compiled_learned_gates_have_the_kernels_for_their_gradients(step_by_step):
-    step_by_step(LEARNED)
-
-
-GRAPHS = """
-import importlib
-from collections import Counter
-import torch
-import triton
-from torch import nn
-from torch._dynamo.backends.common import aot_autograd
-from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
-from triton.backends.compiler import GPUTarget
-import threshold_gating as tg
-
-class NoGPU:  # what Triton asks a GPU's driver for before it looks at a kernel
-    get_current_target = staticmethod(lambda: GPUTarget("cuda", 90, 32))
-
-triton.runtime.driver.set_active(NoGPU())
-importlib.import_module('threshold_gating.kernels.backend').runs_triton = lambda x, name: True
-
-def graph_of(module, x):
-    kernels, ops = Counter(), Counter()
-    def look(graph, inputs, **rest):
-        for n in graph.graph.nodes:
-            ops[str(n.target)] += 1
-            if "triton_kernel_wrapper" in str(n.target):
-                kernel = kernel_side_table.get_kernel(n.kwargs["kernel_idx"])
-                kernels[getattr(kernel, "fn", kernel).__name__] += 1
-        raise RuntimeError("enough")  # nothing here could run them
-    torch._dynamo.reset()
-    backend = aot_autograd(fw_compiler=None, partition_fn=look)
-    try:
-        torch.compile(module, backend=backend, fullgraph=True)(x)
-    except torch._dynamo.exc.BackendCompilerFailed as error:
-        assert "enough" in str(error), error
-    return kernels, ops
-
-# the kernels themselves, and not calls of ops
-net = nn.Sequential(nn.Linear(4, 4), tg.Activation("gelu", train=("tau", "theta")))
-assert graph_of(net, torch.randn(3, 4))[0] == {"blend_forward": 1, "blend_backward": 1}
-# with two branches the compiler has the formula, which it fuses with its neighbours
-net[1] = tg.Activation("relu", train=("theta", "s"))
-assert graph_of(net, torch.randn(3, 4))[0] == {"blend_backward": 1}
-# neither an input nor its slope is copied
-for key in ("relu", "gelu"):
-    act = tg.Activation(key, share="channel", channels=4, train=("theta", "s"))
-    x = torch.randn(2, 4, 5, 3)
-    for laid in (x, x.to(memory_format=torch.channels_last)):
-        kernels, ops = graph_of(act, laid.detach().requires_grad_())
-        assert kernels["blend_backward"] == 1, kernels
-        assert not [op for op in ops if "clone" in op or "copy" in op], (key, ops)
-print("ok")
-"""
+    step_by_step("compile_learned.py")
 
 
 def test_a_compiled_graph_holds_the_kernels_themselves_and_copies_nothing(with_triton):
-    with_triton(GRAPHS)
+    with_triton("compile_graphs.py")
 
 
 @pytest.mark.gpu

@@ -31,17 +31,7 @@ def test_hard_thresholds_that_crossed_are_counted_at_infinite_inputs_too(run):
 
 
 def test_the_kernels_of_triton_are_within_the_same_bound(step_by_step):
-    step_by_step(
-        "import numpy as np\n"
-        "from tests.fuzz import gates\n"
-        "from threshold_gating import kernels\n"
-        "kernels.use('triton')\n"
-        "gates._TOGETHER, found = 10, []\n"
-        "with np.errstate(all='ignore'):\n"
-        "    for g, how in gates.batches(3, 60):\n"
-        "        found += gates.differences(g, how, {'triton': kernels.blend})\n"
-        "print('ok' if not found else found[0])\n"
-    )
+    step_by_step("interpret_gates.py")
 
 
 @pytest.mark.parametrize("error", [1e-4, float("nan")])

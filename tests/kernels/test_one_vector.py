@@ -3,7 +3,6 @@
 import copy
 import gc
 import itertools
-import os
 
 import pytest
 import torch
@@ -127,37 +126,8 @@ def check_copies():
         torch.testing.assert_close(layer(x) - layer.bias, 2 * (before - layer.bias))
 
 
-INTERPRETED = """
-import sys, torch
-sys.path.insert(0, {tests!r})
-import test_one_vector as t
-
-new = torch.Tensor.new_empty
-def poisoned(x, *a, **k):
-    out = new(x, *a, **k)
-    return out.fill_(float("nan")) if out.is_floating_point() else out
-torch.Tensor.new_empty = poisoned
-t.check("cpu")
-t.check_copies()
-t.check_parts()
-t.check_a_counter_that_is_off()
-right = t.one_vector.product
-wrong = (  # on purpose: another region, and one owner for another
-    lambda known, x, *rest: right(known, -x, *rest),
-    lambda known, *rest: right(known._replace(owner=known.owner and ("lo", "lo")), *rest),
-)
-for t.one_vector.product in wrong:
-    try:
-        t.check("cpu")
-    except AssertionError:
-        continue
-    raise SystemExit("a wrong kernel passes")
-print("ok")
-"""
-
-
 def test_the_kernel_equals_float64_step_by_step(step_by_step):
-    step_by_step(INTERPRETED.format(tests=os.path.dirname(__file__)))
+    step_by_step("interpret_one_vector.py")
 
 
 @pytest.mark.gpu

@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import os
 from pathlib import Path
 
 import pytest
@@ -97,9 +96,7 @@ def test_what_a_cpu_runs_is_missed_when_it_is_broken(owner, function, name, monk
 
 @pytest.mark.parametrize("what", ["reach", "break"])
 def test_every_kernel_of_triton_is_reached_and_is_missed_when_it_is_broken(what, step_by_step):
-    program = Path(__file__).with_name("every_kernel.py")
-    code = f"import runpy, sys; sys.argv[1:] = [{what!r}]; sys.path.insert(0, {str(ROOT)!r}); "
-    step_by_step(code + f"runpy.run_path({str(program)!r}, run_name='__main__')")
+    step_by_step("every_kernel.py", what)
 
 
 def test_what_has_no_pair_cannot_be_timed():
@@ -252,44 +249,6 @@ def test_nan_is_passed_on_and_infinity_stays_with_hard_gates():
 
 
 # Triton
-
-INTERPRETED = """
-import sys, torch
-from unittest import mock
-sys.path[:0] = [{tests!r}, {root!r}]
-import test_pairs as t
-from threshold_gating import kernels
-from threshold_gating.kernels.blend import function
-from benchmarks.pairs import PAIRS
-
-_empty = torch.empty
-def poisoned(*a, **k):
-    out = _empty(*a, **k)
-    return out.fill_(float("nan")) if out.is_floating_point() else out
-torch.empty = poisoned
-torch.empty_like = lambda x, **k: torch.full_like(x, float("nan"), **k)
-torch.Tensor.new_empty = lambda x, *a, **k: torch.full(
-    a if isinstance(a[0], int) else a[0], float("nan"), dtype=k.get("dtype", x.dtype))
-torch.Tensor.new_empty_strided = lambda x, size, stride, dtype: torch.full(
-    size, float("nan"), dtype=dtype)
-torch.set_num_threads(1)
-with kernels.use("triton"):
-    for name in {names!r}:
-        for shape in t.SHAPES:
-            t.check(PAIRS[name], shape, torch.float32)
-        for dtype in t.DTYPES[2:]:
-            t.check(PAIRS[name], (3, 63), dtype)
-    t.check_special()
-    if {part} == 0:
-        with mock.patch.object(function, "_applied", wraps=function._applied) as calls:
-            t.check_learned()
-            t.check_given()
-        assert calls.call_count > 20
-    try:
-        t.check(PAIRS["silu channel"], (1, 63), torch.float32, kernel=t.wrong)
-    except AssertionError:
-        print("ok")
-"""
 
 
 def check_special(device="cpu"):
@@ -489,8 +448,7 @@ def agree(act, x, what):
 
 @pytest.mark.parametrize("part", range(4))
 def test_the_triton_kernels_equal_the_reference_step_by_step(part, step_by_step):
-    tests, names = os.path.dirname(__file__), list(GATES)[part::4]
-    step_by_step(INTERPRETED.format(root=str(ROOT), tests=tests, names=names, part=part))
+    step_by_step("interpret_pairs.py", part)
 
 
 @pytest.mark.gpu

@@ -1,7 +1,6 @@
 """Tier W by Triton: interpreted on a CPU in a process of its own, compiled where marked gpu."""
 
 import copy
-import os
 
 import pytest
 import torch
@@ -113,41 +112,8 @@ def check_values():
         torch.testing.assert_close(ours, theirs)
 
 
-INTERPRETED = """
-import sys, torch
-sys.path.insert(0, {tests!r})
-import test_two_soft as t
-from threshold_gating.kernels.product import two_soft
-
-plain = torch.empty_like
-torch.empty_like = lambda x, **k: plain(x, **k).fill_(float("nan"))
-new = torch.Tensor.new_empty
-torch.Tensor.new_empty = lambda x, *a, **k: new(x, *a, **k).fill_(float("nan"))
-calls, plain_split = [], two_soft.split
-two_soft.split = lambda *a: calls.append(1) or plain_split(*a)
-t.check_all("cpu", [torch.float32])
-assert len(calls) >= 2 * len(t.SHAPES)  # it was the kernels
-t.check_values()
-split, joined = two_soft.split, two_soft.joined
-wrong = {{  # on purpose: what is gated, where, and the gradients of tau and theta alone
-    "split": lambda x, g, beside: split(x, g._replace(theta0=-1 - g.theta0), beside),
-    "joined": lambda x, g, d: (joined(x, g, d)[0], 1.01 * joined(x, g, d)[1]),
-}}
-for name, worse in wrong.items():
-    right = getattr(two_soft, name)
-    setattr(two_soft, name, worse)
-    try:
-        t.check_all("cpu", [torch.float32])
-    except AssertionError:
-        setattr(two_soft, name, right)
-    else:
-        raise SystemExit(f"a wrong {{name}} passes")
-print("ok")
-"""
-
-
 def test_the_kernels_equal_float64_step_by_step(step_by_step):
-    step_by_step(INTERPRETED.format(tests=os.path.dirname(__file__)))
+    step_by_step("interpret_two_soft.py")
 
 
 def test_memory_that_is_no_matrix_and_gates_that_do_not_fit_are_left_to_the_formulas():

@@ -1,0 +1,31 @@
+"""The kernels of two soft gates, step by step: they equal float64, and wrong ones are found."""
+
+import test_two_soft as t
+import torch
+
+from threshold_gating.kernels.product import two_soft
+
+plain = torch.empty_like
+torch.empty_like = lambda x, **k: plain(x, **k).fill_(float("nan"))
+new = torch.Tensor.new_empty
+torch.Tensor.new_empty = lambda x, *a, **k: new(x, *a, **k).fill_(float("nan"))
+calls, plain_split = [], two_soft.split
+two_soft.split = lambda *a: calls.append(1) or plain_split(*a)
+t.check_all("cpu", [torch.float32])
+assert len(calls) >= 2 * len(t.SHAPES)  # it was the kernels
+t.check_values()
+split, joined = two_soft.split, two_soft.joined
+wrong = {  # on purpose: what is gated, where, and the gradients of tau and theta alone
+    "split": lambda x, g, beside: split(x, g._replace(theta0=-1 - g.theta0), beside),
+    "joined": lambda x, g, d: (joined(x, g, d)[0], 1.01 * joined(x, g, d)[1]),
+}
+for name, worse in wrong.items():
+    right = getattr(two_soft, name)
+    setattr(two_soft, name, worse)
+    try:
+        t.check_all("cpu", [torch.float32])
+    except AssertionError:
+        setattr(two_soft, name, right)
+    else:
+        raise SystemExit(f"a wrong {name} passes")
+print("ok")
