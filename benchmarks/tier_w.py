@@ -40,7 +40,7 @@ def tier_w(sizes: Sizes, place: Place) -> Iterator[Work]:
         build = partial(_vector, width, place)
         note = "one matrix of weights is read of two"
         work = f"hard 1x{width}x{width} bf16 forward"
-        # not replayed: what is recorded there takes the formulas, see `columns.takes`
+        # not replayed: what is recorded there takes the formulas, see `one_vector.takes`
         yield Work(SECTION, work, build, {"linear": 1.15}, PAIRS, note=note, replay=False)
 
 

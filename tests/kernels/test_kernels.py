@@ -4,6 +4,7 @@ import functools
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -454,3 +455,121 @@ def test_a_clamp_is_torchs_own_at_its_bounds_too(name, bounds):
     other = TG(INF, t.theta, s, c, owner=[{"lo": "hi", "hi": "lo"}[o] for o in owner])
     # its gradient at a bound is that of the outside
     assert native(other) is None or native(other).args[0] is not getattr(torch, name)
+
+
+# What a call means, and what it may not say
+
+
+def test_numbers_keep_their_digits_beside_tensors_of_fewer():
+    x = torch.randn(500, dtype=torch.float64)
+    for tau, theta in (
+        (2.0, [0.5, torch.tensor(1)]),
+        ([1.1, torch.tensor(3.0, dtype=torch.bfloat16)], [0.1, 0.9]),
+        (float("inf"), [0.5, torch.tensor(1)]),
+        (1.0, [0.1, torch.tensor(0.7)]),
+    ):
+        given = (tau, theta, [0.0, 1.0, 2.0], [0.0, 0.0, 0.1])
+        for z in (x, x.repeat(40)):
+            have, want = kernels.blend(z, *given), primitive.blend(z, *given)
+            torch.testing.assert_close(have, want, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["auto", "reference"])
+def test_torchs_own_op_does_not_lose_the_other_input(name):
+    x, other = torch.randn(2, 9).unbind(0)
+    structure = kernels.Structure.of(TAXONOMY["silu"])
+    held = kernels.Structure.of(TAXONOMY["silu"]).tensors(
+        dict(Activation("silu").named_buffers()), None
+    )
+    with kernels.use(name):
+        times = kernels.blend(x, structure, held, (), native=True, up=other)
+        read = kernels.blend(x, structure, held, (), native=True, v=other)
+    torch.testing.assert_close(times, F.silu(x) * other)
+    torch.testing.assert_close(read, torch.sigmoid(x) * other)
+
+
+def test_few_hard_elements_have_the_same_bits_with_and_without_gradients():
+    jump = TG(float("inf"), (0.3,), (0.5, -2.0), (1.0, 0.25))
+    x = torch.randn(1000)
+    for act in (Activation(jump, train=("s", "c", "theta")), Activation("relu", train=("c",))):
+        with torch.no_grad():
+            for p in act.parameters():
+                p.add_(torch.randn_like(p), alpha=0.1)
+            without = act(x)
+        assert torch.equal(without, act(x).detach())
+    with torch.no_grad():
+        act.v[1] = float("inf")
+        without = act(x)
+    torch.testing.assert_close(without, act(x).detach(), rtol=0, atol=0, equal_nan=True)
+
+
+def test_structure_has_no_gradient():
+    act = Activation(TG(1.702, (0.1,), (0.0, 1.0), (0.0, 0.5)))
+    act.s.requires_grad_(), act.c.requires_grad_()
+    x = torch.randn(50)
+    act(x).sum().backward()
+    found = act.c.grad.clone()
+    act.c.grad = None
+    with kernels.use("reference"):
+        act(x).sum().backward()
+    torch.testing.assert_close(found, act.c.grad)
+    assert act.s.grad is None or not act.s.grad.any()
+
+
+def test_a_traced_function_keeps_its_parameters_as_inputs():
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    act, x = Activation("silu", train=("tau", "theta")), torch.randn(7)
+    own = dict(act.named_parameters())
+
+    def run(parameters, z):
+        return torch.func.functional_call(act, parameters, (z,))
+
+    graph = make_fx(run)(own, x)
+    other = {name: p + 1 for name, p in own.items()}
+    torch.testing.assert_close(graph(other, x), run(other, x))
+
+
+def test_an_infinite_value_of_a_branch_that_is_not_taken_is_not_seen():
+    x, v = torch.tensor([-1.0, 1.0]), torch.tensor([float("inf")] * 2)
+    t = TG(float("inf"), (0.0,), (0.0, 1.0), (0.0, 0.0))
+    for size in (1, 2**14):
+        with torch.no_grad():
+            y = kernels.blend(x.repeat(size), t, v=v.repeat(size))
+        assert y.tolist() == [0.0, float("inf")] * size
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda x, t, s: kernels.blend(x, t, 7.0), "an instance stands alone, .*; got 7.0 as well"),
+        (lambda x, t, s: kernels.blend(x, t, form="product"), "an instance stands alone"),
+        (lambda x, t, s: kernels.blend(x, s), r"beside a Structure come tensors, shape.*got 0 arg"),
+        (lambda x, t, s: kernels.blend(x, s, (1, 2, 3)), "beside a Structure come tensors, shape"),
+        (lambda x, t, s: kernels.blend(x, s, 1, 2, owner=("hi",)), "got 2 arguments, owner"),
+        (lambda x, t, s: kernels.blend(x, 1.0, [0.0], [0, 1], [0, 0], inplace=True), "inplace=True goes with a Structure"),
+        (lambda x, t, s: kernels.blend(x, 1.0, [0.0], [0, 1], [0, 0], foo=1), "no option 'foo'; there are v, up"),
+        (lambda x, t, s: kernels.gated_product(x, s, 1, 2), "gated_product: beside a Structure come"),
+        (lambda x, t, s: kernels.gated_product(x, s, 1, 2, 3, form="product"), "3 arguments, form"),
+    ],
+)  # fmt: skip
+def test_what_a_call_would_not_use_is_refused(call, words):
+    t = TAXONOMY["silu"]
+    with pytest.raises(TypeError, match=words):
+        call(torch.randn(3), t, kernels.Structure.of(t))
+
+
+def test_a_form_that_is_none_is_refused_whatever_the_backend():
+    for name in ("auto", "reference"):
+        with kernels.use(name), pytest.raises(ValueError, match="bogus"):
+            kernels.blend(torch.randn(3), 1.0, [0.0], [0, 1], [0, 0], form="bogus")
+
+
+def test_every_module_of_kernels_with_a_nonlinear_op_says_what_its_ops_are():
+    """Or an audit would take its gates for torch's own functions."""
+    root = Path(kernels.__file__).parent
+    words = ("aten.sigmoid", "aten.tanh", "aten.exp", "aten.clamp")
+    for path in root.rglob("*.py"):
+        text = path.read_text()
+        if any(word in text for word in words) and path.name not in ("lowering.py", "structure.py"):
+            assert "AUDITED_AS" in text, path.relative_to(root)

@@ -86,7 +86,7 @@ def slightly_off(f):
     ],
     ids=lambda v: v if isinstance(v, str) else "",
 )
-def test_what_a_cpu_runs_is_missed_when_it_is_broken(owner, function, name, monkeypatch):
+def test_what_a_cpu_runs_is_caught_when_it_is_broken(owner, function, name, monkeypatch):
     assert checking.check("cpu", [PAIRS[name]]) == []
     monkeypatch.setattr(owner, function, slightly_off(getattr(owner, function)))
     wrong = checking.check("cpu", [PAIRS[name]])
@@ -95,7 +95,7 @@ def test_what_a_cpu_runs_is_missed_when_it_is_broken(owner, function, name, monk
 
 
 @pytest.mark.parametrize("what", ["reach", "break"])
-def test_every_kernel_of_triton_is_reached_and_is_missed_when_it_is_broken(what, step_by_step):
+def test_every_kernel_of_triton_is_reached_and_caught_when_it_is_broken(what, step_by_step):
     step_by_step("every_kernel.py", what)
 
 

@@ -539,3 +539,9 @@ def test_a_state_of_channels_on_another_axis_is_refused():
         Activation("silu", axis=-1, **kwargs).load_state_dict(
             Activation("silu", **kwargs).state_dict()
         )
+
+
+def test_an_axis_before_the_first_is_refused():
+    act = Activation("silu", share="channel", channels=3, axis=-5, train=("tau",))
+    with pytest.raises(ValueError, match="does not fit an input of shape"):
+        act(torch.randn(4, 3, 5))

@@ -467,3 +467,16 @@ def test_k_alone_chooses_a_start(K):
 
 def test_each_dense_layer_of_torch_has_its_tiered_one():
     assert all(issubclass(ours, theirs) for theirs, ours in TIERED.items())
+
+
+def test_a_layer_with_one_input_trains():
+    layer, x = tg.Linear(1, 4), torch.randn(3, 1)
+    grads = []
+    for name in ("auto", "reference"):
+        layer.zero_grad()
+        with tg.kernels.use(name):
+            layer(x).square().sum().backward()
+        grads.append([p.grad.clone() for p in layer.parameters() if p.grad is not None])
+    assert grads[0]
+    for have, want in zip(*grads, strict=True):
+        torch.testing.assert_close(have, want)

@@ -1,4 +1,4 @@
-"""A program: every kernel of Triton, step by step, is reached by a pair, and is missed if broken.
+"""A program: every kernel of Triton, step by step, is reached by a pair, and is caught if broken.
 
 It has to be a process of its own, because Triton asks whether to interpret when it is imported.
 """
@@ -118,7 +118,7 @@ def every_function_is_reached():
     assert said == entries, said ^ entries
 
 
-def each_kernel_is_missed_when_it_is_broken():
+def each_broken_kernel_is_caught():
     """Every result of every kernel in turn; one of the pairs in which it is written says so."""
     _, entries = in_the_source()
     results = {}
@@ -137,7 +137,5 @@ def each_kernel_is_missed_when_it_is_broken():
 if __name__ == "__main__":
     torch.set_num_threads(1)
     kernels.use("triton")
-    {"reach": every_function_is_reached, "break": each_kernel_is_missed_when_it_is_broken}[
-        sys.argv[1]
-    ]()
+    {"reach": every_function_is_reached, "break": each_broken_kernel_is_caught}[sys.argv[1]]()
     print("ok")

@@ -61,7 +61,7 @@ class Op:
     """An op of torch, the innermost module in whose forward it ran, and how often.
 
     `asked` if it is a site that was left alone on request; `group` says what kind of other op it
-    is, one of `ops.OTHER`.
+    is, one of `aten_ops.OTHER`.
     """
 
     module: str

@@ -264,6 +264,9 @@ def runs_triton(x: Tensor, name: str) -> bool:
     return name == "triton" and x.is_cpu and runtime.interpreting()
 
 
+_PROXY = torch._C._TorchDispatchModeKey.PROXY
+
+
 def is_memory(x: Any) -> bool:
     """Whether x is plain memory: of no subclass, in no transform of functions, not traced."""
     return (
@@ -271,4 +274,5 @@ def is_memory(x: Any) -> bool:
         and torch._C._functorch.peek_interpreter_stack() is None
         and torch.autograd.forward_ad._current_level < 0
         and torch._C._get_tracing_state() is None  # torch.jit.trace
+        and torch._C._get_dispatch_mode(_PROXY) is None  # make_fx
     )

@@ -11,7 +11,7 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -43,7 +43,7 @@ class Gate(IntEnum):
 class Weights(IntEnum):
     """What is known of the weights of K >= 3 branches; see `formulas`."""
 
-    UNKNOWN = 0
+    UNKNOWN = 0  # 1 is a weight that overflows, which kernels see as they run
     SMALL = 2  # branches can be counted from the left on both sides
     MIRRORED = 3  # and the taus are the same from either end: half of the exponentials are enough
 
@@ -198,7 +198,9 @@ class Structure(NamedTuple):
         taus, thetas, slopes, constants = (list(known if w is None else w) for known, w in pairs)
         if self.hard:
             taus = [math.inf]
-        for known, w in ((self.s, slopes), (self.c, constants)):
+        for known, w in zip(
+            (self.tau, self.theta, self.s, self.c), (taus, thetas, slopes, constants), strict=True
+        ):
             for k, number in enumerate(known):
                 w[k] = w[k] if number is None else number
         if self.anchored:
@@ -310,7 +312,7 @@ def _weights(t: TG) -> Weights:
 
 
 def _are_small(t: TG) -> bool:
-    """Whether branches can be counted from the left on both sides (`formulas.from_below`).
+    """Whether branches can be counted from the left on both sides (`formulas._from_below`).
 
     Where the exponentials stop growing, all gates but the last must be below 2^-24 of it, and the
     last branch must not vanish, or what is left of the others would be seen. With a tau for each
@@ -334,7 +336,7 @@ def _are_small(t: TG) -> bool:
 def _are_mirrored(t: TG) -> bool:
     """Whether taus are the same from either end, for an instance whose weights are small.
 
-    Their bounds then leave less room (`formulas.mirrored`), which must still be 2^24.
+    Their bounds then leave less room (`formulas._mirrored`), which must still be 2^24.
     """
     if not isinstance(t.tau, tuple) or t.tau != t.tau[::-1]:
         return False
@@ -366,7 +368,7 @@ def of_call(
     own = isinstance(tau, Tensor) and isinstance(theta, Tensor) and tau.dim() == theta.dim()
     taus = _rows(tau) if own or isinstance(tau, Sequence) else [tau]
     fits = len(slopes) == K and len(constants) == K and len(taus) in (1, K - 1)
-    if not fits or not _is_fused(K, form, q, anchor, clamp):
+    if not fits or form not in get_args(GateForm) or not _is_fused(K, form, q, anchor, clamp):
         return None
     rows = Rows(taus, thetas, slopes, constants)
     tau_n, theta_n, s_n, c_n = [_numbers(row) for row in rows]
@@ -414,8 +416,11 @@ def _stacked(row: Sequence[Any], group: int) -> Tensor | None:
         return None
     if len(row) == 1:
         return tensors[0].reshape(1, -1).expand(1, group)
-    like = tensors[0]
-    each = [w.reshape(-1) if isinstance(w, Tensor) else like.new_full((1,), w) for w in row]
+    # a number keeps its digits beside a tensor of fewer
+    like, dtype = tensors[0], torch.promote_types(tensors[0].dtype, torch.float32)
+    each = [
+        w.reshape(-1) if isinstance(w, Tensor) else like.new_full((1,), w, dtype=dtype) for w in row
+    ]
     return torch.stack([w.expand(group) for w in each])
 
 

@@ -313,7 +313,7 @@ def _shape_in(
         return ()
     before = axis + len(sizes) if axis < 0 else axis
     after = len(sizes) - before - len(group)
-    if after < 0 or sizes[before : before + len(group)] != group:
+    if before < 0 or after < 0 or sizes[before : before + len(group)] != group:
         raise ValueError(
             f"Activation: {share} sharing of {group} at axis {axis} does not "
             f"fit an input of shape {tuple(sizes)}; set channels and axis to match it."

@@ -39,8 +39,10 @@ def attention(
     statistics: bool = False,
 ) -> tuple[Tensor | None, Top2 | None]:
     """Output (..., Hq, L, Ev) and, if asked for, the statistics of its rows; without a value these
-    alone. The arguments are those of `attention.scaled_dot_product_attention`, which see.
+    alone. `nn.attention.scaled_dot_product_attention` explains the arguments.
     """
+    if way not in (None, "native", "fused", "literal"):
+        raise ValueError(f"attention: way must be None, native, fused or literal; got {way!r}.")
     plain = backend() == "reference" or exporting()  # exported graphs are for people to read
     if statistics:
         chosen = "reference" if plain else "fused"

@@ -17,22 +17,26 @@ import os
 import triton
 import triton.language as tl
 
+from threshold_gating.kernels.structure import RHO_BOUND, Gate, Role, Weights
+
 # `structure.Gate`, how gates are evaluated
-TWO, CENTRED, ONE_TAU = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-OWN_TAUS, HARD = tl.constexpr(3), tl.constexpr(4)
+TWO, CENTRED = tl.constexpr(int(Gate.TWO)), tl.constexpr(int(Gate.CENTRED))
+ONE_TAU, OWN_TAUS = tl.constexpr(int(Gate.ONE_TAU)), tl.constexpr(int(Gate.OWN_TAUS))
+HARD = tl.constexpr(int(Gate.HARD))
 # `structure.Role`, what a second input does
-ALONE, READ, TIMES = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+ALONE, READ = tl.constexpr(int(Role.ALONE)), tl.constexpr(int(Role.READ))
+TIMES = tl.constexpr(int(Role.TIMES))
 # `gpu.Layout`, how parameters vary
 ONE, COLUMNS, ROWS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 # `structure.Weights`, what is known of the weights of K >= 3 branches; what is not known is hoped
 # to fit float32 until it is seen that a weight overflows
-FITTING, OVERFLOWING = tl.constexpr(0), tl.constexpr(1)
-SMALL, MIRRORED = tl.constexpr(2), tl.constexpr(3)
+FITTING, OVERFLOWING = tl.constexpr(int(Weights.UNKNOWN)), tl.constexpr(1)
+SMALL, MIRRORED = tl.constexpr(int(Weights.SMALL)), tl.constexpr(int(Weights.MIRRORED))
 # digits of a code (base 4, one for each row): in memory, or a number
 IN_MEMORY, ZERO, PLUS_ONE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 LOG2E = tl.constexpr(1.4426950408889634)
-BOUND = tl.constexpr(7.0)  # of rho, `structure.RHO_BOUND`
+BOUND = tl.constexpr(RHO_BOUND)
 _LARGEST_EXPONENT = tl.constexpr(60.0)  # of the weights' exponents, see `tiles`
 _MOST = tl.constexpr(1e37)  # of an argument: no sum of seven overflows
 _LARGEST = tl.constexpr(3.39e38)  # of a branch: no mean of such ones overflows

@@ -80,15 +80,14 @@ def _blend(
     # The backend is asked first: with native off, whether there is an op must not matter to a
     # compiled graph.
     name = backend()
-    known = isinstance(structure, Structure)
-    if (options and (known or isinstance(structure, TG))) or ((native or inplace) and not known):
-        given_too = ", ".join(options) or "native and inplace"
-        raise TypeError(f"blend: {given_too} cannot be given with {type(structure).__name__}.")
-    if isinstance(structure, TG):
-        return _instance(structure, x, v, up, name)
-    if not known:
+    if not isinstance(structure, Structure):
+        _check_no_structure(structure, given, native, inplace, options)
+        if isinstance(structure, TG):
+            return _instance(structure, x, v, up, name)
         return _parsed(x, (structure, *given), v, up, options, name)
-    if native and takes_native(name):
+    if options or not (len(given) == 2 or (len(given) == 1 and callable(given[0]))):
+        raise TypeError(wrong_call("blend", "tensors, shape", given, options))
+    if native and v is None and up is None and takes_native(name):
         if structure.native is not None:
             return lowered(structure.native, x, inplace)
         if name == "native":
@@ -97,6 +96,37 @@ def _blend(
         return overwritten(x, lambda z: _blend(z, structure, given, v, up, False, False, {}))
     tensors, shape = given if len(given) == 2 else given[0](x)
     return _gates(x, structure, tensors, shape, v, up, name)
+
+
+def _check_no_structure(
+    first: Any, given: Sequence[Any], native: bool, inplace: bool, options: Any
+) -> None:
+    """An instance stands alone, and torch's own op is asked for with a structure."""
+    for name in [n for n, asked in (("native", native), ("inplace", inplace)) if asked]:
+        raise TypeError(
+            f"blend: {name}=True goes with a Structure, as in blend(x, Structure.of(t), tensors, "
+            f"shape, {name}=True); got {type(first).__name__}."
+        )
+    if isinstance(first, TG) and (given or options):
+        raise TypeError(
+            f"blend: an instance stands alone, as in blend(x, t, v=..., up=...); got "
+            f"{', '.join([*map(repr, given), *options])} as well."
+        )
+    if unknown := sorted(set(options) - _OPTIONS):
+        raise TypeError(
+            f"blend: no option {unknown[0]!r}; there are v, up, {', '.join(sorted(_OPTIONS))}."
+        )
+
+
+_OPTIONS = frozenset(("form", "owner", "q", "anchor", "clamp", "centred"))
+
+
+def wrong_call(name: str, wanted: str, given: Sequence[Any], options: Any = ()) -> str:
+    """Arguments beside a structure that do not fit it."""
+    return (
+        f"{name}: beside a Structure come {wanted}, and the structure says the rest; got "
+        f"{len(given)} arguments{''.join(f', {option}' for option in options)}."
+    )
 
 
 def evaluate(
@@ -151,7 +181,8 @@ def _gates(
 ) -> Tensor:
     """The gates by the engine that the backend has for x."""
     by: Engine = engine(x, name) if structure.fused and x.numel() else "plain"
-    if by == "cpu" and structure.hard and x.numel() <= _FEW and torch.is_grad_enabled():
+    # with and without gradients alike, so that both have the same bits
+    if by == "cpu" and structure.hard and x.numel() <= _FEW:
         by = "plain"
     if up is not None:
         if by not in ("triton", "graph") or v is not None or not _alike(up, x):
@@ -258,6 +289,7 @@ class _Blend(torch.autograd.Function):
         wanted = Wanted.of(needed)
         grads = plan.backward(dy, x, other, Tensors(*held), ctx.given, wanted)
         dx, dother, dtau, dtheta, ds, dc = grads
+        ds, dc = _of_data(ds, plan.structure, "s"), _of_data(dc, plan.structure, "c")
         rho, shift = held[0] is not None, held[1] is not None
         first = dtau if rho else None, dtheta if shift else None
         return (
@@ -270,6 +302,14 @@ class _Blend(torch.autograd.Function):
             None if shift else dtheta,
             None,
         )
+
+
+def _of_data(grad: Tensor | None, structure: Structure, name: str) -> Tensor | None:
+    """A gradient for the rows that are read: of those that structure knows it is 0."""
+    if grad is None or name in structure.learned:
+        return grad
+    known = [k for k, number in enumerate(getattr(structure, name)) if number is not None]
+    return grad.index_fill(0, torch.tensor(known, device=grad.device), 0.0) if known else grad
 
 
 # `_Blend.apply` without its care for functorch, whose tensors do not come here: `backend.is_memory`

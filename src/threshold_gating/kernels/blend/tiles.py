@@ -172,7 +172,8 @@ def _holds(condition: bool | Tensor) -> bool:
 
 
 def _forward_hard(x: Tensor, v: Tensor, structure: Structure, p: Rows, room: Scratch) -> Tensor:
-    if not math.isfinite(float(x.sum())):  # 0 * inf; seldom, so by the reference
+    sums = [float(w.sum()) for w in ((x,) if v is x else (x, v))]
+    if not all(map(math.isfinite, sums)):  # 0 * inf; seldom, so by the reference
         other = None if v is x else v
         theta = [torch.as_tensor(t, dtype=x.dtype) for t in p.theta]  # data, which may have crossed
         return primitive.blend(x, math.inf, theta, p.s, p.c, v=other, owner=structure.owner)

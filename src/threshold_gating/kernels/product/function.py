@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from threshold_gating.kernels.backend import backend, is_memory, runs_triton
-from threshold_gating.kernels.blend.function import differentiated
+from threshold_gating.kernels.blend.function import differentiated, wrong_call
 from threshold_gating.kernels.product import one_vector, two_soft
 from threshold_gating.kernels.product.formula import Conv, Formula
 from threshold_gating.kernels.structure import (
@@ -27,6 +27,7 @@ from threshold_gating.kernels.structure import (
 )
 from threshold_gating.primitive import GateForm
 
+AUDITED_AS = "gates"  # see conversion.audit
 _sigmoid_ = torch.ops.aten.sigmoid_.default
 
 
@@ -35,7 +36,7 @@ def gated_product(
     structure: Structure | Any,
     *given: Any,
     conv: Conv | None = None,
-    form: GateForm = "softmax",
+    form: GateForm | None = None,
     owner: Sequence[str] | None = None,
 ) -> Tensor:
     """sum_k W_k (g_k(x) (s_k x + c_k)) + b (Eq. 4 with the gates shared by the outputs).
@@ -53,11 +54,15 @@ def gated_product(
     tensor([[-8.]])
     """
     if isinstance(structure, Structure):
+        options = [n for n, w in (("form", form), ("owner", owner)) if w is not None]
+        if options or len(given) not in (3, 4):
+            words = "tensors, shape, weight and a bias or None"
+            raise TypeError(wrong_call("gated_product", words, given, options))
         tensors, shape, weight, *rest = given
         bias = rest[0] if rest else None
         return _product(Formula(structure, shape, conv), x, weight, bias, tensors)
     theta, s, c, weight, *rest = given
-    bias = rest[0] if rest else None
+    bias, form = rest[0] if rest else None, form or "softmax"
     found = of_call(structure, theta, s, c, form=form, owner=owner)
     shape = None if found is None else common_shape(found[1], x.dim())
     if found is None or shape is None:  # the plain formula takes what `primitive` takes
@@ -237,7 +242,7 @@ class _Two(NamedTuple):
         data = isinstance(tau, Tensor) and isinstance(theta, Tensor)
         if not data or not formula.has_two_soft() or not formula.per_channel(x.dim()):
             return None
-        wide = (-1,) if tau.numel() > 1 else ()
+        wide = (-1,) if tau.dim() else ()
         own = (w.detach().view(wide) for w in (tau, theta))
         return cls(x.reshape(-1, x.shape[-1]), *own)
 
