@@ -1,5 +1,6 @@
 """What every test gets: a fixed seed, and NaN in whatever the library leaves unwritten."""
 
+import contextlib
 import os
 import shutil
 import subprocess
@@ -9,6 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 from hypothesis import settings
+
+# Triton decides when it is imported whether it interprets kernels. Tests of attention need that on a
+# CPU, and whatever is collected before them may import it.
+if not torch.cuda.is_available():
+    with pytest.MonkeyPatch.context() as patch, contextlib.suppress(ModuleNotFoundError):
+        patch.setenv("TRITON_INTERPRET", "1")
+        import triton.language  # noqa: F401
 
 collect_ignore = ["programs"]  # run by tests, in processes of their own
 

@@ -50,6 +50,7 @@ HELD_BY = {
     "kernels/blend/gpu.py": "kernels/test_pairs.py",
     "kernels/blend/graph.py": "kernels/test_compile.py",
     "kernels/blend/kernels.py": "kernels/test_pairs.py",
+    "kernels/blend/steps.py": "kernels/test_kernels.py",
     "kernels/blend/tiles.py": "kernels/test_kernels.py",
     "kernels/product/formula.py": "nn/test_dense.py",
     "kernels/product/function.py": "nn/test_dense.py",

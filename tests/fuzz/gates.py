@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from threshold_gating import kernels, primitive
-from threshold_gating.kernels.blend import graph
+from threshold_gating.kernels.blend import steps
 from threshold_gating.kernels.structure import of_call
 
 Array = np.ndarray[Any, Any]
@@ -284,7 +284,7 @@ def _parameters(g: Gates, how: str) -> tuple[list[Any], dict[str, Any], list[Ten
 def _traced(x: Tensor, *parameters: Any, v: Tensor | None, **options: Any) -> Tensor | None:
     """The formulas of a compiled graph, without a compiler."""
     call = of_call(*parameters, **options)
-    return None if call is None else graph.steps(x, v, *call)
+    return None if call is None else steps.steps(x, v, *call)
 
 
 def _compiled(x: Tensor, *parameters: Any, **options: Any) -> Tensor:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from threshold_gating import Activation, kernels, primitive
 from threshold_gating.instance import TG
 from threshold_gating.kernels import layout, runtime
-from threshold_gating.kernels.blend import cpu, function, graph
+from threshold_gating.kernels.blend import cpu, function, steps
 from threshold_gating.kernels.lowering import native
 from threshold_gating.kernels.structure import Role, of_call
 from threshold_gating.taxonomy import (
@@ -269,7 +269,7 @@ def test_an_op_takes_every_layout_and_copies_only_what_is_not_dense():
 def test_compiled_sums_have_two_stages_where_that_helps(parameter, x, spread):
     t = torch.randn(parameter, requires_grad=True)
     image = torch.randn(x)
-    wide = graph._spread(t, image)
+    wide = steps._spread(t, image)
     assert wide.shape == spread
     (have,) = torch.autograd.grad((wide * image).sum(), t)
     (want,) = torch.autograd.grad((t * image).sum(), t)
@@ -421,7 +421,7 @@ def test_nan_is_not_lost_between_constant_hard_branches():
 
 def traced(x, *parameters):
     """y in the steps that a compiler gets, or of the reference where these have none."""
-    return graph.steps(x, None, *of_call(*parameters))
+    return steps.steps(x, None, *of_call(*parameters))
 
 
 @pytest.mark.parametrize("run", [primitive.blend, kernels.blend, traced])

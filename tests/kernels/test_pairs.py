@@ -14,7 +14,7 @@ from benchmarks.pairs import ALLOWED, PAIRS, disagreement
 from threshold_gating import TAXONOMY, TG, Activation, kernels, primitive
 from threshold_gating.kernels import runtime, structure
 from threshold_gating.kernels.attention import function as attending
-from threshold_gating.kernels.blend import cpu, graph
+from threshold_gating.kernels.blend import cpu, steps
 from threshold_gating.kernels.blend import function as blending
 from threshold_gating.kernels.product import formula, function
 
@@ -82,7 +82,7 @@ def slightly_off(f):
         (formula.Formula, "product", "three soft layer convolution"),
         (formula.Formula, "product_gradients", "hard channel product"),
         (attending.logits, "attend", "attention fused"),
-        pytest.param(graph, "_blended", "silu channel read compiled", marks=pytest.mark.compile),
+        pytest.param(steps, "_blended", "silu channel read compiled", marks=pytest.mark.compile),
     ],
     ids=lambda v: v if isinstance(v, str) else "",
 )
@@ -135,7 +135,7 @@ def traced(pair):
 
     def run(w):
         call = structure.of_call(*gates.values(w), **gates.options())
-        return graph.steps(w["x"], None, *call)
+        return steps.steps(w["x"], None, *call)
 
     return run
 

@@ -16,7 +16,8 @@ from threshold_gating import primitive
 from threshold_gating.instance import TG
 from threshold_gating.kernels.backend import Engine, backend, engine, no_native_op, takes_native
 from threshold_gating.kernels.blend import cpu, gpu
-from threshold_gating.kernels.blend.graph import Graph, plain, steps
+from threshold_gating.kernels.blend.graph import Graph
+from threshold_gating.kernels.blend.steps import plain, steps
 from threshold_gating.kernels.lowering import Op, lowered, overwritten
 from threshold_gating.kernels.structure import (
     Role,

@@ -23,25 +23,18 @@ import torch
 from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensorMode
 
-from threshold_gating import primitive
 from threshold_gating.kernels import runtime
 from threshold_gating.kernels.blend import gpu
+from threshold_gating.kernels.blend.steps import steps
 from threshold_gating.kernels.layout import dense, like
 from threshold_gating.kernels.structure import (
-    Gate,
     Role,
-    Rows,
     Shape,
     Structure,
     Tensors,
     Wanted,
     viewed,
 )
-from threshold_gating.primitive import Value
-
-AUDITED_AS = "gates"  # see conversion.audit
-
-_clamp = torch.ops.aten.clamp.default
 
 
 class Graph(NamedTuple):
@@ -90,108 +83,6 @@ class Graph(NamedTuple):
 
     def _read(self, x: Tensor, tensors: Tensors) -> list[Tensor]:
         return list(gpu.read(self.structure, tensors, math.prod(self.shape), x.device))
-
-
-def steps(x: Tensor, v: Tensor | None, structure: Structure, rows: Rows) -> Tensor:
-    """y in steps that a compiler fuses into one loop; those of the reference for hard gates.
-
-    Where nobody asks for derivatives, two gates come from one exponential of -|u|, whose own
-    derivative at the threshold would be wrong.
-    """
-    if structure.gate in (Gate.HARD, Gate.CENTRED):
-        return plain(x, v, structure, rows)
-    z = primitive.wide(x)
-    u = z if v is None else v.to(z.dtype)
-    data = [w for row in rows for w in row if isinstance(w, Tensor)]
-    spread = x.is_cpu and _needs_gradient(*data)
-
-    def ready(w: Any) -> Any:
-        if not isinstance(w, Tensor):
-            return w
-        return _spread(w.to(z.dtype), x) if spread else w.to(z.dtype)
-
-    tau, theta, s, c = [[ready(w) for w in row] for row in rows]
-    if structure.K > 2:
-        return _many(z, u, tau, theta, s, c).to(x.dtype)
-    moved = tau[0] * (z - theta[0])
-    empty = all(not isinstance(w, Tensor) and w == 0 for w in (s[0], c[0]))
-    if _needs_gradient(x, v, *data):
-        gates = [s[0] if empty else primitive.sigmoid(-moved), primitive.sigmoid(moved)]
-    else:
-        e = torch.exp(-torch.abs(moved))
-        share = 1 / (1 + e)
-        e = e * share
-        gates = [torch.where(moved > 0, e, share), torch.where(moved > 0, share, e)]
-    return _blended(gates, u, s, c).to(x.dtype)
-
-
-def plain(x: Tensor, v: Any, structure: Structure, rows: Rows) -> Tensor:
-    """y by the formulas of the reference."""
-    tau, theta, s, c = rows
-    return primitive.blend(
-        x,
-        tau if len(tau) > 1 else tau[0],
-        theta,
-        s,
-        c,
-        v=v,
-        form=structure.form,
-        owner=structure.owner,
-        q=structure.q,
-        anchor=structure.anchor,
-        clamp=structure.clamp,
-        centred=structure.gate == Gate.CENTRED,
-    )
-
-
-def _spread(t: Tensor, x: Tensor) -> Tensor:
-    """A parameter for each stretch of at most 4096 elements of x, so that sums have two stages.
-
-    The compiler adds up longer ones with a care for rounding that takes longer than the gates. One
-    value for all is left alone: its sums are one loop with the gates, and two would take longer.
-    """
-    if t.numel() == 1:
-        return t
-    shape, run = [1] * (x.dim() - t.dim()) + list(t.shape), 1
-    for d in range(x.dim() - 1, 0, -1):
-        run *= x.shape[d]
-        if run > 4096 or shape[d] > 1:
-            return t if d == x.dim() - 1 else t.expand(*x.shape[: d + 1], *shape[d + 1 :])
-    return t
-
-
-def _many(
-    z: Tensor, u: Tensor, tau: list[Value], theta: list[Value], s: list[Value], c: list[Value]
-) -> Tensor:
-    """More than two soft gates: K exponentials, one loop."""
-    taus = tau if len(tau) == len(theta) else tau * len(theta)
-    most = torch.finfo(z.dtype).max / (4 * len(theta))  # no sum of arguments overflows
-    arguments = [_clamp(t * (z - th), -most, most) for t, th in zip(taus, theta, strict=True)]
-    return _blended(primitive.softmax_gates(arguments), u, s, c)
-
-
-def _blended(gates: list[Any], u: Tensor, s: list[Value], c: list[Value]) -> Tensor:
-    """u sum_k g_k s_k + sum_k g_k c_k."""
-    slope, constant = _weighted(gates, s), _weighted(gates, c)
-    if slope is not None and len(gates) > 2:
-        u = primitive.settled(u, slope)
-    y = slope if slope is None else primitive.times(u, slope)
-    y = constant if y is None else y if constant is None else y + constant
-    return gates[-1] * 0 if y is None else y  # which NaN passes
-
-
-def _weighted(e: list[Tensor], w: list[Value]) -> Tensor | None:
-    """sum_k w_k e_k; None where every w is the number 0."""
-    terms = [
-        ek if not isinstance(wk, Tensor) and wk == 1 else wk * ek
-        for ek, wk in zip(e, w, strict=True)
-        if isinstance(wk, Tensor) or wk != 0
-    ]
-    return sum(terms[1:], terms[0]) if terms else None
-
-
-def _needs_gradient(*tensors: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
 # Handed to each op, so that a graph with opened kernels that torch keeps on disk is not taken once
