@@ -102,7 +102,8 @@ def sharded(policy, wide=False):
     for gate in model.modules():
         if wide and isinstance(gate, tg.Activation):
             fully_shard(gate, mp_policy=MixedPrecisionPolicy(), reshard_after_forward=False)
-            # The gates of a tier are asked for their values and never called.
+            # The gates of a tier are asked for their tensors or values and never called.
+            register_fsdp_forward_method(gate, "tensors")
             register_fsdp_forward_method(gate, "values")
     for part in model:
         fully_shard(part, mp_policy=policy)

@@ -50,7 +50,7 @@ def test_numbers_are_the_rows_of_one_group(key):
     torch.manual_seed(0)
     for train in [(), *learnable(TAXONOMY[key])]:
         act = moved(Activation(key, train=train)).double()
-        held = act._held_tensors()
+        held = act.tensors()
         for have, want in zip(act._structure.numbers(held), act._structure.rows(held), strict=True):
             assert have == pytest.approx([number(w) for w in want], rel=1e-15, abs=1e-15), train
 
@@ -60,7 +60,7 @@ def test_sharpness_is_bounded_in_numbers_as_in_tensors():
     for rho in (-9.0, 9.0, math.nan):
         with torch.no_grad():
             act.rho.fill_(rho)
-        held = act._held_tensors()
+        held = act.tensors()
         want = number(act._structure.rows(held).tau[0])
         assert act._structure.numbers(held).tau[0] == pytest.approx(want, rel=1e-6, nan_ok=True)
 
@@ -151,7 +151,7 @@ def test_gates_on_another_device_are_refused_in_torchs_words():
 
 def test_tensors_are_in_the_order_of_their_names():
     act = Activation("relu", train=("theta", "c"))
-    held = act._held_tensors()
+    held = act.tensors()
     assert held._fields == Tensors._fields
     assert held.dtheta is act.dtheta
     assert held.c is act.v

@@ -139,7 +139,7 @@ def test_a_gradient_for_a_start_beside_what_moves_it_is_left_to_the_formulas():
 def test_a_layer_on_another_device_is_left_to_the_formulas_which_say_so():
     layer, x = tg.Linear(4, 3).to("meta"), torch.randn(2, 4)
     formula = Formula(layer.gate._structure, (4,), None)
-    held = layer.gate._held_tensors()
+    held = layer.gate.tensors()
     assert function._launched(formula, x, layer.weight, layer.bias, held) is None
     with pytest.raises(RuntimeError, match="device"):
         layer(x)

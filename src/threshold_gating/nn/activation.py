@@ -182,7 +182,7 @@ class Activation(nn.Module):
 
     def _held(self, x: Tensor) -> tuple[Any, tuple[int, ...]]:
         """The tensors of the gate, and the shape in which a group's values broadcast against x."""
-        tensors = self._held_tensors()
+        tensors = self.tensors()
         if x.dtype == torch.float64 and not self.learned and self.theta0.dtype != torch.float64:
             # float32 has not all digits of 0.2
             own = {name: self._start(name, x.device, x.dtype) for name in self._buffers}
@@ -190,13 +190,14 @@ class Activation(nn.Module):
         shape_in = _shape_in if torch.compiler.is_compiling() else _kept_shape
         return tensors, shape_in(self.share, self.group, self.axis, x.shape)
 
-    def _held_tensors(self) -> Any:
+    def tensors(self) -> Any:
+        """What `kernels` read of this gate, whole, as it is held."""
         # looked up here, because attributes of a module take longer than the rest
         return self._structure.tensors({**self._buffers, **self._parameters}, self)
 
     def values(self) -> tuple[Any, list[Tensor], list[Value], list[Value]]:
         """(tau, theta, s, c) now: structural numbers where they are known, else tensors."""
-        tau, theta, s, c = self._structure.rows(self._held_tensors())
+        tau, theta, s, c = self._structure.rows(self.tensors())
         return tau if isinstance(self.init.tau, tuple) else tau[0], theta, s, c
 
     def reset_parameters(self) -> None:

@@ -140,7 +140,7 @@ class _Tiered(nn.Module):
         spatial = 0 if conv is None else x.dim() - 2
         group = self.gate.group if self.share != "layer" else ()
         shape = (*group, *(1,) * (spatial + 1 - len(group))) if group else ()
-        held = self.gate._held_tensors()
+        held = self.gate.tensors()
         gate = (self.gate._structure, held, shape)
         return kernels.gated_product(x, *gate, self.weight, self.bias, conv=conv)
 
