@@ -346,7 +346,7 @@ class Attention:
 
 _BLEND = ("blend_forward", "blend_backward")
 _ATTENTION = ("forward", "queries_gradient", "keys_gradient")
-_HALVES = ("halves_forward", "halves_backward")
+_TWO_SOFT = ("two_soft_forward", "two_soft_backward")
 # One instance for each way a kernel takes: K = 2, K = 2 about its middle, one tau, a tau for each
 # threshold, hard gates.
 _INSTANCES = ("silu", "tanh", "mish", "gelu", "gelu_k4", "leaky_relu", "hardtanh")
@@ -444,7 +444,7 @@ def _products() -> Iterator[Pair]:
     for name, t in _PRODUCTS.items():
         for share in ("channel", "layer"):
             p = Product(Gates(t, share))
-            launched = _HALVES if name == "two soft" else ()
+            launched = _TWO_SOFT if name == "two soft" else ()
             # the gated inputs, the products of halves and the result are rounded, and so back
             pair = Pair(
                 "product", f"{name} {share} product", launched, p.draw, p.reference, p.module,

@@ -220,7 +220,7 @@ def test_a_network_that_fails_half_way_is_left_as_it_was(monkeypatch):
 
     model = Net()
     before = [type(m) for m in model.modules()]
-    monkeypatch.setattr(apply, "own", lambda *a: 1 / 0)
+    monkeypatch.setattr(apply, "intercept_calls", lambda *a: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         convert_(model, inputs=X)
     assert [type(m) for m in model.modules()] == before

@@ -25,7 +25,7 @@ from torch.fx import GraphModule
 from threshold_gating.conversion import hub, recomputing
 from threshold_gating.conversion.audit import audit
 from threshold_gating.conversion.certificate import check_tol, verify
-from threshold_gating.conversion.intercept import LEAVE, disown, own, unshare
+from threshold_gating.conversion.intercept import LEAVE, intercept_calls, release, unshare
 from threshold_gating.conversion.plan import (
     Choice,
     ConversionError,
@@ -215,11 +215,11 @@ def apply_plan(model: nn.Module, plan: Plan) -> None:
         if any(calls):
             become(module, _gates(module, calls, where[module]), calls, where[module])
         else:  # left alone, also by an owner around it
-            own(module, {LEAVE: None})
+            intercept_calls(module, {LEAVE: None})
     if plan.calls is None:
-        own(model, None)
+        intercept_calls(model, None)
     for owner, found in (plan.calls or {}).items():
-        own(model.get_submodule(owner), found)
+        intercept_calls(model.get_submodule(owner), found)
     count_calls(model)
     hub.guard(model)
 
@@ -229,7 +229,7 @@ def count_calls(model: nn.Module) -> None:
     _stop_counting(model)
     if any(isinstance(module, PerCall) for module in model.modules()):
         if isinstance(model, GraphModule) and "tg_sites" not in model.__dict__:
-            own(model, {})  # its own copies lose hooks, an owner's do not
+            intercept_calls(model, {})  # its own copies lose hooks, an owner's do not
         before = model.register_forward_pre_hook(_restart, prepend=True)
         after = model.register_forward_hook(_finish, always_call=True)
         model.__dict__["tg_counting"] = (before, after)
@@ -245,7 +245,7 @@ def revert(model: Network) -> Network:
     _stop_counting(model)
     hub.unguard(model)
     for module in list(model.modules()):
-        disown(module)
+        release(module)
         original = module.__dict__.get("replaced")
         if original is not None:
             original.training = module.training
@@ -429,7 +429,7 @@ def left(module: nn.Module) -> nn.Module:
     object.__setattr__(
         same, "__dict__", {**vars(module), **{k: OrderedDict() for k in _HOOKS[:-1]}}
     )
-    own(same, {LEAVE: None})
+    intercept_calls(same, {LEAVE: None})
     return same
 
 

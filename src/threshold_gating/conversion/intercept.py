@@ -32,7 +32,7 @@ LEAVE = "*"  # in a plan: every call is left alone
 _OWNED: WeakValueDictionary[type, type] = WeakValueDictionary()
 
 
-def own(module: nn.Module, plan: Mapping[str, Site | None] | None) -> None:
+def intercept_calls(module: nn.Module, plan: Mapping[str, Site | None] | None) -> None:
     """Let the calls that `module.forward` makes be answered by `plan` (None: as they come)."""
     module.__dict__["tg_sites"] = plan
     module.__class__ = _of_base(type(module), _owned)
@@ -40,7 +40,7 @@ def own(module: nn.Module, plan: Mapping[str, Site | None] | None) -> None:
         module.__dict__["forward"] = _Wrapped(module, module.__dict__["forward"])
 
 
-def disown(module: nn.Module) -> None:
+def release(module: nn.Module) -> None:
     base = getattr(type(module), "tg_base", None)
     if base is not None:
         module.__class__ = _of_base(type(module), lambda _: base)
@@ -165,7 +165,7 @@ def _owned_as(module: Any, plan: Any) -> Any:
     """A new graph module, which has not the hooks of the one that it was made from."""
     from threshold_gating.conversion.apply import count_calls  # it imports this module
 
-    own(module, plan)
+    intercept_calls(module, plan)
     count_calls(module)
     return module
 
@@ -301,7 +301,7 @@ class Answering(TorchFunctionMode):
 
     def _site(self, kind: str, count: int, args: Any, kwargs: Any) -> Site | None:
         if self.plan is None:
-            return as_it_comes(kind, args, kwargs)
+            return site_of_call(kind, args, kwargs)
         if LEAVE in self.plan:
             return None
         name = f"{kind}#{count}"
@@ -372,7 +372,7 @@ _MADE = SimpleNamespace(lstm=torch.lstm)
 _NAMES: dict[tuple[str, tuple[Any, ...]], str] = {}
 
 
-def as_it_comes(kind: str, args: Any, kwargs: Any) -> Site:
+def site_of_call(kind: str, args: Any, kwargs: Any) -> Site:
     """The site of a call that no plan has."""
     parameters = sites.KINDS[kind].read(*args, **kwargs).parameters if kind in sites.KINDS else ()
     site: Site = getattr(_MADE, _made(kind, parameters))

@@ -77,10 +77,10 @@ class Plan(NamedTuple):
         return self.calls is not None and not any(map(any, (*self.modules.values(), *calls)))
 
 
-def make_plan(model: nn.Module, wishes: Mapping[str, Choice] | None, inputs: Any) -> Plan:
+def make_plan(model: nn.Module, given: Mapping[str, Choice] | None, inputs: Any) -> Plan:
     """Find every nonlinearity of `model` and decide what stands there; `model` is not changed."""
     refuse(model)
-    chosen = Choices(wishes)
+    chosen = Choices(given)
     notes: list[str] = []
     modules = module_sites(model, chosen, notes)
     calls: dict[str, dict[str, Site | None]] | None = None
@@ -151,7 +151,7 @@ def refuse(model: nn.Module) -> None:
 
 
 class Choices:
-    """What the caller wants at which site, and whether every wish was met."""
+    """What the caller wants at which site, and whether every choice was used."""
 
     def __init__(self, given: Mapping[str, Choice] | None) -> None:
         self.given = dict(given or {})
@@ -161,24 +161,24 @@ class Choices:
     def at(self, name: str, default: sites.Recognised, f: Function) -> sites.Recognised | None:
         """What stands at the element-wise site `name` for `f`; None leaves it alone."""
         self.seen[name] = None
-        wish = self.wish(name)
-        if wish is None:
+        key = self.deciding(name)
+        if key is None:
             return default
-        if self.given[wish] is None:
+        if self.given[key] is None:
             return None
-        t = instance_at(self.given[wish], default, f, name)
+        t = instance_at(self.given[key], default, f, name)
         return default if t == default.t else sites.judged(t, f)
 
     def leaves_alone(self, name: str) -> bool:
-        """Whether a site is to stay as it is; another wish is not met by asking."""
-        wish = self._deciding(name)
-        return wish is not None and self.given[wish] is None and self.wish(name) == wish
+        """Whether a site is to stay as it is; asking uses no other choice."""
+        key = self._key(name)
+        return key is not None and self.given[key] is None and self.deciding(name) == key
 
     def leaves(self, name: str) -> bool:
-        """Whether a site that is not element-wise is left alone; no other wish can be met there."""
+        """Whether a site that is not element-wise is left alone: the only choice there."""
         self.seen[name] = None
-        wish = self.wish(name)
-        if wish is not None and self.given[wish] is not None and not wish.startswith("re:"):
+        key = self.deciding(name)
+        if key is not None and self.given[key] is not None and not key.startswith("re:"):
             raise ConversionError(
                 f"{name} is not one element-wise function, so no instance can be chosen for it; "
                 "give None to leave it alone.",
@@ -186,13 +186,13 @@ class Choices:
             )
         return self.leaves_alone(name)
 
-    def wish(self, name: str) -> str | None:
+    def deciding(self, name: str) -> str | None:
         """The name or pattern among the caller's that decides about a site, which is met."""
         self.used.update(self._patterns(name))
         self.used.update({name} & self.given.keys())
-        return self._deciding(name)
+        return self._key(name)
 
-    def _deciding(self, name: str) -> str | None:
+    def _key(self, name: str) -> str | None:
         return name if name in self.given else next(reversed(self._patterns(name)), None)
 
     def _patterns(self, name: str) -> list[str]:
@@ -257,9 +257,9 @@ def module_sites(model: nn.Module, chosen: Choices, notes: list[str] | None = No
         if alike not in known or alike is None:
             known[alike] = _judged(module)
         judged = known[alike]
-        if judged.left and (wish := chosen.wish(name)) is not None:
+        if judged.left and (key := chosen.deciding(name)) is not None:
             raise ConversionError(
-                f"{what} was given {chosen.given[wish]!r} and has to stay as it is: "
+                f"{what} was given {chosen.given[key]!r} and has to stay as it is: "
                 f"{judged.left}; give None.",
                 name,
             )
@@ -381,9 +381,9 @@ def _call_site(visit: Visit, chosen: Choices, notes: list[str]) -> Site | None:
         known = sites.of_call(kind, parameters)
     except ValueError as error:
         why = str(error).partition("; ")[0]
-        if (wish := chosen.wish(name)) is not None:
+        if (key := chosen.deciding(name)) is not None:
             raise ConversionError(
-                f"{name} was given {chosen.given[wish]!r} and has to stay as it is: {why}; "
+                f"{name} was given {chosen.given[key]!r} and has to stay as it is: {why}; "
                 "give None.",
                 name,
             ) from error

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map
 
 from threshold_gating.conversion import aten_ops, sites
 from threshold_gating.conversion.audit import described, gate_of, is_gate
-from threshold_gating.conversion.intercept import LEAVE, answer, as_it_comes
+from threshold_gating.conversion.intercept import LEAVE, answer, site_of_call
 from threshold_gating.conversion.plan import Site
 from threshold_gating.conversion.watch import Run, Told, Visit, Watch, fresh
 
@@ -60,7 +60,7 @@ class Error:
         self.tried: Error | None = None  # at points of our own
         self.proven = True  # for every input of the types that it was called with
         element = site.t is not None or site.kind in ("glu", "prelu")
-        self.law = "element" if element else "softmax" if "softm" in site.kind else "sum"
+        self.rule = "element" if element else "softmax" if "softm" in site.kind else "sum"
 
     def add(self, want: Any, have: Any, wide: Callable[[], Any]) -> None:
         """Compare the values of one call; `wide` makes the original's in float64."""
@@ -99,11 +99,11 @@ class Error:
         return self.ulps if self.site.exact else max(RELATIVE, self.tol)
 
     def _exceeds(self, d: Tensor, y: Tensor, z: Tensor, wide: Callable[[], Tensor]) -> bool:
-        ulps = LIMITS[self.law][y.element_size() < 4]
+        ulps = LIMITS[self.rule][y.element_size() < 4]
         size = torch.maximum(y.double().abs(), z.double().abs()).nan_to_num(0, 0, 0)
         eps = torch.finfo(y.dtype).eps
         self.ulps, self.grain = max(self.ulps, ulps), max(self.grain, ulps * eps)
-        if self.law == "element":
+        if self.rule == "element":
             fine, coarse = unit(size.clamp(self._least), eps), unit(size.clamp(1.0), eps)
         else:
             fine = coarse = unit(size.max().clamp(_SMALLEST), eps)
@@ -112,7 +112,7 @@ class Error:
         if (d <= allowed).all():
             return False
         own = difference(y, wide())
-        if self.law == "element" and self.site.exact and (own <= ulps * fine).all():
+        if self.rule == "element" and self.site.exact and (own <= ulps * fine).all():
             return True
         of_original = (2 * (own / coarse).max() * coarse).minimum(LARGEST * size.clamp(1.0))
         return not (d <= self.site.sup * _RECORDED + ulps * coarse + of_original).all().item()
@@ -141,7 +141,7 @@ class Error:
             return said and f"{said} (This is near its thresholds; these inputs do not show it.)"
         name, kind = self.name, self.site.kind
         if self.site.exact:
-            ulps = "{}, or {} in 16 bits".format(*LIMITS[self.law])
+            ulps = "{}, or {} in 16 bits".format(*LIMITS[self.rule])
             return (
                 f"{name} ({kind}) is exact and is off by {self.max:.3g}, {self.ulp:.3g} ulp; "
                 f"its class allows {ulps}. {self._way_out}"
@@ -285,7 +285,7 @@ class Local:
             if "tg_sites" in owner:
                 plan = owner["tg_sites"]
                 if plan is None:
-                    return as_it_comes(visit.kind, visit.args, visit.kwargs)
+                    return site_of_call(visit.kind, visit.args, visit.kwargs)
                 call = visit.name.removeprefix(f"{run.where}:")
                 return run.where if LEAVE in plan else plan.get(call)
         return None

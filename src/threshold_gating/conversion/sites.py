@@ -36,7 +36,7 @@ class Call(NamedTuple):
     inplace: bool = False
 
 
-class Kind(NamedTuple):
+class Elementwise(NamedTuple):
     """How to read a call, and the instance that its parameters make."""
 
     read: Callable[..., Call]
@@ -51,7 +51,7 @@ class Recognised(NamedTuple):
     sup: float
 
 
-def _with(make: Callable[..., TG], **defaults: float) -> Kind:
+def _with(make: Callable[..., TG], **defaults: float) -> Elementwise:
     """A kind whose call takes numbers and `inplace` after the input, by position or by name."""
     names = [*defaults, "inplace"]
 
@@ -60,7 +60,7 @@ def _with(make: Callable[..., TG], **defaults: float) -> Kind:
         inplace = bool(values.pop("inplace", False))
         return Call(input, tuple(float(values[name]) for name in defaults), inplace)
 
-    return Kind(read, make)
+    return Elementwise(read, make)
 
 
 def _gelu(approximate: str) -> TG:
@@ -114,7 +114,7 @@ def _row(key: str) -> Callable[[], TG]:
     return lambda: TAXONOMY[key]
 
 
-KINDS: dict[str, Kind] = {
+KINDS: dict[str, Elementwise] = {
     **{
         key: _with(_row(key))
         for key in (
@@ -131,10 +131,14 @@ KINDS: dict[str, Kind] = {
     "celu": _with(taxonomy.celu, alpha=1.0),
     "softplus": _with(_softplus, beta=1.0, threshold=20.0),
     "rrelu": _with(_rrelu, lower=1 / 8, upper=1 / 3, training=False),
-    "gelu": Kind(lambda input, *, approximate="none", out=None: Call(input, (approximate,)), _gelu),
-    "clamp": Kind(lambda input, min=None, max=None, out=None: Call(input, (min, max)), _clamp),
-    "clamp_min": Kind(lambda input, min, out=None: Call(input, (min, None)), _clamp),
-    "clamp_max": Kind(lambda input, max, out=None: Call(input, (None, max)), _clamp),
+    "gelu": Elementwise(
+        lambda input, *, approximate="none", out=None: Call(input, (approximate,)), _gelu
+    ),
+    "clamp": Elementwise(
+        lambda input, min=None, max=None, out=None: Call(input, (min, max)), _clamp
+    ),
+    "clamp_min": Elementwise(lambda input, min, out=None: Call(input, (min, None)), _clamp),
+    "clamp_max": Elementwise(lambda input, max, out=None: Call(input, (None, max)), _clamp),
 }
 # The kinds whose instance is only approximate; all others are exact for every parameter.
 APPROXIMATE = frozenset(

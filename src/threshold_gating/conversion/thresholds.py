@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from threshold_gating import logits
 from threshold_gating.conversion.apply import places
-from threshold_gating.conversion.intercept import own
+from threshold_gating.conversion.intercept import intercept_calls
 from threshold_gating.conversion.plan import ConversionError, Site, make_plan, run
 from threshold_gating.conversion.watch import evaluating, fresh
 from threshold_gating.primitive import wide
@@ -85,7 +85,7 @@ def _answer(
         if "tg_sites" in module.__dict__:
             module.__dict__["tg_sites"] = left
         else:
-            own(module, left)
+            intercept_calls(module, left)
 
 
 class FixedThresholds(nn.Module):

@@ -200,10 +200,10 @@ def search(
         for kept, iterations in ((4 * last, 4), (2 * last, 10), (last, 40)):
             found = sorted((polish(problem, f, iterations) for f in found[:kept]), key=_error)
         found = [_exchange(problem, f, *check) for f in found]
-    tame = [f for f in found if np.abs(f.coef).max() < 0.99 * MAX_COEFFICIENT]
-    if not tame and not problem.ordered:  # every one ran away, as K = 3 fits of ELU do
+    bounded = [f for f in found if np.abs(f.coef).max() < 0.99 * MAX_COEFFICIENT]
+    if not bounded and not problem.ordered:  # every one ran away, as K = 3 fits of ELU do
         return search(replace(problem, ordered=True), objective, check, starts, seed, warm)
-    return sorted(tame or found, key=_error)
+    return sorted(bounded or found, key=_error)
 
 
 def _error(found: Found) -> float:

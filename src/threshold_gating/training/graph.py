@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 
 from threshold_gating.conversion import recognise, sites
 from threshold_gating.conversion.apply import PerCall
-from threshold_gating.conversion.intercept import LEAVE, as_it_comes, disown, own
+from threshold_gating.conversion.intercept import LEAVE, intercept_calls, release, site_of_call
 from threshold_gating.conversion.plan import Site
 from threshold_gating.instance import TG
 from threshold_gating.nn.activation import Activation
@@ -94,7 +94,7 @@ def trace(model: nn.Module) -> Network:
             closed += (f"{name}.",)
         elif "tg_sites" in vars(part):
             plans[name] = vars(part)["tg_sites"]
-            disown(part)
+            release(part)
     try:
         graph = tracer.trace(copied)
     except Exception as error:
@@ -143,7 +143,7 @@ def _calls(module: fx.GraphModule, plans: dict[str, Any]) -> dict[fx.Node, Site 
     for (_, owner), run in runs.items():
         plan = plans.get(owner, {LEAVE: None})
         if plan is None:
-            plan = {n: as_it_comes(n.partition("#")[0], c.args, c.kwargs) for n, c in run.items()}
+            plan = {n: site_of_call(n.partition("#")[0], c.args, c.kwargs) for n, c in run.items()}
         elif LEAVE in plan:
             plan = dict.fromkeys(run)
         if plan.keys() != run.keys():
@@ -182,9 +182,9 @@ def finished(network: Network) -> fx.GraphModule:
             # lines are those of the generated text now, and a graph takes one path
             plan[f"{kind}#{count}"] = site and replace(site, line="")
     if network.as_they_come:
-        own(module, None)
+        intercept_calls(module, None)
     elif any(site is not None for site in plan.values()):
-        own(module, plan)
+        intercept_calls(module, plan)
     return module
 
 

@@ -22,7 +22,7 @@ from threshold_gating.conversion import apply, hub
 from threshold_gating.conversion.checkpoint import files, schema
 from threshold_gating.conversion.checkpoint.files import CheckpointError, load_weights
 from threshold_gating.conversion.checkpoint.schema import SCHEMA, Checkpoint
-from threshold_gating.conversion.intercept import own
+from threshold_gating.conversion.intercept import intercept_calls
 from threshold_gating.conversion.plan import refuse
 from threshold_gating.nn import rnn
 from threshold_gating.nn.activation import Activation
@@ -196,7 +196,7 @@ def _rebuild(model: nn.Module, saved: Checkpoint) -> None:
         _become(module, entry.holds, place)
     apply.count_calls(model)
     for entry in saved.owners:
-        own(at[entry.names[0]], entry.holds)
+        intercept_calls(at[entry.names[0]], entry.holds)
     for entry in saved.recurrent:
         at[entry.names[0]].__dict__["gates"] = dict(entry.holds)
     hub.guard(model)

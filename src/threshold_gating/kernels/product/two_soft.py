@@ -78,23 +78,23 @@ def _steps(n: int, width: int, beside: bool) -> tuple[int, ...]:
 
 @functools.lru_cache(1024)
 def _forward(n: int, width: int, beside: bool, known: _Known) -> Launch:
-    from threshold_gating.kernels.product.two_soft_kernels import halves_forward
+    from threshold_gating.kernels.product.two_soft_kernels import two_soft_forward
 
     rows, columns = _tile()
     programs = -(-n // rows) * -(-width // columns)
     rest = (*_steps(n, width, beside), *known, rows, columns)
-    return Launch(halves_forward, (programs,), 4, rest)
+    return Launch(two_soft_forward, (programs,), 4, rest)
 
 
 @functools.lru_cache(1024)
 def _backward(n: int, width: int, beside: bool, known: _Known) -> tuple[Launch, int]:
     """The kernel, and how many rows of sums it writes."""
-    from threshold_gating.kernels.product.two_soft_kernels import halves_backward
+    from threshold_gating.kernels.product.two_soft_kernels import two_soft_backward
 
     rows, columns = _tile()
     down, across = -(-n // (rows * _ITERS)), -(-width // columns)
     rest = (*_steps(n, width, beside), _ITERS, *known, rows, columns)
-    run = Launch(halves_backward, (down * across,), 4, rest)
+    run = Launch(two_soft_backward, (down * across,), 4, rest)
     return run, down if known.per_column else down * across
 
 

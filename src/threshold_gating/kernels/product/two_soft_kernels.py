@@ -43,7 +43,7 @@ def _gate(
 
 
 @triton.jit
-def halves_forward(
+def two_soft_forward(
     x, low, tau0, rho, theta0, dtheta, rows, width, stride, apart,
     SHARPENED: tl.constexpr, MOVED: tl.constexpr, PER_COLUMN: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -64,7 +64,7 @@ def halves_forward(
 
 
 @triton.jit
-def halves_backward(
+def two_soft_backward(
     x, dlow, dx, sums, tau0, rho, theta0, dtheta, rows, width, stride, apart, iters,
     SHARPENED: tl.constexpr, MOVED: tl.constexpr, PER_COLUMN: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
