@@ -46,6 +46,7 @@ def network():
         ),
         nn.Sequential(nn.Flatten(), tg.Linear(128, 16), tg.Activation("gelu", train=learned)),
         tg.Linear(16, 12, tier="S", train=(*learned, "c")),
+        tg.Activation("hardtanh", share="channel", channels=12, train=("theta",)),
         nn.Linear(12, 5),
     )
 

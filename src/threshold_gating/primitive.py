@@ -173,14 +173,23 @@ def straight_through(
     >>> theta.grad
     tensor(-1.)
     """
-    z, surrogate = wide(x).detach(), torch.zeros_like(y)
-    if not _are_in_order(theta):  # the k-th jump is at the k-th threshold from below
-        theta = torch.stack([torch.as_tensor(t) for t in theta]).sort(0).values.unbind(0)
-    for k, at in enumerate(theta):
+    surrogate = torch.zeros_like(y)
+    for k, (at, rise) in enumerate(_rises(wide(x), theta)):
         jump: Value = (s[k + 1] - s[k]) * at + (c[k + 1] - c[k])
-        jump = jump.detach() if isinstance(jump, Tensor) else jump
-        surrogate = surrogate + jump * _sigmoid(4 * (z - at))
-    return y + (surrogate - surrogate.detach()).to(y.dtype)
+        surrogate = surrogate + _constant(jump) * rise
+    return y + surrogate.to(y.dtype)
+
+
+def _rises(x: Tensor, theta: Sequence[Value]) -> list[tuple[Value, Tensor]]:
+    """Each threshold from below, and 0 with the gradient that a sigmoid of width 1/4 has in it."""
+    if not _are_in_order(theta):
+        theta = torch.stack([torch.as_tensor(t) for t in theta]).sort(0).values.unbind(0)
+    steps = [_sigmoid(4 * (x.detach() - at)) for at in theta]
+    return [(at, step - step.detach()) for at, step in zip(theta, steps, strict=True)]
+
+
+def _constant(w: Value) -> Value:
+    return w.detach() if isinstance(w, Tensor) else w
 
 
 def gated_linear(
@@ -248,6 +257,7 @@ def features(
     groups: int = 1,
     form: GateForm = "softmax",
     owner: Sequence[str] | None = None,
+    straight: bool = False,
 ) -> Tensor:
     """The gated inputs g_k(x) (s_k x + c_k), one beside the other: what tier W multiplies (Eq. 4).
 
@@ -256,6 +266,8 @@ def features(
         axis: where the channels of `x` are; the result has K times as many there.
         groups: the result is ordered (groups, K, channels / groups), as a grouped convolution
             wants its inputs.
+        straight: give the thresholds of hard gates a gradient where a gated input jumps, which is
+            that of `straight_through`.
 
     >>> features(torch.tensor([[1.0, 2.0]]), math.inf, (1.5,), (1, 1), (0, 0))
     tensor([[1., 0., 0., 2.]])
@@ -266,6 +278,11 @@ def features(
     parts = [
         gk * _polynomial(z, 0.0, sk, ck) for gk, sk, ck in zip(g, slopes, constants, strict=True)
     ]
+    if straight:
+        for k, (at, rise) in enumerate(_rises(z, _rows("theta", theta, z, len(g) - 1))):
+            below, above = (slopes[j] * at + constants[j] for j in (k, k + 1))
+            parts[k] = parts[k] - _constant(below) * rise
+            parts[k + 1] = parts[k + 1] + _constant(above) * rise
     axis = axis % x.dim()
     shape = (*x.shape[:axis], groups, x.shape[axis] // groups, *x.shape[axis + 1 :])
     split = [p.reshape(shape) for p in parts]

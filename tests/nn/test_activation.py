@@ -462,13 +462,16 @@ def crossed():
     return act
 
 
-def test_hard_thresholds_that_crossed_count_as_sorted_in_every_backend():
+def test_a_hard_threshold_that_passes_its_neighbour_takes_its_place_in_every_backend():
     act, x = crossed(), torch.linspace(-4, 4, 17).requires_grad_()
     _, theta, s, c = act.values()
+    assert torch.stack(theta).flatten().tolist() == [-2.0, 2.0]
+    # each branch has the value that it keeps at the threshold of its place
+    kept = [a * t + b for a, b, t in zip(s, c, [theta[0], *theta], strict=True)]
+    torch.testing.assert_close(torch.stack(kept), act.v)
     torch._dynamo.reset()
     region = sum((x > t).long() for t in theta)
-    # owners: "lo" at 2 keeps the point below, "hi" at -2 puts it above
-    region[x == -2] = 1
+    region[x == 2] = 2  # owners: "lo" of the lower threshold, "hi" of the upper one
     want = torch.stack([a * x + b for a, b in zip(s, c, strict=True)]).gather(0, region[None])[0]
     slope = torch.autograd.grad(want.sum(), x, retain_graph=True)[0]
     for name in ("auto", "reference"):
@@ -479,13 +482,74 @@ def test_hard_thresholds_that_crossed_count_as_sorted_in_every_backend():
                 torch.testing.assert_close(torch.autograd.grad(y.sum(), x)[0], slope)
 
 
-def test_product_gates_that_crossed_say_what_to_do():
-    t = TG(2.0, (-1, 1), (0, 1, 0), (-1, 0, 1), form="product")
-    act = Activation(t, train=("theta",))
+SHELF = TG(math.inf, (-1, 0, 1), (0, 0.5, 0.25, 0), (-1, 0, 0.5, 2), owner=("lo", "hi", "lo"))
+SOFT_SHELF = TG(2.0, (-1, 0, 1), (0, 0.5, 0.25, 0), (-1, 0, 0.5, 2), form="product")
+
+
+@pytest.mark.parametrize(
+    ("t", "learned"),
+    [(SHELF, ("theta",)), (SHELF, ("theta", "s", "c")), (SOFT_SHELF, ("theta",))],
+)
+def test_thresholds_keep_their_order_while_they_learn(t, learned):
+    """Steps so large that thresholds would cross: what is read is in order, and is what was
+    trained."""
+    torch.manual_seed(0)
+    act = Activation(t, share="channel", channels=3, train=learned)
+    start, x = Activation(t), torch.randn(64, 3)
+    assert torch.equal(act(x), start(x))
+    branches = [p for p in act.parameters() if p is not act.dtheta]
+    groups = [{"params": [act.dtheta], "lr": 0.5}, {"params": branches, "lr": 0.05}]
+    optimizer, passed = torch.optim.Adam(groups), 0
+    for _ in range(60):
+        optimizer.zero_grad()
+        (act(x) - 2 * torch.sin(4 * x)).square().mean().backward()
+        optimizer.step()
+        passed += bool(((act.theta0 + act.dtheta).diff(dim=0) < 0).any())
+        assert (torch.stack(act.values()[1]).diff(dim=0) >= 0).all()
+    assert passed > 5  # they would have crossed
+    for k, record in enumerate(act.instances()):
+        torch.testing.assert_close(record(x[:, k]), act(x)[:, k])
+        assert list(record.theta) == sorted(record.theta)
+
+
+@pytest.mark.parametrize("t", [SHELF, SOFT_SHELF])
+def test_ordered_thresholds_have_the_gradient_of_the_places_they_hold(t):
+    """The same function, with its thresholds given in order, has the same gradients."""
+    kwargs = {"share": "channel", "channels": 3, "train": ("theta", "s", "c")}
+    crossed, placed = Activation(t, **kwargs), Activation(t, **kwargs)
     with torch.no_grad():
-        act.dtheta.copy_(torch.tensor([[3.0], [-3.0]]))
-    with pytest.raises(ValueError, match=r"have crossed.*as_form\('softmax'\)"):
-        act.instance()
+        crossed.dtheta.copy_(torch.tensor([[0.25, 3.0, 0.0], [-2.0, 0.0, 0.0], [0.0, -3.0, -0.5]]))
+        places = (crossed.theta0 + crossed.dtheta).argsort(0)
+        placed.set_values(None, (crossed.theta0 + crossed.dtheta).gather(0, places))
+    x, dy = torch.randn(50, 3), torch.randn(50, 3)
+    for act in (crossed, placed):
+        act(x).backward(dy)
+    torch.testing.assert_close(crossed(x), placed(x), rtol=0, atol=0)
+    torch.testing.assert_close(crossed.dtheta.grad.gather(0, places), placed.dtheta.grad)
+    torch.testing.assert_close(crossed.s.grad, placed.s.grad)
+
+
+def test_ordered_thresholds_in_transforms_averages_and_compiled_graphs():
+    act, x = crossed(), torch.randn(40)
+    want = act(x)
+    own = {name: p.detach() for name, p in act.named_parameters()}
+    assert torch.equal(torch.func.functional_call(act, own, (x,)), want)
+    gradient = torch.func.grad(lambda p: torch.func.functional_call(act, p, (x,)).sum())(own)
+    want.sum().backward()
+    torch.testing.assert_close(gradient["dtheta"], act.dtheta.grad)
+    averaged = torch.optim.swa_utils.AveragedModel(act)
+    assert torch.equal(averaged(x), want)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(act(x), want)
+    compiled = torch.compile(act, backend="aot_eager", fullgraph=True)
+    act.zero_grad()
+    y = compiled(x)
+    y.sum().backward()
+    torch.testing.assert_close(y, want)
+    torch.testing.assert_close(act.dtheta.grad, gradient["dtheta"])
+    state = crossed()
+    state.load_state_dict(act.state_dict())
+    assert torch.equal(state(x), want)
 
 
 @pytest.mark.parametrize("name", ["init", "share", "group", "learned"])

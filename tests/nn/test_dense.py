@@ -480,3 +480,92 @@ def test_a_layer_with_one_input_trains():
     assert grads[0]
     for have, want in zip(*grads, strict=True):
         torch.testing.assert_close(have, want)
+
+
+STEP, SOFT_STEP = (TG(tau, 0.3, (0, 0), (0.5, -1)) for tau in (math.inf, 4.0))
+
+
+@pytest.mark.parametrize(("tier", "share"), PAIRS)
+@pytest.mark.parametrize("convolves", [False, True])
+def test_a_threshold_at_a_jump_has_the_gradient_of_a_soft_gate(tier, share, convolves):
+    """That of the width which `primitive.straight_through` has; x and the weights keep theirs."""
+    dense = (nn.Conv2d(2, 3, (3, 2), padding=1) if convolves else nn.Linear(4, 3)).double()
+    x = torch.randn(5, 2, 4, 3).double() if convolves else torch.randn(6, 4).double()
+    found = []
+    for t in (STEP, SOFT_STEP):
+        layer = TIERED[type(dense)].from_dense(
+            copy.deepcopy(dense), t, tier=tier, share=share, train="theta", size=_size(share, x)
+        )
+        torch.manual_seed(1)
+        with torch.no_grad():
+            free = layer.weight if layer.const is None else layer.const
+            free.add_(torch.randn_like(free))
+        z = x.clone().requires_grad_()
+        y = layer(z)
+        y.backward(torch.linspace(-1, 1, y.numel()).view_as(y).double())
+        found.append((z.grad, layer.gate.dtheta.grad))
+    (dx, hard), (_, soft) = found
+    assert not dx.any()
+    assert (soft.abs() > 1e-3).any()
+    torch.testing.assert_close(hard, soft)
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_branches_that_part_at_a_threshold_move_it(backend):
+    """Tier W by hand in float64: exact along the branches, straight through at what jumps."""
+    layer = _moved(tg.Linear(4, 3, init="hardtanh", train=("theta", "c")).double())
+    x, dy = torch.randn(50, 4).double(), torch.randn(50, 3).double()
+    theta = (layer.gate.theta0 + layer.gate.dtheta).detach().requires_grad_()
+    v, low, high = layer.gate.v.detach(), *theta
+    branches = [v[0] + 0 * x, v[1] + (x - low), v[2] + 0 * x]  # slopes 0, 1, 0
+    region = (x > low).long() + (x >= high).long()
+    ends = [[v[0], v[1]], [v[1] + (high - low), v[2]]]
+    rises = [torch.sigmoid(4 * (x - t)) for t in theta]
+    parts = [b * (region == k) for k, b in enumerate(branches)]
+    for k, (below, above) in enumerate(ends):
+        parts[k] = parts[k] - below.detach() * rises[k]
+        parts[k + 1] = parts[k + 1] + above.detach() * rises[k]
+    want = sum(p @ layer.weight[:, k].T for k, p in enumerate(parts))
+    want.backward(dy)
+    layer.zero_grad()
+    with tg.kernels.use(backend):
+        layer(x).backward(dy)
+    torch.testing.assert_close(layer.gate.dtheta.grad, theta.grad)
+
+
+@pytest.mark.parametrize(("tier", "share"), PAIRS)
+def test_every_tier_learns_where_a_step_is(tier, share):
+    dense = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(dense.weight)
+    step = TG(math.inf, 0.0, (0, 0), (0, 1))
+    layer = tg.Linear.from_dense(dense, step, tier=tier, share=share, train="theta")
+    optimizer = torch.optim.Adam([layer.gate.dtheta], 0.05)
+    x = torch.randn(400, 1)
+    for _ in range(60):
+        optimizer.zero_grad()
+        (layer(x) - (x > 0.5).float()).square().mean().backward()
+        optimizer.step()
+    assert abs(layer.gate.instance().theta[0] - 0.5) < 0.1  # a few of the 400 points apart
+
+
+@pytest.mark.parametrize(("tier", "share"), PAIRS)
+def test_two_branches_that_meet_have_no_surrogate(tier, share):
+    """ReLU's: the gradient in theta is that of the open branches, exactly."""
+    dense, x = nn.Linear(4, 1, bias=False), torch.randn(30, 4)
+    layer = tg.Linear.from_dense(dense, "relu", tier=tier, share=share)
+    layer(x).sum().backward()
+    want = -(dense.weight.detach() * (x > 0)).sum(0)
+    have = layer.gate.dtheta.grad.flatten()
+    torch.testing.assert_close(have, want if len(have) > 1 else want.sum(0, keepdim=True))
+
+
+@pytest.mark.parametrize("tier", ["W", "S", "general"])
+def test_thresholds_of_a_tier_keep_their_order(tier):
+    layer = tg.Linear(3, 2, init="hardtanh", tier=tier)
+    with torch.no_grad():
+        layer.gate.dtheta[0].fill_(3.0)
+    x, record = torch.randn(40, 3), layer.gate.instance()
+    assert list(record.theta) == [1.0, 2.0]
+    act = TG(math.inf, record.theta, (0, 1, 0), (-1, -2, 1), owner=record.owner)
+    want = F.linear(act(x), layer.weight[:, 1], layer.bias)  # s_k W: the middle one has slope 1
+    torch.testing.assert_close(layer(x), want)

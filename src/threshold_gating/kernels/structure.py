@@ -27,7 +27,7 @@ DIGITS = (0.0, 1.0, -1.0)  # numbers that compiled kernels and graphs may know
 # tau = tau0 exp(rho) for |rho| up to this: 1100 times softer or sharper than the start; further
 # out tau would leave float32.
 RHO_BOUND = 7.0
-_clamp = torch.ops.aten.clamp.default
+_clamp, _sort = torch.ops.aten.clamp.default, torch.ops.aten.sort.stable
 
 
 class Gate(IntEnum):
@@ -120,6 +120,7 @@ class Structure(NamedTuple):
     fused: bool = True  # whether kernels compute it, and not the plain formulas alone
     native: Native | None = None  # torch's own op
     names: tuple[str | None, ...] = ()  # of the tensors in a module, in the order of `Tensors`
+    ordered: bool = False  # learned thresholds are read low to high, whichever has passed which
 
     @classmethod
     def of(cls, t: TG, learned: Sequence[str] = ()) -> Structure:
@@ -139,12 +140,22 @@ class Structure(NamedTuple):
         """Whether c holds values at thresholds: a learned hard threshold moves its branches."""
         return self.gate == Gate.HARD and len(self.learned) > 0
 
+    @property
+    def may_jump(self) -> bool:
+        """Whether branches with weights of their own may differ at a threshold that is learned.
+
+        Two that are 0 there, as ReLU's are, meet whatever their weights.
+        """
+        meet = self.K == 2 and self.c == (0.0, 0.0)
+        return self.hard and "theta" in self.learned and not meet
+
     def tensors(self, held: Mapping[str, Any], computed: Any) -> Tensors:
         """The tensors that a module holds by their names; a parametrization has them `computed`."""
         try:
-            return Tensors(*[None if name is None else held[name] for name in self.names])
+            found = Tensors(*[None if name is None else held[name] for name in self.names])
         except KeyError:  # made anew whenever it is asked for
-            return Tensors(*[None if n is None else getattr(computed, n) for n in self.names])
+            found = Tensors(*[None if n is None else getattr(computed, n) for n in self.names])
+        return in_order(found) if self.ordered else found
 
     @staticmethod
     def sharpening(rho: Tensor) -> Tensor:
@@ -208,6 +219,17 @@ class Structure(NamedTuple):
         return Rows(taus, thetas, slopes, constants)
 
 
+def in_order(tensors: Tensors) -> Tensors:
+    """The same with theta = theta0 + dtheta low to high, differentiable; equal ones stay in place.
+
+    A learned threshold that passes its neighbour takes its place: the k-th threshold is the k-th
+    from below, with the owner and the branches of that place.
+    """
+    theta0, dtheta = tensors.theta0, tensors.dtheta
+    assert theta0 is not None and dtheta is not None  # thresholds that are learned
+    return tensors._replace(theta0=_sort(theta0 + dtheta, stable=True, dim=0)[0], dtheta=None)
+
+
 def _sharpening(rho: float) -> float:
     # comparisons that NaN passes, as it does the clamp of torch
     return math.exp(-RHO_BOUND if rho < -RHO_BOUND else RHO_BOUND if rho > RHO_BOUND else rho)
@@ -264,6 +286,7 @@ def of_instance(t: TG, learned: tuple[str, ...] = ()) -> Structure:
         _is_fused(t.K, t.form, t.q, points, t.clamp),
         None if learned else native_call(t),
         _names(t.hard, learned),
+        t.K > 2 and "theta" in learned and (t.hard or t.form == "product"),
     )
 
 

@@ -33,7 +33,9 @@ class Activation(nn.Module):
     load strictly, both ways. Learned, tau = tau0 exp(rho) and theta = theta0 + dtheta start exactly
     at `init`; rho is used within +-7, so tau stays positive whatever the optimiser does. A learned
     hard gate keeps the values at its thresholds (`v` instead of `c`), which gives theta a gradient;
-    where it jumps, theta has that of a soft gate there (`primitive.straight_through`).
+    where it jumps, theta has that of a soft gate there (`primitive.straight_through`). Thresholds
+    of hard and of product-form gates keep their order: one that passes its neighbour takes its
+    place (`kernels.structure.in_order`).
     Gate tensors stay float32 under `.half()` and `.bfloat16()` (1.702 would become 1.7031).
     A state dict of a learned one does not load into one that differs in what is not learned: torch
     keeps that in its metadata, which `torch.save` writes. One without (a plain dict, safetensors,
@@ -243,18 +245,12 @@ class Activation(nn.Module):
         return [self._instance(*numbers) for numbers in zip(*columns, strict=True)]
 
     def _instance(self, tau: Any, theta: Any, s: Any, c: Any) -> TG:
-        """The record of learned numbers; hard thresholds that crossed count as if sorted."""
+        """The record of learned numbers."""
         form, owner = self.init.form, self.init.owner
         if self.init.hard and owner is not None:
-            # at equal ones "hi" first: the point between them belongs to the middle
+            # at equal thresholds "hi" first: the point between them belongs to the middle
             pairs = sorted(zip(theta, owner, strict=True), key=lambda p: (p[0], p[1] != "hi"))
             theta, owner = (tuple(w) for w in zip(*pairs, strict=True)) if pairs else ((), ())
-        elif form == "product" and list(theta) != sorted(theta):
-            raise ValueError(
-                f"Activation: the learned thresholds {theta} of product-form gates have crossed, "
-                "and a record has them in order; learn softmax gates instead "
-                "(init.as_form('softmax')), which take them in any order."
-            )
         clamp = self.init.clamp
         return TG(tau if len(tau) > 1 else tau[0], theta, s, c, form=form, owner=owner, clamp=clamp)
 

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from threshold_gating import kernels, taxonomy
+from threshold_gating import kernels, primitive, taxonomy
 from threshold_gating.instance import TG
 from threshold_gating.nn.activation import Activation
 from threshold_gating.nn.tying import (
@@ -160,12 +160,14 @@ class _Tiered(nn.Module):
         weights = here(self.weight).unbind(-2)  # K of (groups, O / groups, I)
         slopes: list[Value] = [_times(sk, w) for sk, w in zip(s, weights, strict=True)]
         each: list[Any] = list(c if self.c is None else self.c.unbind(0))
+        known, free = self.gate._structure, self.c is not None or self.const is not None
+        moves = known.hard and "theta" in known.learned
         if self.const is not None:
             # Of the gate's own only how far a learned hard threshold has moved its branches.
-            moved = self.init.hard and "theta" in self.gate.learned
+            starts = self.gate.theta0.unbind(0)
             each = (
-                kernels.Structure.nearest((-self.gate.dtheta).unbind(0))
-                if moved
+                kernels.Structure.nearest([a - b for a, b in zip(starts, theta, strict=True)])
+                if moves
                 else [0.0] * self.K
             )
         constants = [_times(value(ck), w) for ck, w in zip(each, weights, strict=True)]
@@ -175,9 +177,10 @@ class _Tiered(nn.Module):
         z = x.view(len(x), groups, 1, x.shape[1] // groups)
         z = z.expand(-1, -1, weights[0].shape[1], -1)
         rows = max(1, _AT_ONCE // max(1, weights[0].numel()))
+        jumps = known.may_jump or (moves and free)
         parts = [
             checkpoint(
-                _summed, part, taus, [value(t) for t in theta], slopes, constants, self.init,
+                _summed, part, taus, [value(t) for t in theta], slopes, constants, self.init, jumps,
                 use_reentrant=False, preserve_rng_state=False,
             )
             for part in z.split(rows)  # type: ignore[no-untyped-call]
@@ -202,10 +205,12 @@ class _Tiered(nn.Module):
 
 
 def _summed(
-    z: Tensor, tau: Any, theta: list[Value], s: list[Value], c: list[Value], t: TG
+    z: Tensor, tau: Any, theta: list[Value], s: list[Value], c: list[Value], t: TG, jumps: bool
 ) -> Tensor:
     """sum_i sum_k g_k(z_i) (w^k_i z_i + c^k_i): (N, groups, O, I) -> (N, groups, O)."""
     y = kernels.blend(z, tau, theta, s, c, form=t.form, owner=t.owner, centred=False)
+    if jumps and torch.is_grad_enabled():
+        y = primitive.straight_through(z, y, theta, s, c)
     return y.sum(-1)
 
 

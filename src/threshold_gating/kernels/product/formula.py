@@ -52,6 +52,7 @@ class Formula(NamedTuple):
             groups=groups,
             form=self.structure.form,
             owner=self.structure.owner,
+            straight=self.structure.may_jump and torch.is_grad_enabled(),
         )
         if self.conv is None or not self.conv.pad:
             return phi
