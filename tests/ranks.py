@@ -30,6 +30,7 @@ from threshold_gating.training.groups import check_decay, param_groups
 STEPS = 8
 SAVED = 4  # steps before the checkpoint
 BATCH = 16
+BENT = tg.TG(float("inf"), (-1, 1), (0.5, 1, 0.5), (-0.5, 0, 0.5))  # hard, in three pieces
 LIMIT = 240  # seconds, after which a process that hangs says where and ends
 
 
@@ -46,8 +47,10 @@ def network():
         ),
         nn.Sequential(nn.Flatten(), tg.Linear(128, 16), tg.Activation("gelu", train=learned)),
         tg.Linear(16, 12, tier="S", train=(*learned, "c")),
-        tg.Activation("hardtanh", share="channel", channels=12, train=("theta",)),
-        nn.Linear(12, 5),
+        nn.Sequential(  # two thresholds for each channel, which keep their order
+            tg.Activation(BENT, share="channel", channels=12, train=("theta",)),
+            nn.Linear(12, 5),
+        ),
     )
 
 
