@@ -119,6 +119,12 @@ class _Gated(nn.Module):
         return f"{super().extra_repr()}, gates: {_words(self.gates)}{exact}"
 
 
+def evaluated(layer: _Gated, gates: Gates | Sequence[Gates], input: Tensor, hx: Any) -> Any:
+    """What a layer returns with these gates in place of its own."""
+    with _Evaluated(gates):
+        return _torch_class(type(layer)).forward(layer, input, hx)
+
+
 def _torch_class(cls: type) -> type[Any]:
     return next(c for c in cls.__mro__ if c.__module__ == nn.LSTM.__module__)
 

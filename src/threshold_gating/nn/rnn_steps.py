@@ -25,7 +25,16 @@ from threshold_gating.nn.unitwise import Learned
 from threshold_gating.primitive import Value
 
 State = tuple[Tensor, ...]
-Instance = TG | Learned
+
+
+class Heard:
+    """An instance that tells of what it is given."""
+
+    def __init__(self, t: TG | Learned, told: Callable[[Tensor], object]) -> None:
+        self.t, self.told = t, told
+
+
+Instance = TG | Learned | Heard
 Gates = Mapping[str, Instance]
 
 _SIGMOID, _TANH = taxonomy.TAXONOMY["sigmoid"], taxonomy.TAXONOMY["tanh"]
@@ -59,7 +68,11 @@ class _Cell(NamedTuple):
 _Build = Callable[[_Weights, Gates], _Cell]
 
 
-def _blend(t: Instance, x: Tensor) -> Tensor:
+def blend(t: Instance, x: Tensor) -> Tensor:
+    """The gates of one site at x."""
+    if isinstance(t, Heard):
+        t.told(x)
+        t = t.t
     if not isinstance(t, Learned):
         return kernels.blend(x, t)
     centred = kernels.Structure.is_centred(t.start)
@@ -103,13 +116,13 @@ def _evaluator(instances: Sequence[Instance]) -> Callable[[Tensor], Sequence[Ten
     runs = [(_joined(group), len(group)) for group in groups]
     if len(runs) == 1:
         whole, n = runs[0]
-        return lambda a: _blend(whole, a).chunk(n, -1)
+        return lambda a: blend(whole, a).chunk(n, -1)
 
     def evaluate(a: Tensor) -> list[Tensor]:
         width = a.shape[-1] // len(instances)
         parts = a.split_with_sizes([n * width for _, n in runs], -1)
         pairs = zip(runs, parts, strict=True)
-        return [y for (t, n), part in pairs for y in _blend(t, part).chunk(n, -1)]
+        return [y for (t, n), part in pairs for y in blend(t, part).chunk(n, -1)]
 
     return evaluate
 

@@ -1,9 +1,23 @@
 """Training with gates: tiers, parameter groups, families, hardening, folding, metrics, logs."""
 
-from threshold_gating.training.families import family_penalty, left_family, project_families_
+from threshold_gating.training.callbacks import (
+    GateWarning,
+    GateWatch,
+    WatchConfig,
+    lightning_callback,
+    trainer_callback,
+)
+from threshold_gating.training.families import (
+    FamilyReport,
+    family_penalty,
+    family_report,
+    left_family,
+    project_families_,
+)
 from threshold_gating.training.folding import fold_batchnorm
 from threshold_gating.training.groups import check_decay, gate_parameters, param_groups
 from threshold_gating.training.hardening import Hardening, anneal_, harden
+from threshold_gating.training.health import Rule, Stuck
 from threshold_gating.training.metrics import Reached, steps_to_baseline, steps_to_peak
 from threshold_gating.training.promotion import (
     Demotion,
@@ -13,28 +27,44 @@ from threshold_gating.training.promotion import (
     half_transfer,
     promote,
 )
-from threshold_gating.training.telemetry import gate_scalars, log_gates
+from threshold_gating.training.telemetry import (
+    JsonLines,
+    gate_histograms,
+    gate_scalars,
+    log_gates,
+)
 
 __all__ = [
     "Demotion",
+    "FamilyReport",
+    "GateWarning",
+    "GateWatch",
     "Hardening",
+    "JsonLines",
     "Promotion",
     "Reached",
+    "Rule",
+    "Stuck",
+    "WatchConfig",
     "anneal_",
     "check_decay",
     "demote",
     "difference",
     "family_penalty",
+    "family_report",
     "fold_batchnorm",
+    "gate_histograms",
     "gate_parameters",
     "gate_scalars",
     "half_transfer",
     "harden",
     "left_family",
+    "lightning_callback",
     "log_gates",
     "param_groups",
     "project_families_",
     "promote",
     "steps_to_baseline",
     "steps_to_peak",
+    "trainer_callback",
 ]

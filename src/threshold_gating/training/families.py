@@ -8,8 +8,10 @@ only an `Activation` that trains "s" and an LSTM or GRU with family="free" can l
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +24,7 @@ from threshold_gating.nn.rnn import GRU, LSTM
 TOLERANCE = 1e-3  # of a slope that counts as flat
 
 
-class _Site(NamedTuple):
+class Slopes(NamedTuple):
     """Learned slopes, and what its start says of them."""
 
     name: str
@@ -33,7 +35,7 @@ class _Site(NamedTuple):
     sign: float  # the sign it had
 
     @classmethod
-    def of(cls, name: str, start: TG, slopes: list[Tensor], tol: float) -> _Site:
+    def of(cls, name: str, start: TG, slopes: list[Tensor], tol: float) -> Slopes:
         every, word = range(start.K), taxonomy.family(start, tol)
         outer = sorted({0, start.K - 1})
         inner = [k for k in every if k not in outer]
@@ -73,6 +75,61 @@ def left_family(model: nn.Module, tol: float = TOLERANCE) -> dict[str, list[int]
     return {name: channels for name, channels in found.items() if channels}
 
 
+@dataclass(frozen=True)
+class FamilyReport:
+    """Learned gates by the family (Table 3) they started in and those their groups are in now.
+
+    `sites` has for each the family of the start, how many groups (channels, units) are in which
+    family now, and the groups that left.
+    """
+
+    sites: dict[str, tuple[str, dict[str, int], list[int]]]
+
+    def __str__(self) -> str:
+        rows = []
+        for name, (start, now, left) in self.sites.items():
+            counts = ", ".join(f"{n} {word}" for word, n in now.items())
+            some = ", ".join(map(str, left[:8])) + (
+                f" and {len(left) - 8} more" if left[8:] else ""
+            )
+            rows.append(
+                f"{name}: {start} at the start; now {counts}" + (f"; left: {some}" * bool(left))
+            )
+        return "\n".join(rows)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            name: {"start": start, "now": now, "left": left}
+            for name, (start, now, left) in self.sites.items()
+        }
+
+
+@torch.no_grad()
+def family_report(model: nn.Module, tol: float = TOLERANCE) -> FamilyReport:
+    """The families of all learned gates, as they were at the start and as they are.
+
+    >>> print(family_report(nn.Sequential(Activation("silu", train=("tau", "s")))))
+    0: multiplicative at the start; now 1 multiplicative
+    """
+    from threshold_gating.training.telemetry import learned_sites  # it imports this module
+
+    found = {}
+    for site in learned_sites(model):
+        start = taxonomy.family(site.start, tol)
+        left: list[int] = []
+        words = [start] * site.groups
+        if "s" in site.learned:
+            slopes = [w.expand(site.groups) for w in site.s if isinstance(w, Tensor)]
+            left = (
+                Slopes.of(site.name, site.start, slopes, tol).left(tol).nonzero().flatten().tolist()
+            )
+            for group in left:
+                own = tuple(float(w[group]) for w in slopes)
+                words[group] = taxonomy.family(replace(site.start, s=own, anchor=None), tol)
+        found[site.name] = start, dict(Counter(words)), left
+    return FamilyReport(found)
+
+
 @torch.no_grad()
 def project_families_(model: nn.Module, tol: float = TOLERANCE) -> dict[str, list[int]]:
     """Put channels that have left their family back, in place; return which these were.
@@ -103,11 +160,11 @@ def family_penalty(model: nn.Module, tol: float = TOLERANCE) -> Tensor:
     return sum(parts[1:], parts[0]) if parts else torch.zeros(())
 
 
-def _sites(model: nn.Module, tol: float) -> Iterator[_Site]:
+def _sites(model: nn.Module, tol: float) -> Iterator[Slopes]:
     for name, module in model.named_modules():
         if isinstance(module, Activation) and "s" in module.learned:
-            yield _Site.of(name, module.init, list(module.s.flatten(1).unbind(0)), tol)
+            yield Slopes.of(name, module.init, list(module.s.flatten(1).unbind(0)), tol)
         elif isinstance(module, LSTM | GRU) and "s" in module.learning.train:
             for gate, t in module.learned_gates().items():
                 slopes = [s for s in t.s if isinstance(s, Tensor)]
-                yield _Site.of(f"{name}.{gate}" if name else gate, t.start, slopes, tol)
+                yield Slopes.of(f"{name}.{gate}" if name else gate, t.start, slopes, tol)

@@ -1,35 +1,126 @@
-"""Scalars for TensorBoard, or anything like it: what learned gates do while they train."""
+"""What learned gates do while they train: scalars, histograms and figures, and where they go.
+
+A writer is TensorBoard's `SummaryWriter` or anything like it; `JsonLines` is one that needs nothing
+but a file. Gates that are shared out (FSDP2) are gathered, so every process has to ask.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from threshold_gating import primitive
+from threshold_gating.instance import TG
 from threshold_gating.nn.activation import Activation
 from threshold_gating.nn.rnn import GRU, LSTM
 from threshold_gating.primitive import Value
-from threshold_gating.training.families import TOLERANCE, left_family
+from threshold_gating.training.families import TOLERANCE, Slopes
+
+BINS = 32  # of a histogram in a JSON line
+_MOST = 16  # curves in a figure
+_POINTS = 201  # of a curve
 
 
 class Writer(Protocol):
-    """What `torch.utils.tensorboard.SummaryWriter` and its like have."""
+    """What `torch.utils.tensorboard.SummaryWriter` and its like have.
+
+    One with `add_histogram(name, values, step)` is given histograms, too.
+    """
 
     def add_scalar(self, name: str, value: float, step: int) -> object: ...
 
 
-class _Site(NamedTuple):
-    """A learned gate as it is: values for each threshold or branch, numbers if not learned."""
+class LearnedSite(NamedTuple):
+    """A learned gate as it is: tensors [G] for what is learned or held, numbers where known."""
 
     name: str
-    where: str  # its name in `left_family`
     learned: tuple[str, ...]
+    start: TG
     tau: Sequence[Value]
     theta: Sequence[Value]
+    s: Sequence[Value]
+    c: Sequence[Value]
+
+    def values(self) -> dict[str, Tensor]:
+        """What is learned, by name: "tau", "theta_1", ..; [G] each."""
+        return {
+            f"{what}_{k + 1}" if len(rows) > 1 else what: row
+            for what, rows in (
+                ("tau", self.tau),
+                ("theta", self.theta),
+                ("s", self.s),
+                ("c", self.c),
+            )
+            if what in self.learned
+            for k, row in enumerate(rows)
+            if isinstance(row, Tensor)
+        }
+
+    def scalars(self, tol: float) -> dict[str, float]:
+        """The spread of tau and theta, and how many groups have left their family."""
+        rows = {k: row for k, row in self.values().items() if k.startswith(("tau", "theta"))}
+        found = _spread(self.name, rows)
+        if "s" in self.learned:
+            slopes = [w for w in self.s if isinstance(w, Tensor)]
+            left = Slopes.of(self.name, self.start, slopes, tol).left(tol)
+            found[f"{self.name}/left_family"] = float(left.sum())
+        return found
+
+    def at(self, x: Tensor, groups: Sequence[int]) -> Tensor:
+        """y of some of the groups at points x: [points, groups]."""
+
+        def column(w: Value) -> Value:
+            return (
+                w.double().cpu().expand(self.groups)[list(groups)] if isinstance(w, Tensor) else w
+            )
+
+        tau, theta, s, c = (
+            [column(w) for w in row] for row in (self.tau, self.theta, self.s, self.c)
+        )
+        t, taus = self.start, tau if len(tau) > 1 else tau[0]
+        z = x.double().unsqueeze(1).expand(-1, len(groups))
+        return primitive.blend(z, taus, theta, s, c, form=t.form, owner=t.owner, clamp=t.clamp)
+
+    @property
+    def groups(self) -> int:
+        rows = (*self.tau, *self.theta, *self.s, *self.c)
+        return max(w.numel() for w in rows if isinstance(w, Tensor))
 
 
+def learned_sites(model: nn.Module) -> Iterator[LearnedSite]:
+    """Every learned gate of a network: activations, tiers, recurrent layers."""
+    for name, module in model.named_modules():
+        at = name or type(module).__name__.lower()
+        if isinstance(module, Activation) and module.learned:
+            yield _of_activation(at, module)
+        elif isinstance(module, LSTM | GRU):
+            for gate, t in module.learned_gates().items():
+                rows = [_numbers(w) for w in ((t.tau,), (t.theta,), t.s, t.c)]
+                yield LearnedSite(f"{at}.{gate}", module.learning.train, t.start, *rows)
+
+
+def _of_activation(at: str, act: Activation) -> LearnedSite:
+    held = {name: whole(t) for name, t in {**act._buffers, **act._parameters}.items()}
+    rows = act._structure.rows(act._structure.tensors(held, act))
+    return LearnedSite(at, act.learned, act.init, *(_numbers(row) for row in rows))
+
+
+def whole(t: Any) -> Any:
+    """A tensor that processes share out, gathered; any other as it is."""
+    return t.full_tensor() if hasattr(t, "full_tensor") else t
+
+
+def _numbers(row: Sequence[Value]) -> list[Value]:
+    return [whole(w).detach().flatten() if isinstance(w, Tensor) else w for w in row]
+
+
+@torch.no_grad()
 def gate_scalars(model: nn.Module, *, tol: float = TOLERANCE) -> dict[str, float]:
     """The least, the mean and the largest tau and theta of each learned site, by name.
 
@@ -38,53 +129,151 @@ def gate_scalars(model: nn.Module, *, tol: float = TOLERANCE) -> dict[str, float
     (Table 3) they started in, slopes up to `tol` taken as 0.
     """
     found: dict[str, float] = {}
-    left = left_family(model, tol)
-    with torch.no_grad():
-        for site in _sites(model):
-            for what, rows in (("tau", site.tau), ("theta", site.theta)):
-                if what in site.learned:
-                    found |= _spread(f"{site.name}/{what}", rows)
-            if "s" in site.learned:
-                found[f"{site.name}/left_family"] = float(len(left.get(site.where, ())))
+    for site in learned_sites(model):
+        found |= site.scalars(tol)
     return found
 
 
+@torch.no_grad()
+def gate_histograms(model: nn.Module) -> dict[str, Tensor]:
+    """The values of all groups of each learned site, by name: "act/tau", "act/theta_1", [G]."""
+    return {
+        f"{site.name}/{what}": row
+        for site in learned_sites(model)
+        for what, row in site.values().items()
+    }
+
+
+@torch.no_grad()
 def log_gates(
     model: nn.Module, writer: Writer, step: int, *, prefix: str = "gates", tol: float = TOLERANCE
 ) -> None:
-    """Write `gate_scalars` of `model` at `step`, under "gates/".
+    """Write `gate_scalars` of `model` at `step`, under "gates/", and `gate_histograms`.
 
-    `writer` is a `SummaryWriter` of TensorBoard or any object with add_scalar(name, value, step).
+    `writer` is a `SummaryWriter` of TensorBoard or any object with add_scalar(name, value, step);
+    one that has add_histogram(name, values, step) gets the histograms.
     """
-    scalars = gate_scalars(model, tol=tol)
-    if not scalars:
+    sites = list(learned_sites(model))
+    if not sites:
         raise ValueError(
-            f"log_gates: {type(model).__name__} has no gate that learns tau, theta or s; make one "
-            "with train=."
+            f"log_gates: {type(model).__name__} has no gate that learns tau, theta, s or c; make "
+            "one with train=."
         )
-    for name, value in scalars.items():
-        writer.add_scalar(f"{prefix}/{name}", value, step)
+    write_sites(sites, writer, step, prefix=prefix, tol=tol)
 
 
-def _sites(model: nn.Module) -> Iterator[_Site]:
-    for name, module in model.named_modules():
-        at = name or type(module).__name__.lower()
-        if isinstance(module, Activation) and module.learned:
-            tau, theta, _, _ = module.values()
-            taus = tau if isinstance(tau, list) else [tau]
-            yield _Site(at, name, module.learned, taus, theta)
-        elif isinstance(module, LSTM | GRU):
-            for gate, t in module.learned_gates().items():
-                learned = module.learning.train
-                where = f"{name}.{gate}" if name else gate
-                yield _Site(f"{at}.{gate}", where, learned, [t.tau], [t.theta])
+def write_sites(
+    sites: Iterable[LearnedSite],
+    writer: Any,
+    step: int,
+    *,
+    prefix: str = "gates",
+    tol: float = TOLERANCE,
+) -> None:
+    """Write the scalars and, where the writer takes them, the histograms of sites."""
+    takes_histograms = hasattr(writer, "add_histogram")
+    for site in sites:
+        for name, value in site.scalars(tol).items():
+            writer.add_scalar(f"{prefix}/{name}", value, step)
+        for name, row in site.values().items() if takes_histograms else ():
+            writer.add_histogram(f"{prefix}/{site.name}/{name}", row.cpu(), step)
 
 
-def _spread(name: str, rows: Sequence[Value]) -> dict[str, float]:
-    tensors = [row for row in rows if isinstance(row, Tensor)]
-    many = len(tensors) > 1
+class JsonLines:
+    """A writer of one JSON object a line; each has "step" and what was written at that step.
+
+    A file that is there is continued, as a run is that resumes.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._row: dict[str, Any] = {}
+
+    def add_scalar(self, name: str, value: float, step: int) -> None:
+        self._at(step).setdefault("scalars", {})[name] = _finite(value)
+
+    def add_histogram(self, name: str, values: Tensor, step: int) -> None:
+        self._at(step).setdefault("histograms", {})[name] = histogram(values)
+
+    def add_text(self, name: str, text: str, step: int) -> None:
+        self._at(step).setdefault("texts", {})[name] = text
+
+    def _at(self, step: int) -> dict[str, Any]:
+        if self._row.get("step") != step:
+            self.flush()
+            self._row = {"step": step}
+        return self._row
+
+    def flush(self) -> None:
+        """Write what there is; a step that goes on later has a second line."""
+        if self._row:
+            with self.path.open("a") as file:
+                file.write(json.dumps(self._row) + "\n")
+        self._row = {}
+
+    close = flush
+
+
+def histogram(values: Tensor) -> dict[str, Any]:
+    """Counts in equal bins between the least and the largest, as JSON values; NaN apart."""
+    flat = values.detach().double().flatten().cpu()
+    finite = flat[flat.isfinite()]
+    if not len(finite):
+        return {"low": None, "high": None, "counts": [], "not_finite": len(flat)}
+    low, high = finite.aminmax()
+    counts = torch.histc(finite, BINS, float(low), float(high)) if high > low else [len(finite)]
+    return {
+        "low": float(low),
+        "high": float(high),
+        "counts": [int(n) for n in counts],
+        "not_finite": len(flat) - len(finite),
+    }
+
+
+@torch.no_grad()
+def figure(site: LearnedSite, step: int) -> Any:
+    """A matplotlib figure of a gate: its start, dashed, and up to 16 of its groups as they are."""
+    from matplotlib.figure import Figure  # with no window and no state of its own
+
+    t = site.start
+    taus = t.tau if isinstance(t.tau, tuple) else (t.tau,)
+    width = max(2.0, 4.0 / min(taus))
+    now = torch.cat(
+        [w.cpu().double() for w in site.theta if isinstance(w, Tensor)] or [torch.zeros(1)]
+    )
+    ends = [*t.theta, *now[now.isfinite()].tolist()]
+    x = torch.linspace(min(ends) - width, max(ends) + width, _POINTS, dtype=torch.float64)
+    some = sorted({round(k) for k in torch.linspace(0, site.groups - 1, _MOST).tolist()})
+    made = Figure(figsize=(5, 3.2), layout="constrained")
+    axes = made.add_subplot()
+    axes.plot(x, site.at(x, some), linewidth=1)
+    axes.plot(x, t(x), "k--", linewidth=1.5, label="start")
+    shown = "" if site.groups <= _MOST else f", {len(some)} of {site.groups} groups"
+    axes.set_title(f"{site.name}, step {step}{shown}", fontsize=9)
+    axes.set_xlabel("x")
+    axes.legend(loc="upper left", fontsize=8)
+    return made
+
+
+def distance(before: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> float:
+    """How far the furthest value of a site has moved, of tau its logarithm."""
+    far = [
+        (now[k].log() - w.log() if k.startswith("tau") else now[k] - w).abs().max()
+        for k, w in before.items()
+    ]
+    return float(torch.stack(far).max()) if far else 0.0
+
+
+def _finite(value: float) -> float | str:
+    """JSON has no infinity and no NaN."""
+    return value if math.isfinite(value) else str(value)
+
+
+def _spread(name: str, rows: Mapping[str, Tensor]) -> dict[str, float]:
+    if not rows:
+        return {}
     # One transfer from the device for a site, not one for each figure.
-    figures = torch.stack([f for t in tensors for f in (t.min(), t.mean(), t.max())]).tolist()
-    names = [f"{name}_{k + 1}" if many else name for k in range(len(tensors))]
-    keys = [f"{each}/{what}" for each in names for what in ("min", "mean", "max")]
+    figures = torch.stack([f for t in rows.values() for f in (t.min(), t.mean(), t.max())]).tolist()
+    keys = [f"{name}/{each}/{what}" for each in rows for what in ("min", "mean", "max")]
     return dict(zip(keys, figures, strict=True))
