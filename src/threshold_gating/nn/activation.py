@@ -111,8 +111,11 @@ class Activation(Elementwise, Holder):
             _structure=spec._structure,
         )
         for name, role in spec.roles().items():
-            is_own = role == "parameter" and isinstance(tensors[name], nn.Parameter)
-            (new._parameters if is_own else new._buffers)[name] = tensors[name]
+            t = tensors[name]
+            if role == "parameter" and isinstance(t, nn.Parameter):
+                new._parameters[name] = t
+            else:  # known, or made by a parametrization
+                new._buffers[name] = t
         return new
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -23,6 +23,7 @@ LEARNABLE = ("tau", "theta", "s", "c")
 # What a tensor of a gate is: learned; where something learned starts, saved beside it; or known.
 Role = Literal["parameter", "start", "known"]
 AT_ZERO = ("rho", "dtheta")  # parameters that start there
+MEASURED = {"tau": "log tau"}  # how far it moved is the logarithm of a ratio
 
 
 class Spec(Protocol):
@@ -33,6 +34,10 @@ class Spec(Protocol):
     def roles(self) -> dict[str, Role]: ...
     def start(self, name: str, device: Any, dtype: torch.dtype) -> Tensor: ...
     def fixed(self) -> dict[str, Any]: ...
+    def moved(self, holder: nn.Module, prefix: str) -> dict[str, float]: ...
+    def evaluate(
+        self, holder: nn.Module, prefix: str, x: Tensor, v: Any = None, inplace: bool = False
+    ) -> Tensor: ...
 
 
 class Elementwise:
@@ -95,6 +100,18 @@ class Elementwise:
         """The tensors that a module holds for this gate now, by their names without the prefix."""
         return {n: found(holder, prefix + n) for n in self._structure.names if n is not None}
 
+    def moved(self, holder: nn.Module, prefix: str) -> dict[str, float]:
+        """How far the furthest of what is learned is from its start: log tau, theta, s, c."""
+        own = self.tensors_of(holder, prefix)
+        then = {n: self.start(n, t.device, t.dtype) for n, t in own.items()}
+        rows = self._structure.rows
+        now, start = (rows(self._structure.tensors(each, None)) for each in (own, then))
+        pairs = {what: (getattr(now, what), getattr(start, what)) for what in self.learned}
+        return {
+            MEASURED.get(what, what): max(distance(*rows, what) for rows in zip(*both, strict=True))
+            for what, both in pairs.items()
+        }
+
     def evaluate(
         self, holder: nn.Module, prefix: str, x: Tensor, v: Any = None, inplace: bool = False
     ) -> Tensor:
@@ -124,6 +141,14 @@ class GateSpec(Elementwise):
         object.__setattr__(self, "_structure", kernels.Structure.of(self.init, self.learned))
 
 
+def distance(now: Any, start: Any, what: str) -> float:
+    """The largest distance of values from their start, in float64; 0 for a number that is known."""
+    if not isinstance(now, Tensor):
+        return 0.0
+    a, b = (w.detach().double() for w in (now, start))
+    return float(((a / b).log() if what == "tau" else a - b).abs().max())
+
+
 def found(holder: nn.Module, name: str) -> Any:
     """A tensor that a module holds; a parametrization makes it anew whenever it is asked for."""
     # looked up here, because attributes of a module take longer than the rest
@@ -148,10 +173,16 @@ def gate_names(module: nn.Module, role: Role | None = None) -> Iterator[str]:
                 yield prefix + name
 
 
-def attach(module: nn.Module, prefix: str, spec: Spec, device: Any = None) -> None:
+def attach(
+    module: nn.Module,
+    prefix: str,
+    spec: Spec,
+    device: Any = None,
+    dtype: torch.dtype = torch.float32,
+) -> None:
     """Give a module the tensors of a gate, at their start."""
     for name, role in spec.roles().items():
-        value = spec.start(name, device, torch.float32)
+        value = spec.start(name, device, dtype)
         if role == "parameter":
             module.register_parameter(prefix + name, nn.Parameter(value))
         else:
@@ -163,6 +194,13 @@ def detach(module: nn.Module) -> None:
     for name in list(gate_names(module)):
         delattr(module, name)
     vars(module).pop("tg_gates", None)
+
+
+def at_start(prefix: str, spec: Spec, x: Tensor) -> nn.Module:
+    """A module that holds nothing but the tensors of a gate at their start, for an input `x`."""
+    holder = nn.Module()
+    attach(holder, prefix, spec, x.device, torch.promote_types(x.dtype, torch.float32))
+    return holder.requires_grad_(False)
 
 
 class Holder(nn.Module):
@@ -332,5 +370,3 @@ def learned(t: TG, train: Iterable[str]) -> tuple[str, ...]:
     if names and why:
         raise ValueError(f"Activation: {why}.")
     return found
-
-
