@@ -233,3 +233,20 @@ def test_a_recurrent_layer_with_free_branches_is_guarded():
 
 def test_nothing_that_can_leave_costs_nothing():
     assert family_penalty(nn.Sequential(Activation("silu", train="tau"), nn.Linear(2, 2))) == 0
+
+
+def test_the_family_report_says_where_gates_started_and_where_they_are():
+    model = nn.Sequential(
+        tg.Activation("silu", share="channel", channels=3, train=("s",)),
+        tg.LSTM(3, 2, train="tau"),
+    )
+    with torch.no_grad():
+        model[0].s[:, 1] = 0.0
+    report = tg.training.family_report(model)
+    start, now, left = report.sites["0"]
+    assert (start, now, left) == ("multiplicative", {"multiplicative": 2, "constant": 1}, [1])
+    assert report.sites["1.i_l0"] == ("constant", {"constant": 2}, [])
+    assert str(report).splitlines()[0] == (
+        "0: multiplicative at the start; now 2 multiplicative, 1 constant; left: 1"
+    )
+    assert report.to_dict()["0"] == {"start": start, "now": now, "left": left}

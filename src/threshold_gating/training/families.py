@@ -2,8 +2,8 @@
 
 A family is a statement about slopes (`taxonomy.family`): some must be flat, of others one must not
 be. Sharpness, thresholds and constants never change it, nor do the weights of the tiers below A, so
-only an `Activation` that trains "s" and an LSTM or GRU with family="free" can leave. Slopes within
-`tol` count as flat.
+only an activation (a module or a call) that trains "s" and an LSTM or GRU with family="free" can
+leave. Slopes within `tol` count as flat.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from threshold_gating import taxonomy
+from threshold_gating.conversion.learn import learned_gates
 from threshold_gating.instance import TG
-from threshold_gating.nn.activation import Activation
 from threshold_gating.nn.rnn import GRU, LSTM
 
 TOLERANCE = 1e-3  # of a slope that counts as flat
@@ -161,10 +161,11 @@ def family_penalty(model: nn.Module, tol: float = TOLERANCE) -> Tensor:
 
 
 def _sites(model: nn.Module, tol: float) -> Iterator[Slopes]:
+    for name, act in learned_gates(model):
+        if "s" in act.learned:
+            yield Slopes.of(name, act.init, list(act.s.flatten(1).unbind(0)), tol)
     for name, module in model.named_modules():
-        if isinstance(module, Activation) and "s" in module.learned:
-            yield Slopes.of(name, module.init, list(module.s.flatten(1).unbind(0)), tol)
-        elif isinstance(module, LSTM | GRU) and "s" in module.learning.train:
+        if isinstance(module, LSTM | GRU) and "s" in module.learning.train:
             for gate, t in module.learned_gates().items():
                 slopes = [s for s in t.s if isinstance(s, Tensor)]
                 yield Slopes.of(f"{name}.{gate}" if name else gate, t.start, slopes, tol)

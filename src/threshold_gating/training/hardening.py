@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from threshold_gating.conversion import sites
 from threshold_gating.conversion.apply import successor
 from threshold_gating.conversion.audit import gate_of, is_gate
+from threshold_gating.conversion.learn import learned_gates
 from threshold_gating.conversion.plan import Choices, ModuleSites, module_sites, run, whole
 from threshold_gating.conversion.watch import Run, Told, Visit, Watch, evaluating, fresh
 from threshold_gating.instance import TG
@@ -55,9 +56,9 @@ def anneal_(model: nn.Module, factor: float) -> None:
     """
     if not factor > 0:
         raise ValueError(f"anneal_: factor must be positive; got {factor}.")
-    for module in model.modules():
-        if isinstance(module, Activation) and "tau" in module.learned:
-            module.tau0.mul_(factor)
+    for _, act in learned_gates(model):
+        if "tau" in act.learned:
+            act.tau0.mul_(factor)
 
 
 def harden(model: nn.Module, *, inputs: Any = None) -> Hardening:

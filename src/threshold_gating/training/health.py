@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -74,8 +75,7 @@ def look(
         f: what the gate does, or with `output_of_weights` a layer behind gates.
         steepest: the slope that is not flat; 0 for a step.
     """
-    # a converted network around us answers torch's functions
-    with torch._C.DisableTorchFunction():
+    with _by_itself():
         z = x.detach().clone().requires_grad_()
         with torch.enable_grad():
             y = f(z.view_as(z))  # which may be overwritten
@@ -87,9 +87,8 @@ def look(
             (slope,) = torch.autograd.grad(y, z, signs, allow_unused=True, materialize_grads=True)
         by_channel = [w.detach().movedim(axis, 0).flatten(1).float() for w in (slope, z)]
         slopes, inputs = by_channel[0].abs(), by_channel[1]
-        limit = (
-            torch.as_tensor(steepest, device=x.device).expand(len(slopes)).unsqueeze(1) * rule.flat
-        )
+        steep = torch.as_tensor(steepest, device=x.device).expand(len(slopes))
+        limit = rule.flat * steep.unsqueeze(1)
         out = None if output_of_weights else y.detach().movedim(axis, 0).flatten(1).float()
         flat = slopes <= limit
         if out is not None and not isinstance(steepest, Tensor) and steepest == 0:
@@ -101,6 +100,15 @@ def look(
         return Seen(weight.mean(1), level, inputs.shape[1], axis)
 
 
+@contextmanager
+def _by_itself() -> Iterator[None]:
+    """Apart from what runs around us: a converted network answers torch's functions, and a
+    checkpointed part counts the tensors that are saved."""
+    keep = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
+    with torch._C.DisableTorchFunction(), keep:
+        yield
+
+
 @functools.lru_cache(1024)
 def steepest_slope(t: TG) -> float:
     """The largest |dy/dx| of an instance, on a grid that is dense where its gates move."""
@@ -109,7 +117,7 @@ def steepest_slope(t: TG) -> float:
     ends = t.theta or (0.0,)
     x = torch.linspace(min(ends) - reach, max(ends) + reach, 4001, dtype=torch.float64)
     x.requires_grad_()
-    with torch.enable_grad(), torch._C.DisableTorchFunction():
+    with torch.enable_grad(), _by_itself():
         (slope,) = torch.autograd.grad(t(x).sum(), x, allow_unused=True, materialize_grads=True)
     return float(slope.abs().max())
 

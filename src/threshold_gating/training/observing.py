@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from threshold_gating.conversion import sites
+from threshold_gating.conversion.apply import PerCall
 from threshold_gating.instance import TG
 from threshold_gating.nn.activation import Activation
 from threshold_gating.nn.rnn import GRU, LSTM, evaluated
@@ -42,6 +44,7 @@ class Observation:
         self.seen: dict[str, Seen] = {}
         self.unjudged: dict[str, str] = {}
         self._last: tuple[int, int] | None = None  # channels of the layer that ran last, their axis
+        self._calls: Counter[nn.Module] = Counter()
         self._undo: list[Callable[[], Any]] = []
         inside = {layer.gate for layer in model.modules() if is_tiered(layer)}
         for name, module in _named(model):
@@ -51,6 +54,8 @@ class Observation:
                 self._before(module, self._see_tier, name)
             elif isinstance(module, LSTM | GRU) and module.learning.train:
                 self._before(module, self._see_recurrent, name)
+            elif isinstance(module, PerCall):
+                self._before(module, self._see_next_call, name)
             elif "tg_sites" in vars(module):
                 self._answer(module, name)
             if isinstance(module, (*_FIRST, *_LAST)):
@@ -97,6 +102,13 @@ class Observation:
         if axis is not None and len(act.group) > 1:  # gates per position: the first axis of them
             axis = axis if axis >= 0 else axis + x.dim()
         self._see(name, act.init, lambda z: _out_of_place(act, z), x, axis)
+
+    def _see_next_call(self, name: str, module: PerCall, args: Any, kwargs: Any) -> None:
+        """An activation that is used several times in a run, with a gate for each."""
+        gates, self._calls[module] = module.calls, self._calls[module] + 1
+        k = (self._calls[module] - 1) % len(gates)
+        if isinstance(act := gates[k], Activation):
+            self._see_activation(f"{name}#{k}" if k else name, act, args, kwargs)
 
     def _see_call(
         self, owner: str, kind: str, f: Callable[..., Any], args: Any, kwargs: Any, site: Any

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from threshold_gating import primitive
+from threshold_gating.conversion.learn import learned_gates
 from threshold_gating.instance import TG
 from threshold_gating.nn.activation import Activation
 from threshold_gating.nn.rnn import GRU, LSTM
@@ -94,12 +95,12 @@ class LearnedSite(NamedTuple):
 
 
 def learned_sites(model: nn.Module) -> Iterator[LearnedSite]:
-    """Every learned gate of a network: activations, tiers, recurrent layers."""
+    """Every learned gate of a network: activations, calls, tiers, recurrent layers."""
+    for name, act in learned_gates(model):
+        yield _of_activation(name or type(act).__name__.lower(), act)
     for name, module in model.named_modules():
         at = name or type(module).__name__.lower()
-        if isinstance(module, Activation) and module.learned:
-            yield _of_activation(at, module)
-        elif isinstance(module, LSTM | GRU):
+        if isinstance(module, LSTM | GRU):
             for gate, t in module.learned_gates().items():
                 rows = [_numbers(w) for w in ((t.tau,), (t.theta,), t.s, t.c)]
                 yield LearnedSite(f"{at}.{gate}", module.learning.train, t.start, *rows)
