@@ -25,6 +25,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_f
 from torch.nn.parallel import DistributedDataParallel
 
 import threshold_gating as tg
+from threshold_gating.training import GateWatch, WatchConfig, telemetry
 from threshold_gating.training.groups import check_decay, param_groups
 
 STEPS = 8
@@ -139,6 +140,11 @@ def main(folder):
     dcp.save(state, checkpoint_id=folder / "shards")
     out["fsdp"] = first + losses(model, optimizer, data()[SAVED:], rank, ranks)
     out["fsdp: parameters"] = described(model)
+    with GateWatch(
+        model, optimizer, WatchConfig(every=1, out=folder / "watch", figures=0)
+    ) as watch:
+        losses(model, optimizer, data()[:2], rank, ranks)
+    out["fsdp: watched"] = watch.step, telemetry.gate_scalars(model)
 
     again = sharded(MixedPrecisionPolicy())  # what was saved, on as many processes
     fresh = optimizer_of(again)

@@ -45,8 +45,9 @@ ALLOWED = {
 # Everything an extra brings. torch takes numpy when it is there and does without when it is not.
 # fmt: off
 EXTRAS = [
-    "matplotlib", "mpmath", "numpy", "onnx", "onnxruntime", "onnxscript", "ray", "safetensors",
-    "scipy", "sklearn", "timm", "tokenizers", "torchvision", "tqdm", "transformers", "triton",
+    "accelerate", "lightning", "matplotlib", "mpmath", "numpy", "onnx", "onnxruntime",
+    "onnxscript", "pytorch_lightning", "ray", "safetensors", "scipy", "sklearn", "tensorboard",
+    "timm", "tokenizers", "torchvision", "tqdm", "transformers", "triton",
 ]
 # fmt: on
 

@@ -2,6 +2,7 @@
 averages of weights, several processes, and runs that are killed and resumed.
 """
 
+import json
 import multiprocessing
 import os
 import signal
@@ -255,6 +256,18 @@ def test_sharded_parameters_are_all_shared_out_and_none_is_without_axes(shared_o
             ("torch.float32", "DTensor")
         }
         assert min(dim for _, dim, _ in kinds.values()) == 1
+
+
+def test_a_sharded_run_is_watched_and_one_process_writes(shared_out):
+    out, folder = shared_out
+    steps, scalars = out["fsdp: watched"]
+    assert steps == 2
+    lines = [json.loads(line) for line in (folder / "watch/gates.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "scalars" in line] == [1, 2]
+    written = next(line["scalars"] for line in lines if line["step"] == 2)
+    for name, value in scalars.items():
+        assert written[f"gates/{name}"] == value
+    assert "gates/3.0/flat" in written
 
 
 @pytest.mark.parametrize("name", ["bf16", "bf16, wide gates"])

@@ -300,16 +300,28 @@ def test_a_network_that_does_not_run_between_steps_is_said():
 
 def test_compiled_networks_are_seen_too():
     torch._dynamo.reset()
-    model = network()
+    model, ran = network(), []
     with torch.no_grad():
         model[0].bias[5] = -100.0
-    optimizer, compiled = optimizer_of(model), torch.compile(model, backend="eager")
+
+    def backend(graph, inputs):
+        return lambda *args: ran.append(1) or graph.forward(*args)
+
+    optimizer, compiled = optimizer_of(model), torch.compile(model, backend=backend)
     trained(compiled, 2, optimizer)
+    assert len(ran) == 2
     with (
         pytest.warns(GateWarning, match=r"step 4: 1: channel 5 \(axis 1\) is dead"),
         GateWatch(compiled, optimizer, WatchConfig(every=2)),
     ):
         trained(compiled, 5, optimizer)
+    assert len(ran) == 5  # steps 2 and 4 were observed, without the graph
+
+
+def test_tensorboard_is_written_where_it_is_installed(tmp_path):
+    pytest.importorskip("tensorboard", reason="not among the extras")
+    watched(network(), 4, WatchConfig(every=2, out=tmp_path, writer="tensorboard"))
+    assert list(tmp_path.glob("events.*"))
 
 
 def test_accelerate_trains_learned_gates_and_is_watched(tmp_path):

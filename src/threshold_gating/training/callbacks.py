@@ -43,7 +43,8 @@ class WatchConfig:
         out: a folder for gates.jsonl, figures/ and families.json; None writes no files.
         writer: where scalars and histograms go instead of gates.jsonl, an object like TensorBoard's
             `SummaryWriter`; "tensorboard" makes one in `out`.
-        figures: draw each gate that has moved since it was last drawn (with matplotlib).
+        figures: draw gates that have moved since they were last drawn (with matplotlib), the
+            furthest first, at most so many at a time: each takes a fraction of a second. 0 for none.
         moved: by how much log tau, theta, s or c must have changed for that.
         rule: when a channel counts as stuck; None does not look.
     """
@@ -51,7 +52,7 @@ class WatchConfig:
     every: int = 100
     out: str | Path | None = None
     writer: Any = None
-    figures: bool = True
+    figures: int = 8
     moved: float = 1e-2
     rule: Rule | None = field(default_factory=Rule)
 
@@ -200,16 +201,18 @@ class GateWatch:
             )
 
     def _draw(self, sites: list[telemetry.LearnedSite]) -> None:
-        for site in sites:
-            now = _copied(site)
-            if telemetry.distance(self._drawn[site.name], now) <= self.config.moved:
-                continue
+        far = [(telemetry.distance(self._drawn[s.name], s.values()), s) for s in sites]
+        moved = sorted((f for f in far if f[0] > self.config.moved), key=lambda f: -f[0])
+        if moved[self.config.figures :]:
+            later = ", ".join(site.name for _, site in moved[self.config.figures :])
+            self._text("figures", f"moved and not drawn at this step: {later}")
+        for _, site in moved[: self.config.figures]:
             try:
                 figure = telemetry.figure(site, self.step)
             except ImportError:
                 self._say_once("no figures are drawn: matplotlib is not installed (extra `plot`).")
                 return
-            self._drawn[site.name] = now
+            self._drawn[site.name] = _copied(site)
             if (add := getattr(self._writer, "add_figure", None)) is not None:
                 add(f"gates/{site.name}", figure, self.step)
             if self.config.out is not None:
