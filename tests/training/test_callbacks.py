@@ -17,6 +17,7 @@ from threshold_gating.training import (
     GateWatch,
     WatchConfig,
     lightning_callback,
+    observing,
     param_groups,
     trainer_callback,
 )
@@ -296,6 +297,27 @@ def test_a_network_that_does_not_run_between_steps_is_said():
         GateWatch(model, optimizer, WatchConfig(every=1)),
     ):
         optimizer.step()
+
+
+def test_a_run_goes_on_where_looking_fails_and_the_site_is_named(monkeypatch):
+    def broken(*args, **kwargs):
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(observing, "look", broken)
+    with pytest.warns(GateWarning, match="1 is not looked at .* RuntimeError: no memory"):
+        watch = watched(network(), 3, WatchConfig(every=2))
+    assert watch.step == 3
+
+
+def test_a_run_that_fails_is_left_without_a_report(tmp_path):
+    model = network()
+    with (
+        pytest.raises(KeyError),
+        GateWatch(model, optimizer_of(model), WatchConfig(every=1, out=tmp_path)),
+    ):
+        raise KeyError("the run's own")
+    assert not (tmp_path / "families.json").exists()
+    assert not any(m._forward_pre_hooks for m in model.modules())
 
 
 def test_compiled_networks_are_seen_too():

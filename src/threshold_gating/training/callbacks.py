@@ -44,7 +44,7 @@ class WatchConfig:
         writer: where scalars and histograms go instead of gates.jsonl, an object like TensorBoard's
             `SummaryWriter`; "tensorboard" makes one in `out`.
         figures: draw gates that have moved since they were last drawn (with matplotlib), the
-            furthest first, at most so many at a time: each takes a fraction of a second. 0 for none.
+            furthest first, at most so many at a time, for each takes a while; 0 for none.
         moved: by how much log tau, theta, s or c must have changed for that.
         rule: when a channel counts as stuck; None does not look.
     """
@@ -121,23 +121,28 @@ class GateWatch:
         error: BaseException | None,
         at: TracebackType | None,
     ) -> None:
-        self.close()
+        self.close(failed=error is not None)
 
-    def close(self) -> None:
-        """Stop watching; write which families the gates ended in."""
+    def close(self, failed: bool = False) -> None:
+        """Stop watching; write which families the gates ended in, unless the run `failed`: then
+        other processes may not be there to gather them."""
         if self._hook is None:
             return
         self._hook.remove()
         self._hook = None
         self._disarm()
-        report = family_report(self.model) if self.writes or self._is_shared_out() else None
-        if self.writes and self.config.out is not None and report is not None:
+        if not failed and (self.writes or self._is_shared_out()):
+            self._report_families()
+        if (close := getattr(self._writer, "close", None)) is not None:
+            close()
+
+    def _report_families(self) -> None:
+        report = family_report(self.model)
+        if self.writes and self.config.out is not None:
             folder = Path(self.config.out)
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "families.json").write_text(json.dumps(report.to_dict(), indent=2) + "\n")
-        if self._writer is not None:
-            self._text("families", str(report))
-            self._writer.close()
+        self._text("families", str(report))
 
     def _stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """After a step of the optimiser."""
@@ -194,7 +199,7 @@ class GateWatch:
                 self._writer.add_scalar(f"gates/{name}/stuck", float(stuck), self.step)
         for name, why in observation.unjudged.items():
             self._say_once(f"{name} is not looked at for stuck channels: {why}.")
-        if not observation.seen:
+        if not observation.seen and not observation.unjudged:
             self._say_once(
                 "no gate was seen in an observed step, so that nothing is known of stuck channels: "
                 "the network did not run in training mode with gradients between two steps."
@@ -292,7 +297,8 @@ def lightning_callback(**options: Any) -> Any:
                 self.watch.close()
 
         def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-            self.on_train_end(trainer, pl_module)
+            if self.watch is not None:
+                self.watch.close(failed=True)
 
     return GateCallback()
 

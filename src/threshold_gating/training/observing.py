@@ -72,8 +72,21 @@ class Observation:
         self._undo = []
 
     def _before(self, module: nn.Module, see: Callable[..., None], name: str) -> None:
-        hook = _Inert(lambda module, args, kwargs: see(name, module, args, kwargs))
+        def looking(module: nn.Module, args: Any, kwargs: Any) -> None:
+            with self._spared(name):
+                see(name, module, args, kwargs)
+
+        hook = _Inert(looking)
         self._undo.append(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+
+    @contextmanager
+    def _spared(self, name: str) -> Iterator[None]:
+        """A run goes on where looking at it fails, and the site is named as not judged."""
+        try:
+            yield
+        except Exception as error:
+            first = str(error).partition("\n")[0]
+            self.unjudged[name] = f"looking at it failed, {type(error).__name__}: {first}"
 
     def _answer(self, owner: nn.Module, name: str) -> None:
         """Let the calls of a converted module be told of; a watch that is on stays."""
@@ -81,8 +94,9 @@ class Observation:
             return
 
         def see(kind: str, f: Callable[..., Any], args: Any, kwargs: Any, site: Any) -> Any:
-            if site is not None:
-                self._see_call(name, kind, f, args, kwargs, site)
+            with self._spared(f"{name}:{kind}"):
+                if site is not None:
+                    self._see_call(name, kind, f, args, kwargs, site)
             return f(*args, **kwargs)
 
         vars(owner)["tg_watch"] = _Inert(see)
