@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from threshold_gating import kernels
 from threshold_gating.conversion import recomputing, sites
 from threshold_gating.conversion.plan import ConversionError, Site, calling_line
-from threshold_gating.nn.spec import Elementwise, Holder, Spec, at_start, attach, detach
+from threshold_gating.nn.spec import Elementwise, Holder, Spec, at_start, attach, detach, gate_names
 
 LEAVE = "*"  # in a plan: every call is left alone
 # Values and not keys are weak: a subclass keeps its base alive, so weak keys would never go.
@@ -170,24 +170,36 @@ def _rebuild(base: type, plan: Any) -> Any:
 
 
 def _graph_copy(self: Any, memo: dict[int, Any]) -> Any:
-    plan = copy.deepcopy(self.tg_sites, memo)
-    return _owned_as(copy.deepcopy(_as_before(self), memo), plan)
+    plan, gates = copy.deepcopy((self.tg_sites, _tensors_of(self)), memo)
+    return _owned_as(copy.deepcopy(_as_before(self), memo), plan, gates)
 
 
 def _graph_reduce(self: Any, protocol: Any) -> Any:
-    return _owned_again, (_as_before(self).__reduce_ex__(protocol)[:2], self.tg_sites)
+    made = _as_before(self).__reduce_ex__(protocol)[:2]
+    return _owned_again, (made, self.tg_sites, _tensors_of(self))
 
 
-def _owned_again(made: tuple[Callable[..., Any], tuple[Any, ...]], plan: Any) -> Any:
+def _tensors_of(module: Any) -> dict[str, Any]:
+    """The tensors of gates, which are in no graph and would be left behind."""
+    names = list(gate_names(module))
+    held = {**module._parameters, **module._buffers}
+    return {name: held[name] for name in names if name in held}
+
+
+def _owned_again(
+    made: tuple[Callable[..., Any], tuple[Any, ...]], plan: Any, gates: dict[str, Any]
+) -> Any:
     make, given = made
-    return _owned_as(make(*given), plan)
+    return _owned_as(make(*given), plan, gates)
 
 
-def _owned_as(module: Any, plan: Any) -> Any:
-    """A new graph module, which has not the hooks of the one that it was made from."""
+def _owned_as(module: Any, plan: Any, gates: dict[str, Any]) -> Any:
+    """A new graph module, which has not the hooks and gates of the one that it was made from."""
     from threshold_gating.conversion.apply import count_calls  # it imports this module
 
     intercept_calls(module, plan)
+    for name, t in gates.items():
+        (module._parameters if name in module._parameters else module._buffers)[name] = t
     count_calls(module)
     return module
 
