@@ -9,6 +9,7 @@ import sys
 import warnings
 from pathlib import Path
 
+import learning
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,7 +17,6 @@ from torch import nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
-import learning
 import threshold_gating as tg
 from threshold_gating import GateConfig, kernels
 from threshold_gating.conversion import (
@@ -257,10 +257,14 @@ def test_an_axis_that_nobody_knows_is_refused_with_the_shape_and_can_be_said():
     x = torch.randn(2, 5, 4)
     with pytest.raises(ConversionError, match=r"shape \(2, 5, 4\).*GateConfig\(axis=1\)"):
         convert(Sequence(), inputs=x, train="theta", share="channel")
-    said = convert(Sequence(), {":relu#0": GateConfig(axis=1)}, inputs=x, train="theta", share="channel")
+    said = convert(
+        Sequence(), {":relu#0": GateConfig(axis=1)}, inputs=x, train="theta", share="channel"
+    )
     assert tuple(said.tg_relu_0_dtheta.shape) == (1, 5)
     with pytest.raises(ConversionError, match=r"shape \(2, 5, 4\) has no axis 3"):
-        convert(Sequence(), {":relu#0": GateConfig(axis=3)}, inputs=x, train="theta", share="channel")
+        convert(
+            Sequence(), {":relu#0": GateConfig(axis=3)}, inputs=x, train="theta", share="channel"
+        )
 
 
 def test_an_input_of_another_size_than_its_gates_is_refused_with_its_shape():
@@ -585,7 +589,9 @@ def test_blocks_that_differ_in_their_values_share_one_graph():
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     x = torch.randn(3, 4)
-    model = quietly(nn.Sequential(*(Block() for _ in range(4))), inputs=x, train=BOTH, share="channel")
+    model = quietly(
+        nn.Sequential(*(Block() for _ in range(4))), inputs=x, train=BOTH, share="channel"
+    )
     for block in model:
         block.compile(backend="eager", fullgraph=True)
     with torch._dynamo.config.patch(error_on_recompile=True):
