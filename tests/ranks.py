@@ -69,8 +69,15 @@ class Plain(nn.Module):
         return self.out(F.silu(x) * x.sigmoid() + torch.tanh(x))
 
 
-def converted():
-    return tg.convert(Plain(), inputs=data(1)[0][0])
+def converted(**options):
+    return tg.convert(Plain(), inputs=data(1)[0][0], **options)
+
+
+def learning():
+    """The same, with gates that learn: modules, and calls of a module, in parameters of its own."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # ReLU has no sharpness to learn, which is said
+        return converted(train=("tau", "theta"), share="channel")
 
 
 def optimizer_of(model):
@@ -125,9 +132,14 @@ def main(folder):
     rank, ranks = dist.get_rank(), dist.get_world_size()
     out = {"ranks": ranks}
 
-    for name, model in (("ddp", network()), ("ddp, converted", converted())):
+    networks = {"ddp": network(), "ddp, converted": converted(), "ddp, learning": learning()}
+    for name, model in networks.items():
         parallel = DistributedDataParallel(model)
         out[name] = losses(parallel, optimizer_of(parallel), data(), rank, ranks)
+
+    model = fully_shard(learning())
+    out["fsdp, learning"] = losses(model, optimizer_of(model), data(), rank, ranks)
+    out["fsdp, learning: parameters"] = described(model)
 
     model = sharded(MixedPrecisionPolicy())
     optimizer = optimizer_of(model)

@@ -234,6 +234,17 @@ def test_a_converted_network_on_two_processes_has_the_losses_of_the_original_on_
     )
 
 
+@pytest.mark.parametrize("way", ["ddp, learning", "fsdp, learning"])
+def test_calls_whose_gates_learn_have_on_two_processes_the_losses_of_one(way, shared_out):
+    model = ranks.learning()
+    want = torch.tensor(ranks.losses(model, ranks.optimizer_of(model), ranks.data()))
+    torch.testing.assert_close(torch.tensor(shared_out[0][way]), want, **SAME)
+    assert all(p.count_nonzero() for p in gate_parameters(model).values())
+    kinds = shared_out[0]["fsdp, learning: parameters"]
+    assert set(kinds) == {name for name, _ in model.named_parameters()}
+    assert {(dtype, kind) for dtype, _, kind in kinds.values()} == {("torch.float32", "DTensor")}
+
+
 @pytest.mark.parametrize("way", ["ddp", "fsdp"])
 def test_two_processes_have_the_losses_of_one(way, shared_out, alone):
     torch.testing.assert_close(torch.tensor(shared_out[0][way]), alone, **SAME)
