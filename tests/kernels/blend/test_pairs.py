@@ -18,7 +18,7 @@ from threshold_gating.kernels.blend import cpu, steps
 from threshold_gating.kernels.blend import function as blending
 from threshold_gating.kernels.product import formula, function
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 SHAPES = [(1, 1), (1, 63), (1003, 3), (5, 7, 3, 5)]
