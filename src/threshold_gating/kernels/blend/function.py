@@ -20,6 +20,7 @@ from threshold_gating.kernels.blend.graph import Graph
 from threshold_gating.kernels.blend.steps import plain, steps
 from threshold_gating.kernels.lowering import Op, lowered, overwritten
 from threshold_gating.kernels.structure import (
+    Gate,
     Role,
     Rows,
     Shape,
@@ -181,10 +182,9 @@ def _gates(
     name: str,
 ) -> Tensor:
     """The gates by the engine that the backend has for x."""
-    by: Engine = engine(x, name) if structure.fused and x.numel() else "plain"
-    # with and without gradients alike, so that both have the same bits
-    if by == "cpu" and structure.hard and x.numel() <= _FEW:
-        by = "plain"
+    by: Engine = "plain"
+    if structure.fused and not _is_few(x, structure, name):
+        by = engine(x, name)
     if up is not None:
         if by not in ("triton", "graph") or v is not None or not _alike(up, x):
             return _gates(x, structure, held, shape, v, None, name) * up
@@ -204,6 +204,18 @@ def _gates(
     if structure.jumps and torch.is_grad_enabled():
         y = primitive.straight_through(x, y, rows.theta, rows.s, rows.c)
     return y
+
+
+def _is_few(x: Tensor, structure: Structure, name: str) -> bool:
+    """Whether the formulas of the reference are the fastest.
+
+    Asked before the engine, which at 64 elements takes a tenth of the call, and with and without
+    gradients alike, so that both have the same bits.
+    """
+    n = x.numel()
+    if n == 0 or torch.compiler.is_compiling():  # there a question of sizes would compile again
+        return n == 0
+    return structure.gate == Gate.HARD and x.is_cpu and n <= _FEW and name != "triton"
 
 
 def _alike(other: Any, x: Tensor) -> bool:
