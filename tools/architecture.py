@@ -60,6 +60,7 @@ HELD_BY = {
     "logits.py": "nn/test_attention.py",
     "nn/rnn_steps.py": "nn/test_rnn.py",
     "nn/tying.py": "nn/test_dense.py",
+    "primitive/soft.py": "test_primitive.py",
     "show/css.py": "show/test_page.py",
     "show/svg.py": "show/test_page.py",
     "theory/explanation.py": "theory/test_claims.py",

@@ -332,7 +332,7 @@ def _powers(x, tau, middle, w, K: tl.constexpr):
 
 @triton.jit
 def _exponentials(x, tau, theta, K: tl.constexpr, GATE: tl.constexpr):
-    """exp(l_k - max l) of the running sums of the arguments; see `primitive.relative_logits`."""
+    """exp(l_k - max l) of the running sums of the arguments; see `soft.relative_logits`."""
     u, left = (), (tl.zeros_like(x),)
     for k in tl.static_range(K - 1):
         z = (x - theta[k]) * (tau[k if GATE == OWN_TAUS else 0] * LOG2E)

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from threshold_gating import primitive
 from threshold_gating.kernels.structure import Gate, Rows, Structure, Wanted
-from threshold_gating.primitive import Value
+from threshold_gating.primitive import Value, soft
 
 AUDITED_AS = "gates"  # see conversion.audit
 
@@ -112,7 +112,7 @@ def forward(
         parts, share = _parts(x, p.tau, p.theta, room)
         slope, constant = (_mean(parts, w, room, share) for w in (p.s, p.c))
         if isinstance(slope, Tensor) and not math.isfinite(float(v.sum())):
-            v = primitive.settled(v, slope)
+            v = soft.settled(v, slope)
     elif structure.gate == Gate.CENTRED and all(map(_is_balanced, (p.s, p.c))):
         swing = _tanh_(_argument(x, p.tau[0], p.theta[0], 0.5, room))
         lines = [((w[0] + w[1]) / 2, (w[1] - w[0]) / 2) for w in (p.c, p.s)]
@@ -490,7 +490,7 @@ def _exponentials(
     arguments = [_argument(x, t, th, _LOG2E, room) for t, th in zip(taus, theta, strict=True)]
     if not _are_in_order(theta):
         most = torch.finfo(x.dtype).max / (4 * len(theta))  # no sum of them overflows
-        logits = primitive.relative_logits([_clamp_(u, -most, most) for u in arguments])
+        logits = soft.relative_logits([_clamp_(u, -most, most) for u in arguments])
         return [logit.exp2_() for logit in logits]
     bound = UNDERFLOW[x.dtype]
     logits = []
