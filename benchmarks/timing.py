@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import itertools
 import os
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -34,7 +34,7 @@ Rounds = dict[str, list[float]]  # milliseconds of each contender
 ROUNDS, CORES = 5, 16
 # By whether the work is slow: milliseconds of a round on a GPU, least runs on a CPU.
 REP, RUNS = {False: 20, True: 400}, {False: 40, True: 9}
-AT_LEAST_MS = 300  # of all runs on a CPU, of each contender
+AT_LEAST_MS, MOST_RUNS = 300, 4000  # of a contender on a CPU
 FAMILIES = {pair.family for pair in PAIRS.values()}
 
 
@@ -218,7 +218,7 @@ def _least(contenders: Contenders, slow: bool) -> Rounds:
     with _keeping_memory():
         for f in (*contenders.values(), *contenders.values()):
             f()
-        for i in itertools.count():
+        for i in range(MOST_RUNS):
             for name, f in _in_turn(contenders, i):
                 start = time.process_time()
                 f()
@@ -260,7 +260,7 @@ def peak(f: Callable[[], Any], device: str) -> float:
         f()
     seen: Any = record.profiler
     events = [e for e in seen.kineto_results.events() if e.name() == "[memory]"]
-    held = itertools.accumulate(e.nbytes() for e in sorted(events, key=lambda e: e.start_ns()))
+    held = accumulate(e.nbytes() for e in sorted(events, key=lambda e: e.start_ns()))
     return max(held, default=0) / 2**20
 
 
