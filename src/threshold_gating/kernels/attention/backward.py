@@ -16,7 +16,6 @@ import triton.language as tl
 from threshold_gating.kernels.attention.tiles import (
     ADD,
     INF,
-    LOG2E,
     NONE,
     exponent_of,
     factor_of,
@@ -26,6 +25,7 @@ from threshold_gating.kernels.attention.tiles import (
     store_rows,
     visible,
 )
+from threshold_gating.kernels.instructions import LOG2E
 
 
 @triton.jit

@@ -13,8 +13,6 @@ import triton.language as tl
 from threshold_gating.kernels.attention.tiles import (
     ADD,
     INF,
-    INTERPRETED,
-    LOG2E,
     NONE,
     finite,
     key_range,
@@ -23,6 +21,7 @@ from threshold_gating.kernels.attention.tiles import (
     queries_of_program,
     store_rows,
 )
+from threshold_gating.kernels.instructions import INTERPRETED, LOG2E
 
 COUNT: tl.constexpr = tl.constexpr(262144)  # far above every place in a tile
 LANES: tl.constexpr = tl.constexpr(4)  # `pairs`: lane l holds columns 2 l and 2 l + 1 of every 8

@@ -7,7 +7,6 @@ import triton.language as tl
 
 from threshold_gating.kernels.attention.tiles import (
     INF,
-    INTERPRETED,
     NONE,
     finite,
     key_range,
@@ -16,22 +15,7 @@ from threshold_gating.kernels.attention.tiles import (
     queries_of_program,
     store_rows,
 )
-
-
-@triton.jit
-def log2(x):
-    """One instruction, 2e-7 from exact, where tl.log2 takes twenty."""
-    if INTERPRETED:
-        return tl.log2(x)
-    return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
-
-
-@triton.jit
-def reciprocal(x):
-    """One instruction, 1 ulp from exact; 0 for inf."""
-    if INTERPRETED:
-        return 1.0 / x
-    return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
+from threshold_gating.kernels.instructions import inverse, log2
 
 
 @triton.jit
@@ -51,7 +35,7 @@ def gates_sweep(
         z = (z - m1[:, None]) * unit  # (BLOCK_M, BLOCK_N)
         # log2(1 + rel - e) for every i: at the peak 1 - e is exactly 0, and rel is left
         theta = log2(rel[:, None] + tl.maximum(1.0 - tl.exp2(z), 0.0))
-        p = reciprocal(1.0 + tl.exp2(theta - z))  # sigma(z - theta)
+        p = inverse(1.0 + tl.exp2(theta - z))  # sigma(z - theta)
         v = load_rows(v_base, v_row, start, keys, BLOCK_N, DV, BLOCK_DV, EDGE).to(DOT)
         acc = tl.dot(p.to(DOT), v, acc, input_precision=PRECISION)  # (BLOCK_M, BLOCK_DV)
     return acc

@@ -6,18 +6,15 @@ Logits are kept as the bare product q k and in base 2: `unit` = scale * tau * lo
 difference of them into an exponent. With an added mask they are scaled at once and `unit` is 1.
 """
 
-import os
-
 import triton
 import triton.language as tl
 
-INTERPRETED: tl.constexpr = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
-LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+from threshold_gating.kernels.attention.launch import Mask
+from threshold_gating.kernels.instructions import LOG2E, constants
+
+NONE, KEEP, ADD = constants(Mask)
 INF: tl.constexpr = tl.constexpr(float("inf"))
 LOWEST: tl.constexpr = tl.constexpr(-1e14)  # swallows every logit and is finite
-NONE: tl.constexpr = tl.constexpr(0)  # kinds of mask
-KEEP: tl.constexpr = tl.constexpr(1)  # boolean
-ADD: tl.constexpr = tl.constexpr(2)  # floating point
 
 
 @triton.jit
