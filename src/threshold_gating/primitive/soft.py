@@ -181,6 +181,11 @@ class _Times(_Function):
         return dy
 
 
+def _slope(u: Tensor) -> Tensor:
+    """Of the sigmoid."""
+    return sigmoid(u) * sigmoid(-u)
+
+
 @_with_dual()
 class _Sigmoid(_Function):
     @staticmethod
@@ -190,13 +195,11 @@ class _Sigmoid(_Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Tensor:
-        (u,) = ctx.saved_tensors
-        return _within_range(dy) * (sigmoid(u) * sigmoid(-u))
+        return _within_range(dy) * _slope(*ctx.saved_tensors)
 
     @staticmethod
     def tangent(ctx: Any, du: Tensor) -> Tensor:
-        (u,) = ctx.saved_tensors
-        return du * (sigmoid(u) * sigmoid(-u))
+        return du * _slope(*ctx.saved_tensors)
 
 
 @_with_dual()
@@ -210,11 +213,11 @@ class _Swing(_Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Tensor:
-        return 2 * _Sigmoid.backward(ctx, dy)
+        return 2 * _within_range(dy) * _slope(*ctx.saved_tensors)
 
     @staticmethod
     def tangent(ctx: Any, du: Tensor) -> Tensor:
-        return 2 * _Sigmoid.tangent(ctx, du)
+        return 2 * du * _slope(*ctx.saved_tensors)
 
 
 @_with_dual(keeps_output=True)
