@@ -11,19 +11,17 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from threshold_gating import kernels, primitive
+from benchmarks.subjects import Attention, Gates, Product, Shape, Tensors, exactly, learned
+from threshold_gating import kernels
 from threshold_gating.instance import TG
-from threshold_gating.nn import Activation, Conv2d, Linear, attention
+from threshold_gating.nn import Activation
 from threshold_gating.taxonomy import TAXONOMY
 
-Shape = tuple[int, ...]
-Tensors = dict[str, Tensor]  # by name; several rows of one parameter are "theta 0", "theta 1"
 Function = Callable[[Tensors], Any]  # gives y, or tensors by name
 
 # Largest error against float64 over the largest value, for one rounding: 1e-5 is for sums of a
@@ -82,7 +80,7 @@ class Pair:
 
 def disagreement(pair: Pair, inputs: Tensors, kernel: Function | None = None) -> dict[str, float]:
     """Largest error of values and of each gradient against float64, over the largest of them."""
-    exact = {name: _exactly(t) for name, t in inputs.items()}
+    exact = {name: exactly(t) for name, t in inputs.items()}
     want = _found(pair.reference, exact, inputs)
     have = _found(kernel or pair.kernel, inputs, inputs)
     x = next(iter(exact.values())).detach()
@@ -103,10 +101,6 @@ def disagreement(pair: Pair, inputs: Tensors, kernel: Function | None = None) ->
 _SUMS = ("dtau", "dtheta", "ds ", "dc ")
 
 
-def _exactly(t: Tensor) -> Tensor:
-    return t.detach().double().requires_grad_(t.requires_grad) if t.is_floating_point() else t
-
-
 def _found(f: Function, given: Tensors, like: Tensors) -> Tensors:
     """Values of f and its gradients, for random gradients of what it gives."""
     given_back = f(given)
@@ -122,224 +116,6 @@ def _found(f: Function, given: Tensors, like: Tensors) -> Tensors:
     of = [*learned.values()]
     grads = torch.autograd.grad([*ways.values()], of, slopes, materialize_grads=True)
     return found | {f"d{name}": g for name, g in zip(learned, grads, strict=True)}
-
-
-NAMES = ("tau", "theta", "s", "c")
-
-# The gates of one instance: elementwise, from tensors as they are and from a module
-
-
-@dataclass(frozen=True)
-class Gates:
-    """An instance whose parameters are drawn near its own, shared as `share` says (axis 1).
-
-    `other` names a second input: "v", which the branches read, or "up", which multiplies y.
-    """
-
-    t: TG
-    share: str = "layer"
-    other: str = ""
-
-    def draw(self, shape: Shape, dtype: torch.dtype, device: Any) -> Tensors:
-        x = torch.randn(shape, device=device).mul(3).to(dtype)
-        found = {"x": x, **({self.other: torch.randn_like(x)} if self.other else {})}
-        return _learned(found | self.parameters(shape, device))
-
-    def parameters(self, shape: Shape, device: Any, names: Sequence[str] = NAMES) -> Tensors:
-        """Rows by name, in shapes that broadcast against x."""
-        after = (1,) * (len(shape) - 2)
-        group = {"layer": (), "channel": (1, *shape[1:2], *after), "neuron": (1, *shape[1:])}
-        return {
-            f"{name} {k}": torch.rand(group[self.share], device=device).mul(0.1) + value
-            for name in names
-            for k, value in enumerate(self.rows({}, name))
-        }
-
-    def rows(self, w: Tensors, name: str) -> list[Any]:
-        """The rows of one parameter: tensors, or the numbers of the instance."""
-        number = getattr(self.t, name) if name != "tau" or not self.t.hard else ()
-        numbers = number if isinstance(number, tuple) else (number,)
-        return [row for key, row in w.items() if key.split()[0] == name] or [*numbers]
-
-    def values(self, w: Tensors) -> tuple[Any, list[Any], list[Any], list[Any]]:
-        """tau, theta, s, c as `primitive.blend` takes them."""
-        tau, theta, s, c = (self.rows(w, name) for name in NAMES)
-        return tau if len(tau) > 1 else tau[0] if tau else math.inf, theta, s, c
-
-    def options(self) -> dict[str, Any]:
-        """What is no tensor; tanh is evaluated about its middle."""
-        return {"owner": self.t.owner, "centred": self.t == TAXONOMY["tanh"]}
-
-    def reference(self, w: Tensors) -> Tensor:
-        y = primitive.blend(w["x"], *self.values(w), v=w.get("v"), **self.options())
-        return w["up"] * y if "up" in w else y
-
-    def kernel(self, w: Tensors) -> Tensor:
-        if "up" in w:
-            return kernels.blend(w["x"], *self.values(w), up=w["up"], **self.options())
-        return kernels.blend(w["x"], *self.values(w), v=w.get("v"), **self.options())
-
-    def module(self, w: Tensors) -> Tensor:
-        """The same by a learned `Activation`, which holds its tensors whole."""
-        return self.applied(self.activation(w), w)
-
-    def activation(self, w: Tensors) -> Activation:
-        x, share = w["x"], cast(Any, self.share)
-        channels = {"layer": None, "channel": x.shape[1], "neuron": tuple(x.shape[1:])}[share]
-        learned = NAMES[1:] if self.t.hard else NAMES
-        return Activation(self.t, share=share, channels=channels, train=learned, device=x.device)
-
-    def applied(self, act: Activation, w: Tensors) -> Tensor:
-        y: Tensor = torch.func.functional_call(act, self.held(act, w), (w["x"],))
-        return y
-
-    def held(self, act: Activation, w: Tensors, prefix: str = "") -> Tensors:
-        """The parameters as the module `act` holds them."""
-
-        def stacked(name: str) -> Tensor:
-            shape = act.s.shape[1:]
-            rows = self.rows(w, name)
-            whole = (r if isinstance(r, Tensor) else act.s.new_full(shape, r) for r in rows)
-            return torch.stack([row.reshape(shape) for row in whole])
-
-        theta, found = stacked("theta"), {"s": stacked("s"), "c": stacked("c")}
-        found["dtheta"] = theta - act.theta0
-        if self.t.hard:  # it holds the values of the branches at their thresholds
-            found["v"] = found["c"] + found["s"] * torch.cat([theta[:1], theta])
-        else:
-            found["rho"] = (stacked("tau").view_as(act.tau0) / act.tau0).log()
-        return {prefix + name: found[name] for name, _ in act.named_parameters()}
-
-
-def _learned(tensors: Tensors) -> Tensors:
-    return {name: t.requires_grad_() for name, t in tensors.items()}
-
-
-# Tier W
-
-
-@dataclass(frozen=True)
-class Product:
-    """Gates shared by the outputs, then a matrix or a convolution for each branch.
-
-    Without `derived` nothing is differentiated, which one vector under hard gates needs.
-    """
-
-    gates: Gates
-    derived: bool = True
-    outputs: int = 5
-
-    def draw(self, shape: Shape, dtype: torch.dtype, device: Any) -> Tensors:
-        kernel, K = (3,) * (len(shape) - 2), self.gates.t.K
-        x = torch.randn(shape, device=device).to(dtype)
-        x = x.to(memory_format=torch.channels_last) if kernel else x
-        scale = (shape[1] * K) ** -0.5
-        found = {
-            "x": x,
-            "weight": torch.randn(self.outputs, K, shape[1], *kernel, device=device).mul(scale),
-            "bias": torch.randn(self.outputs, device=device),
-        }
-        found = {name: t.to(dtype) for name, t in found.items()}
-        found |= self.gates.parameters(shape, device, self._train())
-        return _learned(found) if self.derived else found
-
-    def _train(self) -> tuple[str, ...]:
-        return ("theta", "c") if self.gates.t.hard else ("tau", "theta")
-
-    def reference(self, w: Tensors) -> Tensor:
-        """sum_k W_k (g_k(x) (s_k x + c_k)) + b, a branch after the other."""
-        tau, theta, s, c = self.gates.values(w)
-        y: Any = 0.0
-        for k, weight in enumerate(w["weight"].unbind(1)):
-            alone = [[row * (j == k) for j, row in enumerate(rows)] for rows in (s, c)]
-            phi = primitive.blend(w["x"], tau, theta, *alone, owner=self.gates.t.owner)
-            bias = w["bias"] if k == 0 else None
-            y = y + _linear(phi, weight, bias)
-        return y  # type: ignore[no-any-return]
-
-    def module(self, w: Tensors) -> Tensor:
-        x, weight, gates = w["x"], w["weight"], self.gates
-        make = functools.partial(Conv2d, kernel_size=3, padding=1) if x.dim() > 2 else Linear
-        layer = make(
-            x.shape[1], len(weight), init=gates.t, share=cast(Any, gates.share),
-            train=self._train(), device=x.device, dtype=x.dtype,
-        )  # fmt: skip
-        given = {"weight": weight, "bias": w["bias"], **gates.held(layer.gate, w, "gate.")}
-        with torch.set_grad_enabled(self.derived):
-            y: Tensor = torch.func.functional_call(layer, given, (x,))
-        return y
-
-
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return F.linear(x, weight, bias) if x.dim() == 2 else F.conv2d(x, weight, bias, padding=1)
-
-
-# Attention
-
-
-@dataclass(frozen=True)
-class Attention:
-    """softmax(scale tau Q K^T + mask) V one way, or with the statistics of its rows of logits."""
-
-    way: str
-    causal: bool = False
-    mask: str = ""  # "keep" chosen pairs, "add" to their logits
-    temperature: bool = False
-    shared: int = 1  # heads of queries for one of keys
-
-    def draw(self, shape: Shape, dtype: torch.dtype, device: Any) -> Tensors:
-        batch, heads, length, size = shape
-        keys = (batch, heads // self.shared, length, size)
-        drawn = (("q", shape), ("k", keys), ("v", keys))
-        found = {name: torch.randn(each, device=device).to(dtype) for name, each in drawn}
-        if self.temperature:
-            found["tau"] = torch.rand(heads, device=device) + 0.5
-        found = _learned(found)
-        if self.mask:
-            drawn_mask = torch.randn(length, length, device=device)
-            found["mask"] = drawn_mask > -1 if self.mask == "keep" else drawn_mask.to(dtype)
-        return found
-
-    def options(self, w: Tensors) -> dict[str, Any]:
-        gqa = self.shared > 1
-        known = {"attn_mask": w.get("mask"), "is_causal": self.causal, "enable_gqa": gqa}
-        return {**known, "tau": w.get("tau")}
-
-    def reference(self, w: Tensors) -> Any:
-        """By torch's softmax of the logits, written out."""
-        z = self.logits(w)
-        y = z.softmax(-1) @ w["v"].repeat_interleave(self.shared, 1)
-        if self.way in attention.WAYS:
-            return y
-        z = z.detach()
-        m1, m2 = (m.unsqueeze(-1) for m in z.topk(2).values.unbind(-1))
-        others = z.scatter(-1, z.argmax(-1, keepdim=True), -math.inf)
-        T = torch.where(m2.isfinite(), (others - m2).exp().sum(-1, keepdim=True), 0.0)
-        found = {"m1": m1, "m2": m2, "T": T, "z at i1": m1}
-        return {"y": y, **found} if self.way == "statistics" else found
-
-    def logits(self, w: Tensors) -> Tensor:
-        q, k, mask = w["q"], w["k"].repeat_interleave(self.shared, 1), w.get("mask")
-        z: Tensor = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
-        z = z * w["tau"].view(-1, 1, 1) if "tau" in w else z
-        if mask is not None:
-            z = z.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else z + mask
-        before = torch.ones_like(z, dtype=torch.bool).tril()
-        return z.masked_fill(~before, -math.inf) if self.causal else z
-
-    def kernel(self, w: Tensors) -> Any:
-        qkv, options = (w["q"], w["k"], w["v"]), self.options(w)
-        if self.way in attention.WAYS:
-            return attention.scaled_dot_product_attention(*qkv, way=self.way, **options)
-        if self.way == "statistics":
-            y, found = attention.with_statistics(*qkv, **options)
-        else:
-            found = attention.row_statistics(*qkv[:2], **options)
-        z = self.logits({name: _exactly(t) for name, t in w.items()})
-        # the logit at i1: two that are equal to rounding may be taken for each other
-        rows = {"m1": found.m1, "m2": found.m2, "T": found.T, "z at i1": z.gather(-1, found.i1)}
-        rows = {name: t.detach() for name, t in rows.items()}
-        return {"y": y, **rows} if self.way == "statistics" else rows
 
 
 # The table
@@ -409,13 +185,13 @@ def _frozen() -> Iterator[Pair]:
 
     def draw(names: Sequence[str], shape: Shape, dtype: torch.dtype, device: Any) -> Tensors:
         found = {name: torch.randn(shape, device=device).mul(3).to(dtype) for name in names}
-        return _learned(found)
+        return learned(found)
 
     def exact(t: TG, w: Tensors) -> Tensor:
         return t(w["x"]) * w.get("up", 1.0)
 
     def run(t: TG, w: Tensors) -> Tensor:
-        return kernels.evaluate(t, w["x"], up=w.get("up"))
+        return kernels.blend(w["x"], t, up=w.get("up"))
 
     part = functools.partial
     for key, t in known.items():

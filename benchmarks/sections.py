@@ -20,6 +20,7 @@ from benchmarks.conversion import conversion
 from benchmarks.cpu import on_cpu
 from benchmarks.pairs import PAIRS
 from benchmarks.rows import Row, remarks, slope_of, table
+from benchmarks.small_inputs import small_inputs
 from benchmarks.timing import ON_CPU, ON_GPU, Clock, Place, Work, measure
 from benchmarks.training import training
 from benchmarks.units import frozen, gated_units, growth
@@ -78,6 +79,7 @@ def here(smoke: bool) -> Sections:
     place = Place("cpu", None if smoke else torch.compile)
     return {
         "cpu": lambda: on_cpu(elements, place),
+        "small inputs": lambda: small_inputs(range(6, 8 if smoke else 23)),
         "frozen": lambda: frozen((elements,), torch.float32, place),
         "growth": lambda: growth(range(12, 17 if smoke else 25, 2), place),
         "training": lambda: training(place, 2 if smoke else 64),

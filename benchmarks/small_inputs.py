@@ -1,28 +1,19 @@
-"""Small inputs on one thread of a CPU: `auto` may not be slower than `reference` at any size.
-
-    PYTHONPATH=src python -m benchmarks.small_inputs
-
-Each row is a gate, frozen or learned, forward or forward and backward, at one size. The two
-backends take turns, and the smallest of their times is compared: what else runs on the machine only
-adds. Times are those of the thread, so that waiting for a core does not count.
-"""
+"""Small inputs on one thread of a CPU: `auto` may not be slower than `reference` at any size."""
 
 from __future__ import annotations
 
-import sys
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor
 
+from benchmarks.elementwise import PAIRS, gradients
+from benchmarks.timing import Contenders, Work
 from threshold_gating import Activation, kernels
 
-LIMIT = 1.05  # of the better of the two
-SIZES = tuple(2**e for e in range(6, 23, 2))
-GATES = {  # one for each way that gates are evaluated
+LIMIT = 1.05
+GATES: dict[str, tuple[tuple[str, ...], ...]] = {  # what is learned; a row for each way of gates
     "gelu": ((), ("tau", "theta", "s", "c")),
     "quick_gelu": ((), ("tau", "theta")),
     "tanh": (("theta",),),
@@ -31,70 +22,41 @@ GATES = {  # one for each way that gates are evaluated
     "hardtanh": (("theta",),),
     "elu": ((),),
 }
-_ROUNDS, _SECONDS = 15, 2e-3
+# A choice of the backend is made once for so many elements, or it would be timed as well.
+_AT_ONCE, _MOST_CALLS = 2**14, 4
 
 
-class Row(NamedTuple):
-    what: str
-    elements: int
-    auto: float  # seconds
-    reference: float
-
-    @property
-    def ratio(self) -> float:
-        return self.auto / min(self.auto, self.reference)
-
-
-def rows(sizes: tuple[int, ...] = SIZES, rounds: int = _ROUNDS) -> Iterator[Row]:
-    """Every row; `ratio` is to stay below `LIMIT`."""
+def small_inputs(powers: range) -> Iterator[Work]:
+    """Each gate, frozen or learned, forward or with every gradient, at sizes 2^power."""
     for key, trains in GATES.items():
         for train in trains:
-            act = Activation(key, train=train)
-            for n in sizes:
-                x = torch.randn(n)
-                for what, run in (("forward", _forward), ("+ backward", _backward)):
-                    how = f"{key} {'learned' if train else 'frozen'} {what}"
-                    yield Row(how, n, *_times(partial(run, act, x.clone()), rounds))
+            for power in powers:
+                for what, backward in (("forward", False), ("+ backward", True)):
+                    name = f"{key} {'learned' if train else 'frozen'} 2^{power} {what}"
+                    build = partial(_contenders, key, train, 2**power, backward)
+                    calls = _calls(2**power)
+                    yield Work(
+                        "small inputs", name, build, {"reference": LIMIT}, PAIRS,
+                        backward=backward, note=f"{calls} calls" if calls > 1 else "",
+                        slow=power >= 20,
+                    )  # fmt: skip
 
 
-def _forward(act: Activation, x: Tensor) -> None:
-    with torch.no_grad():
-        act(x)
+def _calls(n: int) -> int:
+    return max(1, min(_MOST_CALLS, _AT_ONCE // n))
 
 
-def _backward(act: Activation, x: Tensor) -> None:
-    x = x.detach().requires_grad_()
-    y = act(x)
-    torch.autograd.grad(y, [x, *act.parameters()], x.detach())
+def _contenders(key: str, train: tuple[str, ...], n: int, backward: bool) -> Contenders:
+    act, x = Activation(key, train=train), torch.randn(n)
+    call: Callable[[], Any] = partial(act, x)
+    if backward:
+        x, dy = x.requires_grad_(), torch.randn(n)
+        call = partial(gradients, act, [x], [x, *act.parameters()], dy)
+    ways: dict[str, kernels.Backend] = {"ours": "auto", "reference": "reference"}
+    return {name: partial(_repeated, call, way, _calls(n)) for name, way in ways.items()}
 
 
-def _times(f: Callable[[], None], rounds: int) -> tuple[float, float]:
-    best = [float("inf")] * 2
-    count = 1
-    for _ in range(rounds):
-        for k, name in enumerate(("auto", "reference")):
-            with kernels.use(name):  # type: ignore[arg-type]
-                f()
-                start = time.thread_time()
-                for _ in range(count):
-                    f()
-                took = (time.thread_time() - start) / count
-            best[k] = min(best[k], took)
-        count = max(1, min(200, round(_SECONDS / max(best))))
-    return best[0], best[1]
-
-
-def main() -> int:
-    torch.set_num_threads(1)
-    slow = 0
-    for row in rows():
-        mark = "" if row.ratio <= LIMIT else "  above the limit"
-        slow += bool(mark)
-        us = f"{row.auto * 1e6:10.1f} {row.reference * 1e6:10.1f}"
-        print(f"{row.what:32} {row.elements:8} {us} {row.ratio:6.2f}{mark}", flush=True)
-    print(f"limit {LIMIT} of the better of auto and reference: {slow} above it")
-    return int(slow > 0)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def _repeated(call: Callable[[], Any], way: kernels.Backend, calls: int) -> None:
+    with kernels.use(way):
+        for _ in range(calls):
+            call()

@@ -77,7 +77,8 @@ def _process(**more):
     """A function that runs one of `programs`, which ends by printing ok, with this environment."""
     pytest.importorskip("triton")
     here = Path(__file__).parent
-    folders = [here.parent, here / "kernels", here / "benchmarks", os.environ.get("PYTHONPATH", "")]
+    rooms = (p for p in (here / "kernels").iterdir() if p.is_dir())
+    folders = [here.parent, *rooms, here / "benchmarks", os.environ.get("PYTHONPATH", "")]
 
     def run(program, *words):
         env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}

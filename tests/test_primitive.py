@@ -446,3 +446,14 @@ def test_bad_input_is_answered_with_what_would_work(error, call, message):
 def test_a_slope_of_zero_on_both_sides_meets_no_infinity():
     x = torch.tensor([-math.inf, 0.0, math.inf])
     assert blend(x, 2.0, (0.0,), (0.0, 0.0), (-1.0, 1.0)).tolist() == [-1.0, 0.0, 1.0]
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("key", ["silu", "tanh", "mish"])  # a sigmoid, about the midpoint, K = 3
+def test_soft_gates_are_traced_whole_with_their_derivatives(key):
+    """Dynamo reads the backward of each function, and refuses one that calls another's."""
+    t, x = TAXONOMY[key], torch.randn(6, requires_grad=True)
+    torch._dynamo.reset()
+    have, want = torch.compile(t, fullgraph=True, backend="eager")(x), t(x)
+    torch.testing.assert_close(have, want)
+    torch.testing.assert_close(*(torch.autograd.grad(y.sum(), x)[0] for y in (have, want)))

@@ -16,6 +16,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -196,21 +197,15 @@ def measure(t: TG, f: Callable[[Tensor], Tensor]) -> Error:
     """
     x = torch.linspace(-60, 60, 240_001, dtype=torch.float64)
     far = torch.logspace(math.log10(60), 4, 1000, dtype=torch.float64)
-    sup = max((t(z) - f(z)).abs().max().item() for z in (x, far, -far, *_openings(t)))
+    taus = t.tau if isinstance(t.tau, tuple) else (t.tau,) * len(t.theta)
+    steps = torch.linspace(-40, 40, 2001, dtype=torch.float64)
+    soft = [at + steps / tau for tau, at in zip(taus, t.theta, strict=True) if tau < INF]
+    sup = max((t(z) - f(z)).abs().max().item() for z in (x, far, -far, *soft))
     x = torch.linspace(-12, 12, 48_001, dtype=torch.float64)
     weight = torch.exp(-(x**2) / 2)
     weight = weight / weight.sum()
     rms, size = ((weight * z**2).sum().sqrt().item() for z in (t(x) - f(x), f(x)))
     return Error(sup, rms, rms / size if size else (math.inf if rms else 0.0))
-
-
-def _openings(t: TG) -> Iterator[Tensor]:
-    """Points around each soft threshold, as close as its gate is sharp."""
-    taus = t.tau if isinstance(t.tau, tuple) else (t.tau,) * len(t.theta)
-    steps = torch.linspace(-40, 40, 2001, dtype=torch.float64)
-    for tau, theta in zip(taus, t.theta, strict=True):
-        if tau < INF:
-            yield theta + steps / tau
 
 
 # What torch, transformers and timm call a row. Tests compare each with their function of that name.
@@ -273,21 +268,13 @@ def name_of(t: TG) -> str | None:
     return next((key for key, known in TAXONOMY.items() if known == t), None)
 
 
-def _gelu_tanh(x: Tensor) -> Tensor:
-    return F.gelu(x, approximate="tanh")
-
-
 def _quick_gelu(x: Tensor) -> Tensor:
     return x * torch.sigmoid(1.702 * x)
 
 
+_gelu_tanh = partial(F.gelu, approximate="tanh")
+_softplus = partial(F.softplus, threshold=50)  # torch's default switches to x at 20, off by 2e-9
 _SELU = (1.6732632423543772, 1.0507009873554805)  # torch's alpha and scale
-
-
-def _softplus(x: Tensor) -> Tensor:
-    return F.softplus(x, threshold=50)  # torch's default switches to x at 20, off by 2e-9
-
-
 _VACUOUS = "equal branches: the clamp is the nonlinearity, the gate does nothing"
 _OUTER = ("lo", "hi")
 

@@ -1,25 +1,41 @@
-"""The row of small inputs: both backends are timed, and what is above the limit is said."""
+"""The rows of small inputs: both backends run, at every size, and what is above the limit is said."""
+
+import pytest
+from small import FAKE
 
 from benchmarks import small_inputs
-from benchmarks.small_inputs import LIMIT, Row
+from benchmarks.sections import here
+from benchmarks.timing import Clock, measure
+from threshold_gating import Activation, kernels
 
 
-def test_every_gate_is_timed_in_both_backends(monkeypatch):
+def test_every_gate_is_timed_by_both_backends(monkeypatch):
     monkeypatch.setattr(small_inputs, "GATES", {"silu": (("tau",),), "relu": (("theta",),)})
-    found = list(small_inputs.rows(sizes=(64,), rounds=1))
-    assert [row.what for row in found] == [
-        "silu learned forward",
-        "silu learned + backward",
-        "relu learned forward",
-        "relu learned + backward",
+    seen, forward = [], Activation.forward
+    monkeypatch.setattr(
+        Activation, "forward", lambda act, x: seen.append(kernels.backend()) or forward(act, x)
+    )
+    works = list(small_inputs.small_inputs(range(6, 7)))
+    rows = [row for work in works for row in measure(work, FAKE)]
+    assert [row.work for row in rows] == [
+        "silu learned 2^6 forward",
+        "silu learned 2^6 + backward",
+        "relu learned 2^6 forward",
+        "relu learned 2^6 + backward",
     ]
-    assert all(row.auto > 0 and row.reference > 0 and row.ratio >= 1 for row in found)
+    assert {row.failed for row in rows} == {""}
+    # four calls make one time, and the clock of the tests asks for two times of each
+    assert seen == 8 * (4 * ["auto"] + 4 * ["reference"])
 
 
-def test_a_row_above_the_limit_fails(monkeypatch, capsys):
-    for auto, code in ((1.04, 0), (1.06, 1)):
-        monkeypatch.setattr(small_inputs, "rows", lambda auto=auto: [Row("silu", 64, auto, 1.0)])
-        assert small_inputs.main() == code
-        assert ("above the limit" in capsys.readouterr().out.splitlines()[0]) == bool(code)
-    assert Row("silu", 64, 1.0, 2.0).ratio == 1  # faster than the reference is as good as equal
-    assert LIMIT == 1.05
+@pytest.mark.parametrize(("ours", "verdict"), [(1.04, "ok"), (1.06, "MISSED")])
+def test_a_row_above_the_limit_is_missed(ours, verdict):
+    clock = Clock("", lambda contenders, slow: {"ours": [ours], "reference": [1.0]}, None)
+    (row,) = measure(next(small_inputs.small_inputs(range(6, 7))), clock)
+    assert (row.limit, row.verdict) == (1.05, verdict)
+
+
+def test_every_power_of_two_from_64_to_four_million_has_its_row():
+    names = {work.name for work in here(smoke=False)["small inputs"]()}
+    assert {f"gelu frozen 2^{power} forward" for power in range(6, 23)} <= names
+    assert not any("2^5 " in name or "2^23 " in name for name in names)

@@ -3,6 +3,7 @@
 import os
 import threading
 from functools import partial
+from itertools import accumulate, cycle
 
 import pytest
 import torch
@@ -37,10 +38,20 @@ def test_contenders_take_turns_and_the_least_time_counts(monkeypatch):
     calls, now = [], iter(range(10**6))
     monkeypatch.setattr(timing.time, "process_time", lambda: next(now) ** 2)
     times = timing.ON_CPU.called({n: partial(calls.append, n) for n in ("copy", "ours")}, False)
-    assert calls == ["copy", "ours", "ours", "copy"] * (timing.RUNS[False] // 2 + 1)
-    # each call lasts longer than the one before; the first two rounds read the clock four times
-    assert times == {"copy": [1e3 * (5**2 - 4**2)], "ours": [1e3 * (7**2 - 6**2)]}
+    # twice before the clock is read
+    turns = ["copy", "ours", "ours", "copy"] * (timing.RUNS[False] // 2)
+    assert calls == ["copy", "ours", "copy", "ours", *turns]
+    # each call lasts longer than the one before
+    assert times == {"copy": [1e3 * (1**2 - 0**2)], "ours": [1e3 * (3**2 - 2**2)]}
     assert timing.RUNS[False] >= 15
+
+
+@pytest.mark.parametrize(("ms", "runs"), [(10, 40), (2, 150), (0, 4000)])
+def test_quick_work_has_more_runs_and_an_end(monkeypatch, ms, runs):
+    calls, now = [], accumulate(cycle([1.0, ms / 1e3]))
+    monkeypatch.setattr(timing.time, "process_time", lambda: next(now))
+    timing.ON_CPU.called({"ours": partial(calls.append, 1)}, False)
+    assert len(calls) - 2 == pytest.approx(runs, abs=1)  # seconds are added up in floats
 
 
 def test_on_a_gpu_the_least_of_the_rounds_counts_and_a_slow_one_is_named(monkeypatch):

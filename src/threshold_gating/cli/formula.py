@@ -22,6 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from threshold_gating.taxonomy import ROWS
+
 Function = Callable[[Tensor], Tensor]
 
 LONGEST = 1000  # characters
@@ -45,14 +47,6 @@ class Known(NamedTuple):
         return count >= least - 1 > 0 if self.arguments[-1] == "..." else count == least
 
 
-def _softplus(x: Tensor) -> Tensor:
-    return F.softplus(x, threshold=50)  # torch's default switches to x at 20, off by 2e-9
-
-
-def _gelu_tanh(x: Tensor) -> Tensor:
-    return F.gelu(x, approximate="tanh")
-
-
 def _least(*values: Tensor) -> Tensor:
     return reduce(torch.minimum, values)
 
@@ -72,8 +66,7 @@ FUNCTIONS: dict[str, Known] = {
         "logsigmoid", "mish", "relu", "relu6", "selu", "silu", "softshrink", "softsign",
         "tanhshrink",
     )},
-    "softplus": Known(_softplus),
-    "gelu_tanh": Known(_gelu_tanh),
+    **{name: Known(ROWS[name].f) for name in ("gelu_tanh", "softplus")},
     "min": Known(_least, ("a", "b", "...")),
     "max": Known(_largest, ("a", "b", "...")),
     "clamp": Known(torch.clamp, ("x", "low", "high")),

@@ -30,17 +30,12 @@ def parser() -> argparse.ArgumentParser:
     top = _Parser(prog="tg", description="Neural nonlinearities as one tunable gate.")
     top.add_argument("--version", action="version", version=f"tg {__version__}")
     commands = top.add_subparsers(metavar="COMMAND")
-    for add in (_table, _explain, _convert, _calibrate, _audit, _verify):
+    made = (_table, _explain, _convert, _calibrate, _audit, _verify, _evaluate, _prove, _env, _demo)
+    for add in made:
         add(commands)
-    for add in (_evaluate, _prove, _env, _demo):
-        add(commands)
+    words = "write the result to FILE as JSON; - prints JSON in place of the text"
     for each in commands.choices.values():
-        each.add_argument(
-            "--json",
-            type=_json,
-            metavar="FILE|-",
-            help="write the result to FILE as JSON; - prints JSON in place of the text",
-        )
+        each.add_argument("--json", type=_json, metavar="FILE|-", help=words)
     return top
 
 
@@ -78,13 +73,8 @@ def _table(commands: Any) -> None:
     parser.add_argument(
         "--all", action="store_true", help="every row, then the functions without a row, and why"
     )
-    parser.add_argument(
-        "--format",
-        type=_format,
-        choices=TABLES,
-        default="text",
-        help="form of the table (default: text)",
-    )
+    words = "form of the table (default: text)"
+    parser.add_argument("--format", type=_format, choices=TABLES, default="text", help=words)
 
 
 def _explain(commands: Any) -> None:
@@ -98,12 +88,8 @@ def _explain(commands: Any) -> None:
         help="a name (gelu), an expression in x, or FILE.py:NAME for a function or module of your "
         "own (FILE.py is imported, which runs what it says)",
     )
-    _branches(
-        parser,
-        nargs="+",
-        default=[2, 3, 4, 5],
-        help="numbers of branches to fit with, after WHAT (default: 2 3 4 5)",
-    )
+    words = "numbers of branches to fit with, after WHAT (default: 2 3 4 5)"
+    _branches(parser, nargs="+", default=[2, 3, 4, 5], help=words)
     parser.add_argument(
         "--at", type=_finite, default=0.0, metavar="X", help="centre of the theory (default: 0)"
     )
@@ -136,9 +122,7 @@ def _calibrate(commands: Any) -> None:
         metavar="FILE",
         help="samples along the first axis: a tensor, or several by name (.pt, .safetensors, .npz)",
     )
-    parser.add_argument(
-        "--batch-size", type=int, default=32, metavar="N", help="samples at a time (default: 32)"
-    )
+    _count(parser, "--batch-size", "samples at a time", 32)
     either = parser.add_mutually_exclusive_group()
     _branches(either, help="branches of every site (default: as convert chooses)")
     either.add_argument(
@@ -162,25 +146,14 @@ def _verify(commands: Any) -> None:
 def _evaluate(commands: Any) -> None:
     parser = _command(commands, "evaluate", "measure perplexity before and after conversion")
     parser.add_argument("network", metavar="NETWORK", help="hf:FOLDER_OR_ID or hf:FILE.gguf")
+    words = f"the text: FILE.txt, FILE.parquet, or {WIKITEXT} (its test part)"
+    parser.add_argument("--data", required=True, metavar="FILE", help=words)
+    _count(parser, "--context", "tokens of a window", 1024)
+    _count(parser, "--stride", "tokens between windows (default: as --context)")
+    _count(parser, "--limit", "read the first N tokens only")
+    words, all_of_them = f"some of {','.join(COLUMNS)} (default: all)", list(COLUMNS)
     parser.add_argument(
-        "--data",
-        required=True,
-        metavar="FILE",
-        help=f"the text: FILE.txt, FILE.parquet, or {WIKITEXT} (its test part)",
-    )
-    parser.add_argument(
-        "--context", type=int, default=1024, metavar="N", help="tokens of a window (default: 1024)"
-    )
-    parser.add_argument(
-        "--stride", type=int, metavar="N", help="tokens between windows (default: as --context)"
-    )
-    parser.add_argument("--limit", type=int, metavar="N", help="read the first N tokens only")
-    parser.add_argument(
-        "--columns",
-        type=_columns,
-        default=list(COLUMNS),
-        metavar="NAMES",
-        help=f"some of {','.join(COLUMNS)} (default: all)",
+        "--columns", type=_columns, default=all_of_them, metavar="NAMES", help=words
     )
     _site(parser)
     _device(parser)
@@ -210,19 +183,11 @@ def _prove(commands: Any) -> None:
         metavar="TYPE",
         help=f"some of {', '.join(DTYPES)} (default: all; float32 takes minutes on a CPU)",
     )
-    parser.add_argument(
-        "--sample", type=int, metavar="N", help="about N inputs, of every exponent: no proof"
-    )
-    parser.add_argument(
-        "--jobs", type=int, default=1, metavar="N", help="processes, on a CPU (default: 1)"
-    )
+    _count(parser, "--sample", "about N inputs, of every exponent: no proof")
+    _count(parser, "--jobs", "processes, on a CPU", 1)
     _device(parser)
-    parser.add_argument(
-        "--backend",
-        choices=BACKENDS,
-        default="reference",
-        help="what evaluates the gates (default: reference)",
-    )
+    words = "what evaluates the gates (default: reference)"
+    parser.add_argument("--backend", choices=BACKENDS, default="reference", help=words)
     of_network = parser.add_argument_group("of a network")
     _gates(of_network)
     _weights(of_network)
@@ -235,9 +200,7 @@ def _env(commands: Any) -> None:
 def _demo(commands: Any) -> None:
     parser = _command(commands, "demo", "train five small networks, convert them, compare")
     _out(parser, "DIR", "write the report there (default: here)", type=Path, default=Path())
-    parser.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="seed of the training (default: 0)"
-    )
+    _count(parser, "--seed", "seed of the training", 0)
 
 
 # What several of them take
@@ -270,6 +233,11 @@ def _weights(parser: Any) -> None:
     )
 
 
+def _count(parser: Any, name: str, words: str, default: int | None = None) -> None:
+    words += "" if default is None else f" (default: {default})"
+    parser.add_argument(name, type=int, default=default, metavar="N", help=words)
+
+
 def _gates(parser: Any) -> None:
     parser.add_argument(
         "--gates", type=Path, metavar="DIR", help="use the gates that tg convert -o wrote"
@@ -290,22 +258,13 @@ def _branches(parser: Any, **options: Any) -> None:
 
 
 def _site(parser: Any) -> None:
-    parser.add_argument(
-        "--site",
-        action="append",
-        default=[],
-        metavar="NAME=CHOICE",
-        help="what to put at a site (or re:pattern): a row, a number of branches, or none",
-    )
+    words = "what to put at a site (or re:pattern): a row, a number of branches, or none"
+    parser.add_argument("--site", action="append", default=[], metavar="NAME=CHOICE", help=words)
 
 
 def _tol(parser: Any) -> None:
-    parser.add_argument(
-        "--tol",
-        type=_bound,
-        metavar="E",
-        help="largest max|d|/max|y| allowed at each output; inf accepts any, and says so",
-    )
+    words = "largest max|d|/max|y| allowed at each output; inf accepts any, and says so"
+    parser.add_argument("--tol", type=_bound, metavar="E", help=words)
 
 
 def _device(parser: Any) -> None:

@@ -9,11 +9,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from enum import IntEnum
 
 import torch
 from torch import Tensor
 
 Sizes = tuple[int, int, int]
+
+
+class Layout(IntEnum):
+    """How parameters vary over a matrix in memory."""
+
+    ONE = 0  # not at all
+    COLUMNS = 1  # tokens, channels_last
+    ROWS = 2  # images
 
 
 def flat(x: Tensor, sizes: Sizes) -> Tensor:

@@ -43,7 +43,8 @@ class Gate(IntEnum):
 class Weights(IntEnum):
     """What is known of the weights of K >= 3 branches; see `formulas`."""
 
-    UNKNOWN = 0  # 1 is a weight that overflows, which kernels see as they run
+    UNKNOWN = 0
+    OVERFLOWING = 1  # which kernels see as they run
     SMALL = 2  # branches can be counted from the left on both sides
     MIRRORED = 3  # and the taus are the same from either end: half of the exponentials are enough
 
@@ -302,10 +303,9 @@ def _steep(t: TG) -> Numbers:
 
 
 def _names(hard: bool, learned: Sequence[str]) -> tuple[str | None, ...]:
-    rho = "rho" if "tau" in learned else None
-    dtheta = "dtheta" if "theta" in learned else None
+    moved = ["rho" if "tau" in learned else None, "dtheta" if "theta" in learned else None]
     constants = "v" if hard and learned else "c"
-    return rho, dtheta, "s", constants, None if hard else "tau0", "theta0"
+    return *moved, "s", constants, None if hard else "tau0", "theta0"
 
 
 @functools.lru_cache(4096)  # a calibrated network has an instance for each site

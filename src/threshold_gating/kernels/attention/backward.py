@@ -16,7 +16,6 @@ import triton.language as tl
 from threshold_gating.kernels.attention.tiles import (
     ADD,
     INF,
-    LOG2E,
     NONE,
     exponent_of,
     factor_of,
@@ -26,6 +25,7 @@ from threshold_gating.kernels.attention.tiles import (
     store_rows,
     visible,
 )
+from threshold_gating.kernels.instructions import LOG2E
 
 
 @triton.jit
@@ -71,12 +71,8 @@ def queries_sweep(
     for start in tl.range(lo, hi, BLOCK_N):
         start = tl.multiple_of(start, BLOCK_N)
         columns = start + tl.arange(0, BLOCK_N)
-        k = load_rows(k_base, k_row, start, keys, BLOCK_N, D, BLOCK_D, EDGE).to(
-            DOT
-        )  # (BLOCK_N, BLOCK_D)
-        v = load_rows(v_base, v_row, start, keys, BLOCK_N, DV, BLOCK_DV, EDGE).to(
-            DOT
-        )  # (BLOCK_N, BLOCK_DV)
+        k = load_rows(k_base, k_row, start, keys, BLOCK_N, D, BLOCK_D, EDGE).to(DOT)
+        v = load_rows(v_base, v_row, start, keys, BLOCK_N, DV, BLOCK_DV, EDGE).to(DOT)
         z = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # (BLOCK_M, BLOCK_N)
         p = probabilities(
             z, level[:, None], spread[:, None], rows[:, None], columns[None, :], queries, keys,
@@ -123,16 +119,13 @@ def queries_gradient(
     mask_base = mask + batch * mask_batch + head * mask_head if MASK != NONE else mask
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     full, end = key_range(block, keys, CAUSAL, BLOCK_M, BLOCK_N)
-    acc = queries_sweep(
-        acc, q_tile, do_tile, level, spread, d, k_base, k_row, v_base, v_row, rows, 0, full,
-        queries, keys, mask_base, mask_row, mask_column, factor, False, CAUSAL, MASK,
-        D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, PRECISION, DOT,
-    )  # fmt: skip
-    acc = queries_sweep(
-        acc, q_tile, do_tile, level, spread, d, k_base, k_row, v_base, v_row, rows, full, end,
-        queries, keys, mask_base, mask_row, mask_column, factor, True, CAUSAL, MASK,
-        D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, PRECISION, DOT,
-    )  # fmt: skip
+    for edge in tl.static_range(2):
+        acc = queries_sweep(
+            acc, q_tile, do_tile, level, spread, d, k_base, k_row, v_base, v_row, rows,
+            full if edge else 0, end if edge else full, queries, keys,
+            mask_base, mask_row, mask_column, factor, edge, CAUSAL, MASK,
+            D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, PRECISION, DOT,
+        )  # fmt: skip
     if TAU:
         share = scale * tl.sum(tl.sum(q_tile.to(tl.float32) * acc, 1), 0)
         tl.store(dtau + at * tl.num_programs(0) + block, share)
@@ -153,9 +146,7 @@ def keys_sweep(
     for start in tl.range(lo, hi, BLOCK_M):
         start = tl.multiple_of(start, BLOCK_M)
         rows = start + tl.arange(0, BLOCK_M)
-        q = load_rows(q_base, q_row, start, queries, BLOCK_M, D, BLOCK_D, BOUND).to(
-            DOT
-        )  # (BLOCK_M, BLOCK_D)
+        q = load_rows(q_base, q_row, start, queries, BLOCK_M, D, BLOCK_D, BOUND).to(DOT)
         do = load_rows(do_base, do_row, start, queries, BLOCK_M, DV, BLOCK_DV, BOUND).to(DOT)
         level, spread = load_levels(level_base, plane, rows, queries, BOUND, MASK)
         if BOUND:
@@ -208,10 +199,8 @@ def keys_gradient(
         head = key_head * GROUP + g
         row = (batch * heads + head) * queries
         factor = factor_of(scale, tau, head, TAU)
-        q_base, do_base = (
-            q + batch * q_batch + head * q_head,
-            do + batch * do_batch + head * do_head,
-        )
+        q_base = q + batch * q_batch + head * q_head
+        do_base = do + batch * do_batch + head * do_head
         mask_base = mask + batch * mask_batch + head * mask_head if MASK != NONE else mask
         dk_head_tile = tl.zeros([BLOCK_N, BLOCK_D], tl.float32) if TAU and GROUP > 1 else dk_tile
         dk_head_tile, dv_tile = keys_sweep(

@@ -4,8 +4,7 @@
 
 Online softmax is algebraically the gates' output, sum_j sigma(z_j - theta_j) v_j = (sum_j e_j v_j)
 / (sum_j e_j). With STATISTICS the kernel finds the top-2 statistics of Eq. 11 on the way; without
-VALUES it does only that, as the first pass of the literal form. The sign of `unit` sits in q,
-because the largest product has to be the largest logit.
+VALUES it does only that, as the first pass of the literal form.
 """
 
 import triton
@@ -14,16 +13,15 @@ import triton.language as tl
 from threshold_gating.kernels.attention.tiles import (
     ADD,
     INF,
-    INTERPRETED,
-    LOG2E,
     NONE,
-    factor_of,
     finite,
     key_range,
     load_rows,
     logits,
+    queries_of_program,
     store_rows,
 )
+from threshold_gating.kernels.instructions import INTERPRETED, LOG2E
 
 COUNT: tl.constexpr = tl.constexpr(262144)  # far above every place in a tile
 LANES: tl.constexpr = tl.constexpr(4)  # `pairs`: lane l holds columns 2 l and 2 l + 1 of every 8
@@ -122,13 +120,9 @@ def sweep(
     """
     for start in tl.range(lo, hi, BLOCK_N):
         start = tl.multiple_of(start, BLOCK_N)
-        columns = start + tl.arange(0, BLOCK_N)
-        k = load_rows(k_base, k_row, start, keys, BLOCK_N, D, BLOCK_D, EDGE).to(
-            DOT
-        )  # (BLOCK_N, BLOCK_D)
         z = logits(
-            q, k, rows, columns, queries, keys, mask, mask_row, mask_column, factor,
-            EDGE, CAUSAL, MASK, PRECISION,
+            q, k_base, k_row, start, rows, queries, keys, mask, mask_row, mask_column, factor,
+            EDGE, CAUSAL, MASK, D, BLOCK_D, BLOCK_N, PRECISION, DOT,
         )  # fmt: skip
         new = tl.maximum(m1, tl.max(z, 1))  # (BLOCK_M,)
         top = finite(new)
@@ -173,10 +167,9 @@ def merge_tiles(
     """
     for start in tl.range(lo, hi, BLOCK_N):
         columns = start + tl.arange(0, BLOCK_N)
-        k = load_rows(k_base, k_row, start, keys, BLOCK_N, D, BLOCK_D, True).to(DOT)
         z = logits(
-            q, k, rows, columns, queries, keys, mask, mask_row, mask_column, factor,
-            True, CAUSAL, MASK, PRECISION,
+            q, k_base, k_row, start, rows, queries, keys, mask, mask_row, mask_column, factor,
+            True, CAUSAL, MASK, D, BLOCK_D, BLOCK_N, PRECISION, DOT,
         )  # fmt: skip
         peak = tl.max(z, 1)  # (BLOCK_M,)
         rises = peak > m1  # strictly, so the first maximum keeps the index
@@ -196,6 +189,33 @@ def merge_tiles(
 
 
 @triton.jit
+def joined(
+    m1, unit, rest, second, tile, place,
+    PAIRED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """The lanes of `sweep` joined: (T, i1, m2, sum of all, what m1 is in exponents, rare).
+
+    Rare are ties, which have no one place, and peaks so high that exp2 underflows below them.
+    """
+    rest = tl.reshape(rest, [BLOCK_M, LANES])
+    second = tl.reshape(second, [BLOCK_M, LANES])
+    place = tl.reshape(place, [BLOCK_M, LANES])
+    tops = entries(place)  # entries equal to m1
+    start = tl.arange(0, LANES) * (2 if PAIRED else 1)
+    lane = place - tops * COUNT + (BLOCK_N // 2 + start[None, :])
+    i1 = tile + tl.sum(tl.where(tops > 0, lane, 0.0), 1).to(tl.int32)
+    T, second, tops = tl.sum(rest, 1), tl.max(second, 1), tl.sum(tops, 1)  # (BLOCK_M,) each
+    top = finite(m1)
+    level = product_below(top, unit)
+    above = tl.fma(top, unit, -level)  # the exponent of entries equal to m1, hardly more than 0
+    whole = T + tops * tl.exp2(above)
+    m2 = m1 + (second - above) / unit  # -inf if no other entry is left
+    T = T / tl.where(second == -INF, 1.0, tl.exp2(second))
+    rare = (tops > 1) | ((second < -64) & (tops > 0))
+    return T, i1, m2, whole, level, rare
+
+
+@triton.jit
 def forward(
     q, k, v, mask, tau, out, lse, levels, index,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
@@ -211,19 +231,9 @@ def forward(
     `levels` (3, B, H, L) are logits if there are VALUES, else bare products for the second pass.
     `lse` (1 plane or, under an added mask, 2) is in base 2.
     """
-    block = tl.num_programs(0) - 1 - tl.program_id(0)  # under a causal mask the longest first
-    at = tl.program_id(1).to(tl.int64)
-    batch, head = at // heads, at % heads
-    rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
-    factor = factor_of(scale, tau, head, TAU)
-    sign = tl.where(factor < 0, -1.0, 1.0)
-    factor = tl.maximum(factor * sign, 1e-30)  # not 0: it meets -inf
-    unit = 1.0 if MASK == ADD else factor
-    q_tile = load_rows(
-        q + batch * q_batch + head * q_head, q_row, block * BLOCK_M, queries,
-        BLOCK_M, D, BLOCK_D, True,
-    )  # fmt: skip
-    q_tile = (q_tile * sign).to(DOT)  # (BLOCK_M, BLOCK_D)
+    block, at, batch, head, rows, factor, unit, q_tile = queries_of_program(
+        q, tau, q_batch, q_head, q_row, heads, queries, scale, MASK, TAU, D, BLOCK_D, BLOCK_M, DOT
+    )
     k_base = k + batch * k_batch + head // group * k_head
     v_base = v + batch * v_batch + head // group * v_head
     mask_base = mask + batch * mask_batch + head * mask_head if MASK != NONE else mask
@@ -233,39 +243,23 @@ def forward(
     rest, place, tile = total, total, tl.zeros([BLOCK_M], tl.int32)
     second = total - INF
     full, end = key_range(block, keys, CAUSAL, BLOCK_M, BLOCK_N)
-    acc, m1, total, rest, second, tile, place = sweep(
-        acc, m1, total, q_tile, k_base, k_row, v_base, v_row, rows, 0, full, queries, keys,
-        mask_base, mask_row, mask_column, factor, unit, rest, second, tile, place,
-        False, CAUSAL, MASK, VALUES, STATISTICS,
-        D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, PRECISION, DOT,
-    )  # fmt: skip
-    acc, m1, total, rest, second, tile, place = sweep(
-        acc, m1, total, q_tile, k_base, k_row, v_base, v_row, rows, full, end, queries, keys,
-        mask_base, mask_row, mask_column, factor, unit, rest, second, tile, place,
-        True, CAUSAL, MASK, VALUES, STATISTICS,
-        D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, PRECISION, DOT,
-    )  # fmt: skip
+    for edge in tl.static_range(2):
+        acc, m1, total, rest, second, tile, place = sweep(
+            acc, m1, total, q_tile, k_base, k_row, v_base, v_row, rows,
+            full if edge else 0, end if edge else full, queries, keys,
+            mask_base, mask_row, mask_column, factor, unit, rest, second, tile, place,
+            edge, CAUSAL, MASK, VALUES, STATISTICS,
+            D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, PRECISION, DOT,
+        )  # fmt: skip
     inside = rows < queries
     empty = m1 == -INF
     plane = tl.num_programs(1).to(tl.int64) * queries
     row = at * queries + rows
     if STATISTICS:
-        rest = tl.reshape(rest, [BLOCK_M, LANES])
-        second = tl.reshape(second, [BLOCK_M, LANES])
-        place = tl.reshape(place, [BLOCK_M, LANES])
-        tops = entries(place)  # entries equal to m1
-        start = tl.arange(0, LANES) * (2 if MASK == NONE else 1)
-        lane = place - tops * COUNT + (BLOCK_N // 2 + start[None, :])
-        i1 = tile + tl.sum(tl.where(tops > 0, lane, 0.0), 1).to(tl.int32)
-        T, second, tops = tl.sum(rest, 1), tl.max(second, 1), tl.sum(tops, 1)  # (BLOCK_M,) each
-        top = finite(m1)
-        level = product_below(top, unit)
-        above = tl.fma(top, unit, -level)  # the exponent of entries equal to m1, hardly more than 0
-        whole = T + tops * tl.exp2(above)
-        m2 = m1 + (second - above) / unit  # -inf if no other entry is left
-        T = T / tl.where(second == -INF, 1.0, tl.exp2(second))
-        # Ties have no one place, and exp2 underflows far below a peak: both are rare.
-        if tl.max(tl.where(inside & ((tops > 1) | ((second < -64) & (tops > 0))), 1, 0)) > 0:
+        T, i1, m2, whole, level, rare = joined(
+            m1, unit, rest, second, tile, place, MASK == NONE, BLOCK_M, BLOCK_N
+        )
+        if tl.max(tl.where(inside & rare, 1, 0)) > 0:
             m1, i1, m2, T = merge_tiles(
                 tl.full([BLOCK_M], -INF, tl.float32), tl.zeros([BLOCK_M], tl.int32),
                 tl.full([BLOCK_M], -INF, tl.float32), tl.zeros([BLOCK_M], tl.float32),

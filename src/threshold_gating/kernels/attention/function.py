@@ -164,17 +164,8 @@ def attention_forward(
 
 
 @attention_forward.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    tau: Tensor | None,
-    scale: float,
-    causal: bool,
-    literal: bool,
-    statistics: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
+    *_, statistics = rest
     return *_outputs(q, v, mask), *_row_levels(q, statistics)
 
 
@@ -191,9 +182,7 @@ def attention_statistics(
 
 
 @attention_statistics.register_fake
-def _(
-    q: Tensor, k: Tensor, mask: Tensor | None, tau: Tensor | None, scale: float, causal: bool
-) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     return _row_levels(q, True)
 
 
@@ -216,18 +205,8 @@ def attention_backward(
 
 
 @attention_backward.register_fake
-def _(
-    do: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    tau: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    scale: float,
-    causal: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(do: Tensor, *given: Any) -> tuple[Tensor, ...]:
+    q, k, v, _, tau, _, lse, *_ = given
     dtau = lse.new_empty(0 if tau is None else tau.shape)
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), dtau
 

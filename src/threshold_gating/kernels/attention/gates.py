@@ -6,33 +6,16 @@ import triton
 import triton.language as tl
 
 from threshold_gating.kernels.attention.tiles import (
-    ADD,
     INF,
-    INTERPRETED,
     NONE,
-    factor_of,
     finite,
     key_range,
     load_rows,
     logits,
+    queries_of_program,
     store_rows,
 )
-
-
-@triton.jit
-def log2(x):
-    """One instruction, 2e-7 from exact, where tl.log2 takes twenty."""
-    if INTERPRETED:
-        return tl.log2(x)
-    return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
-
-
-@triton.jit
-def reciprocal(x):
-    """One instruction, 1 ulp from exact; 0 for inf."""
-    if INTERPRETED:
-        return 1.0 / x
-    return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
+from threshold_gating.kernels.instructions import inverse, log2
 
 
 @triton.jit
@@ -45,18 +28,14 @@ def gates_sweep(
 ):  # fmt: skip
     for start in tl.range(lo, hi, BLOCK_N):
         start = tl.multiple_of(start, BLOCK_N)
-        columns = start + tl.arange(0, BLOCK_N)
-        k = load_rows(k_base, k_row, start, keys, BLOCK_N, D, BLOCK_D, EDGE).to(
-            DOT
-        )  # (BLOCK_N, BLOCK_D)
         z = logits(
-            q, k, rows, columns, queries, keys, mask, mask_row, mask_column, factor,
-            EDGE, CAUSAL, MASK, PRECISION,
+            q, k_base, k_row, start, rows, queries, keys, mask, mask_row, mask_column, factor,
+            EDGE, CAUSAL, MASK, D, BLOCK_D, BLOCK_N, PRECISION, DOT,
         )  # fmt: skip
         z = (z - m1[:, None]) * unit  # (BLOCK_M, BLOCK_N)
         # log2(1 + rel - e) for every i: at the peak 1 - e is exactly 0, and rel is left
         theta = log2(rel[:, None] + tl.maximum(1.0 - tl.exp2(z), 0.0))
-        p = reciprocal(1.0 + tl.exp2(theta - z))  # sigma(z - theta)
+        p = inverse(1.0 + tl.exp2(theta - z))  # sigma(z - theta)
         v = load_rows(v_base, v_row, start, keys, BLOCK_N, DV, BLOCK_DV, EDGE).to(DOT)
         acc = tl.dot(p.to(DOT), v, acc, input_precision=PRECISION)  # (BLOCK_M, BLOCK_DV)
     return acc
@@ -73,19 +52,9 @@ def gates(
     PRECISION: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """The output from every gate sigma(z - theta), theta from the statistics in `levels`."""
-    block = tl.num_programs(0) - 1 - tl.program_id(0)
-    at = tl.program_id(1).to(tl.int64)
-    batch, head = at // heads, at % heads
-    rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
-    factor = factor_of(scale, tau, head, TAU)
-    sign = tl.where(factor < 0, -1.0, 1.0)
-    factor = tl.maximum(factor * sign, 1e-30)
-    unit = 1.0 if MASK == ADD else factor
-    q_tile = load_rows(
-        q + batch * q_batch + head * q_head, q_row, block * BLOCK_M, queries,
-        BLOCK_M, D, BLOCK_D, True,
-    )  # fmt: skip
-    q_tile = (q_tile * sign).to(DOT)  # (BLOCK_M, BLOCK_D)
+    block, at, batch, head, rows, factor, unit, q_tile = queries_of_program(
+        q, tau, q_batch, q_head, q_row, heads, queries, scale, MASK, TAU, D, BLOCK_D, BLOCK_M, DOT
+    )
     k_base = k + batch * k_batch + head // group * k_head
     v_base = v + batch * v_batch + head // group * v_head
     mask_base = mask + batch * mask_batch + head * mask_head if MASK != NONE else mask
@@ -97,16 +66,13 @@ def gates(
     rel = tl.load(row + 2 * plane, mask=inside, other=0.0) * tl.exp2((m2 - m1) * unit)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     full, end = key_range(block, keys, CAUSAL, BLOCK_M, BLOCK_N)
-    acc = gates_sweep(
-        acc, m1, rel, q_tile, k_base, k_row, v_base, v_row, rows, 0, full, queries, keys,
-        mask_base, mask_row, mask_column, factor, unit, False, CAUSAL, MASK,
-        D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, PRECISION, DOT,
-    )  # fmt: skip
-    acc = gates_sweep(
-        acc, m1, rel, q_tile, k_base, k_row, v_base, v_row, rows, full, end, queries, keys,
-        mask_base, mask_row, mask_column, factor, unit, True, CAUSAL, MASK,
-        D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, PRECISION, DOT,
-    )  # fmt: skip
+    for edge in tl.static_range(2):
+        acc = gates_sweep(
+            acc, m1, rel, q_tile, k_base, k_row, v_base, v_row, rows,
+            full if edge else 0, end if edge else full, queries, keys,
+            mask_base, mask_row, mask_column, factor, unit, edge, CAUSAL, MASK,
+            D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, PRECISION, DOT,
+        )  # fmt: skip
     store_rows(
         out + batch * o_batch + head * o_head, o_row, block * BLOCK_M, queries, acc,
         BLOCK_M, DV, BLOCK_DV,

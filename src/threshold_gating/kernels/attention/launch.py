@@ -13,7 +13,7 @@ from threshold_gating.kernels.runtime import interpreting
 
 
 class Mask(IntEnum):
-    """What a mask is; `tiles` has the same for the kernels."""
+    """What a mask is."""
 
     NONE = 0
     KEEP = 1  # boolean

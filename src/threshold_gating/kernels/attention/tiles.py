@@ -6,18 +6,15 @@ Logits are kept as the bare product q k and in base 2: `unit` = scale * tau * lo
 difference of them into an exponent. With an added mask they are scaled at once and `unit` is 1.
 """
 
-import os
-
 import triton
 import triton.language as tl
 
-INTERPRETED: tl.constexpr = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
-LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+from threshold_gating.kernels.attention.launch import Mask
+from threshold_gating.kernels.instructions import LOG2E, constants
+
+NONE, KEEP, ADD = constants(Mask)
 INF: tl.constexpr = tl.constexpr(float("inf"))
 LOWEST: tl.constexpr = tl.constexpr(-1e14)  # swallows every logit and is finite
-NONE: tl.constexpr = tl.constexpr(0)  # kinds of mask
-KEEP: tl.constexpr = tl.constexpr(1)  # boolean
-ADD: tl.constexpr = tl.constexpr(2)  # floating point
 
 
 @triton.jit
@@ -69,12 +66,15 @@ def visible(rows, columns, queries, keys, CAUSAL: tl.constexpr):
 
 @triton.jit
 def logits(
-    q, k, rows, columns, queries, keys, mask, mask_row, mask_column, factor,
-    EDGE: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
+    q, k_base, k_row, start, rows, queries, keys, mask, mask_row, mask_column, factor,
+    EDGE: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, D: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """The logits of a tile, -inf where a key takes no part; scaled only under an added mask."""
+    """Those of a tile of keys from `start`, -inf where one takes no part; scaled only under ADD."""
+    k = load_rows(k_base, k_row, start, keys, BLOCK_N, D, BLOCK_D, EDGE).to(DOT)
     z = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # (BLOCK_M, BLOCK_N)
     if EDGE or MASK != NONE:
+        columns = start + tl.arange(0, BLOCK_N)
         seen = visible(rows[:, None], columns[None, :], queries, keys, CAUSAL)
         if MASK != NONE:
             m = load_mask(mask, mask_row, mask_column, rows[:, None], columns[None, :], seen)
@@ -96,6 +96,29 @@ def finite(m):
 def factor_of(scale, tau, head, TAU: tl.constexpr):
     factor = scale * LOG2E
     return factor * tl.load(tau + head) if TAU else factor
+
+
+@triton.jit
+def queries_of_program(
+    q, tau, q_batch, q_head, q_row, heads, queries, scale,
+    MASK: tl.constexpr, TAU: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """Where a program is, its rows, its tile of queries, and what scales their products.
+
+    The sign of the scale sits in q, because the largest product has to be the largest logit.
+    """
+    block = tl.num_programs(0) - 1 - tl.program_id(0)  # under a causal mask the longest first
+    at = tl.program_id(1).to(tl.int64)
+    batch, head = at // heads, at % heads
+    rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    factor = factor_of(scale, tau, head, TAU)
+    sign = tl.where(factor < 0, -1.0, 1.0)
+    factor = tl.maximum(factor * sign, 1e-30)  # not 0: it meets -inf
+    unit = 1.0 if MASK == ADD else factor
+    base = q + batch * q_batch + head * q_head
+    tile = load_rows(base, q_row, block * BLOCK_M, queries, BLOCK_M, D, BLOCK_D, True)
+    return block, at, batch, head, rows, factor, unit, (tile * sign).to(DOT)
 
 
 @triton.jit

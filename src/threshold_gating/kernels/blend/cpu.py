@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from threshold_gating.kernels.blend import tiles
+from threshold_gating.kernels.blend.arithmetic import Scratch, Sums
 from threshold_gating.kernels.layout import Sizes, flat, like, placed
 from threshold_gating.kernels.structure import (
     RHO_BOUND,
@@ -82,7 +83,7 @@ class Plan(NamedTuple):
             return [*inputs, *self._parameters(found.sums, tensors, rows, wanted)]
         inputs = [torch.empty_like(x) if w else None for w in wanted[:2]]
         outs = [None if d is None else flat(d, self.sizes) for d in inputs]
-        totals: tiles.Sums | None = None
+        totals: Sums | None = None
         for part in work.parts:
             here = work.read(part)
             found = tiles.backward(work.wide(slopes[part]), *here, wanted)
@@ -102,22 +103,20 @@ class Plan(NamedTuple):
             flat(x, self.sizes),
             None if v is None else flat(like(v, x), self.sizes),
             [None] if small else list(_parts(self.sizes, most)),
-            tiles.Scratch(None if small else most, dtype),
+            Scratch(None if small else most, dtype),
         )
 
-    def _added(self, totals: tiles.Sums | None, new: tiles.Sums, part: Any) -> tiles.Sums:
+    def _added(self, totals: Sums | None, new: Sums, part: Any) -> Sums:
         if totals is None:
             group = self.sizes[1]
-            totals = tiles.Sums(*([s.new_zeros(1, group, 1) for s in row] for row in new))
+            totals = Sums(*([s.new_zeros(1, group, 1) for s in row] for row in new))
         for old, row in zip(totals, new, strict=True):
             for total, one in zip(old, row, strict=True):
                 total[:, part[1]] += one
         return totals
 
     @staticmethod
-    def _parameters(
-        sums: tiles.Sums, tensors: Tensors, now: Rows, wanted: Wanted
-    ) -> list[Tensor | None]:
+    def _parameters(sums: Sums, tensors: Tensors, now: Rows, wanted: Wanted) -> list[Tensor | None]:
         """The gradients of what is learned from those of tau, theta, s and c as they are now."""
         rho, dtheta, s, c, tau0, theta0 = tensors
         taus, thetas, slopes, constants = sums
@@ -145,9 +144,9 @@ class _Tiles(NamedTuple):
     memory: Tensor
     other: Tensor | None
     parts: Sequence[Part | None]
-    room: tiles.Scratch
+    room: Scratch
 
-    def read(self, part: Part | None) -> tuple[Tensor, Tensor, Structure, Rows, tiles.Scratch]:
+    def read(self, part: Part | None) -> tuple[Tensor, Tensor, Structure, Rows, Scratch]:
         memory, other, rows = self.memory, self.other, self.rows
         if part is not None:
             memory, other = memory[part], None if other is None else other[part]

@@ -12,59 +12,25 @@ stand in that order. D is never below 1, and nothing overflows.
 # ruff: noqa: N803, N806, RUF005, SIM108, SIM109
 from __future__ import annotations
 
-import os
-
 import triton
 import triton.language as tl
 
+from threshold_gating.kernels.instructions import LOG2E, constants, exp2, inverse
+from threshold_gating.kernels.layout import Layout
 from threshold_gating.kernels.structure import RHO_BOUND, Gate, Role, Weights
 
-# `structure.Gate`, how gates are evaluated
-TWO, CENTRED = tl.constexpr(int(Gate.TWO)), tl.constexpr(int(Gate.CENTRED))
-ONE_TAU, OWN_TAUS = tl.constexpr(int(Gate.ONE_TAU)), tl.constexpr(int(Gate.OWN_TAUS))
-HARD = tl.constexpr(int(Gate.HARD))
-# `structure.Role`, what a second input does
-ALONE, READ = tl.constexpr(int(Role.ALONE)), tl.constexpr(int(Role.READ))
-TIMES = tl.constexpr(int(Role.TIMES))
-# `gpu.Layout`, how parameters vary
-ONE, COLUMNS, ROWS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-# `structure.Weights`, what is known of the weights of K >= 3 branches; what is not known is hoped
-# to fit float32 until it is seen that a weight overflows
-FITTING, OVERFLOWING = tl.constexpr(int(Weights.UNKNOWN)), tl.constexpr(1)
-SMALL, MIRRORED = tl.constexpr(int(Weights.SMALL)), tl.constexpr(int(Weights.MIRRORED))
-# digits of a code (base 4, one for each row): in memory, or a number
+TWO, CENTRED, ONE_TAU, OWN_TAUS, HARD = constants(Gate)
+ALONE, READ, TIMES = constants(Role)
+ONE, COLUMNS, ROWS = constants(Layout)
+# what is not known is hoped to fit float32 until it is seen that a weight overflows
+FITTING, OVERFLOWING, SMALL, MIRRORED = constants(Weights)
+# digits of a code (base 4, one for each row): in memory, or a number of `structure.DIGITS`
 IN_MEMORY, ZERO, PLUS_ONE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
-LOG2E = tl.constexpr(1.4426950408889634)
 BOUND = tl.constexpr(RHO_BOUND)
 _LARGEST_EXPONENT = tl.constexpr(60.0)  # of the weights' exponents, see `tiles`
 _MOST = tl.constexpr(1e37)  # of an argument: no sum of seven overflows
 _LARGEST = tl.constexpr(3.39e38)  # of a branch: no mean of such ones overflows
-_INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
-
-
-@triton.jit
-def _exp2(x):
-    """2^x in one instruction; what would be subnormal is 0."""
-    if _INTERPRETED:
-        y = tl.exp2(x)
-    else:
-        y = tl.inline_asm_elementwise(
-            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
-    return y
-
-
-@triton.jit
-def _inverse(x):
-    """1 / x in one instruction, to one unit in the last place."""
-    if _INTERPRETED:
-        y = 1.0 / x
-    else:
-        y = tl.inline_asm_elementwise(
-            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
-    return y
 
 
 @triton.jit
@@ -138,7 +104,7 @@ def _mirrored(tau, theta, s, c, K: tl.constexpr):
         if 2 * k < K - 2:
             room = room - gap
         elif 2 * k > K - 2:
-            weight = weight * _exp2(gap)
+            weight = weight * exp2(gap)
         w, ws, wc = w + (weight,), ws + (s[k + 1] * weight,), wc + (c[k + 1] * weight,)
     room = room / (K - 1)
     stops = (theta[K - 2] + room / (tau[K - 2] * LOG2E),)
@@ -169,12 +135,13 @@ def folded(tau, theta, s, c, K: tl.constexpr, GATE: tl.constexpr, WEIGHTS: tl.co
         largest = tl.abs(exponent)
         w, ws, wc = (tl.full(tau[0].shape, 1.0, tl.float32),), (s[0],), (c[0],)
         for k in tl.static_range(1, K - 1):
-            weight = _exp2(exponent)
+            weight = exp2(exponent)
             w, ws, wc = w + (weight,), ws + (s[k] * weight,), wc + (c[k] * weight,)
             exponent = exponent + (middle - theta[k]) * (tau[0] * LOG2E)
             largest = tl.maximum(largest, tl.abs(exponent))
         w, ws, wc = w + (w[0],), ws + (s[K - 1],), wc + (c[K - 1],)
-        overflows = tl.max(tl.max(largest, 1), 0) > _LARGEST_EXPONENT
+        large = tl.max(tl.max(largest, 1), 0) > _LARGEST_EXPONENT
+        overflows = large if WEIGHTS == FITTING else False
     else:
         middle, w, ws, wc, overflows = tau[0], (tau[0],), (tau[0],), (tau[0],), False
     return middle, w, ws, wc, overflows
@@ -183,8 +150,8 @@ def folded(tau, theta, s, c, K: tl.constexpr, GATE: tl.constexpr, WEIGHTS: tl.co
 @triton.jit
 def _tanh(h):
     """tanh by its series near 0, where (1 - e) / (1 + e) would cancel."""
-    e = _exp2(tl.abs(h) * (-2.0 * LOG2E))
-    far = (1.0 - e) * _inverse(1.0 + e)
+    e = exp2(tl.abs(h) * (-2.0 * LOG2E))
+    far = (1.0 - e) * inverse(1.0 + e)
     z = h * h
     near = h * (1.0 + z * (-1.0 / 3 + z * (2.0 / 15 + z * (-17.0 / 315 + z * (62.0 / 2835)))))
     return tl.where(z < 0.0625, near, tl.where(h < 0, -far, far))
@@ -215,10 +182,10 @@ def _polynomial(w, low, e, K: tl.constexpr):
 def by_powers(x, v, tau, middle, w, ws, wc, C_CODE: tl.constexpr, K: tl.constexpr):
     """(y, mean slope, dy/dx by way of the gates) for K >= 3 and one tau."""
     t = (x - middle) * (tau[0] * LOG2E)
-    e = _exp2(-tl.abs(t))
+    e = exp2(-tl.abs(t))
     low = t < 0
     D, D1 = _polynomial(w, low, e, K)  # (RB, CB) each
-    share = _inverse(D)
+    share = inverse(D)
     S, S1 = _polynomial(ws, low, e, K)
     slope, fall = S * share, e * share  # far out e is 0, and v times the rest may be infinite
     y, turn = v * slope, v * ((S1 - slope * D1) * fall)
@@ -235,7 +202,7 @@ def by_powers(x, v, tau, middle, w, ws, wc, C_CODE: tl.constexpr, K: tl.constexp
 def _rise(x, tau, theta, bound):
     """exp(tau (x - theta)), which stops growing at 2^bound; tau theta must be small."""
     u = x * (tau * LOG2E) - theta * (tau * LOG2E)
-    return _exp2(tl.minimum(u, bound, propagate_nan=tl.PropagateNan.ALL))
+    return exp2(tl.minimum(u, bound, propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
@@ -272,7 +239,7 @@ def _from_below(
         rises = _rises(x, tau, theta, middle, K, WEIGHTS)
     else:
         rises = (_rise(x, tau[0], middle, 124.0 / (K - 1)),)
-    share = _inverse(_nested(w, rises, K))
+    share = inverse(_nested(w, rises, K))
     y = v * (_nested(ws, rises, K) * share)
     if C_CODE != (4**K - 1) // 3:
         y += _nested(wc, rises, K) * share
@@ -298,7 +265,7 @@ def turned_from_below(
         less = less - tau[K - 1 - k]
         growth = (w[K - 1 - k] * less,) + growth
         slopes, constants = (ws[K - 1 - k] * less,) + slopes, (wc[K - 1 - k] * less,) + constants
-    share = _inverse(_nested(w, rises, K))
+    share = inverse(_nested(w, rises, K))
     slope = _nested(ws, rises, K) * share
     grown = _nested(growth, rises, K - 1)
     y, turn = v * slope, v * ((_nested(slopes, rises, K - 1) - slope * grown) * share)
@@ -316,7 +283,7 @@ def turned_from_below(
 def _powers(x, tau, middle, w, K: tl.constexpr):
     """w_k a^k b^(K-1-k) from e = exp(-|t|), which is a or b; the other is 1."""
     t = (x - middle) * (tau[0] * LOG2E)
-    e = _exp2(-tl.abs(t))
+    e = exp2(-tl.abs(t))
     low = t < 0
     powers = (e,)
     for k in tl.static_range(K - 2):
@@ -332,17 +299,17 @@ def _powers(x, tau, middle, w, K: tl.constexpr):
 
 @triton.jit
 def _exponentials(x, tau, theta, K: tl.constexpr, GATE: tl.constexpr):
-    """exp(l_k - max l) of the running sums of the arguments; see `primitive.relative_logits`."""
+    """exp(l_k - max l) of the running sums of the arguments; see `soft.relative_logits`."""
     u, left = (), (tl.zeros_like(x),)
     for k in tl.static_range(K - 1):
         z = (x - theta[k]) * (tau[k if GATE == OWN_TAUS else 0] * LOG2E)
         z = _bounded(z, _MOST)
         u, left = u + (z,), left + (_least(left[k] + z, 0.0),)
     right = tl.zeros_like(x)
-    parts = (_exp2(left[K - 1]),)
+    parts = (exp2(left[K - 1]),)
     for k in tl.static_range(K - 1):
         right = _least(right - u[K - 2 - k], 0.0)
-        parts = (_exp2(_least(left[K - 2 - k], right)),) + parts
+        parts = (exp2(_least(left[K - 2 - k], right)),) + parts
     return parts
 
 
@@ -369,7 +336,7 @@ def soft_gates(
     total = parts[0]
     for k in tl.static_range(1, K):
         total = total + parts[k]
-    share = _inverse(total)  # (RB, CB)
+    share = inverse(total)  # (RB, CB)
     g = ()
     for k in tl.static_range(K):
         g = g + (parts[k] * share,)
@@ -380,8 +347,8 @@ def soft_gates(
 def two_gates(x, tau, theta):
     """(lower gate, upper gate), neither as 1 minus the other."""
     t = (x - theta[0]) * (tau[0] * LOG2E)
-    e = _exp2(-tl.abs(t))
-    large = _inverse(1.0 + e)  # (RB, CB)
+    e = exp2(-tl.abs(t))
+    large = inverse(1.0 + e)  # (RB, CB)
     small = e * large
     return tl.where(t > 0, small, large), tl.where(t > 0, large, small)
 
@@ -398,20 +365,14 @@ def two_means(x, tau, theta, w, lower, upper, CODE: tl.constexpr, GATE: tl.const
 
 
 @triton.jit
-def _beyond(x, theta, OWNERS: tl.constexpr, k: tl.constexpr):
-    if (OWNERS // (2**k)) % 2 == 1:
-        beyond = x >= theta[k]
-    else:
-        beyond = x > theta[k]
-    return beyond
-
-
-@triton.jit
 def _region(x, theta, OWNERS: tl.constexpr, K: tl.constexpr):
     """How many thresholds x lies beyond: they may have crossed."""
     region = tl.zeros(x.shape, tl.int32)  # (RB, CB)
     for k in tl.static_range(K - 1):
-        region += _beyond(x, theta, OWNERS, k).to(tl.int32)
+        if (OWNERS // (2**k)) % 2 == 1:
+            region += (x >= theta[k]).to(tl.int32)
+        else:
+            region += (x > theta[k]).to(tl.int32)
     return region
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from threshold_gating.kernels.blend.graph import Graph
 from threshold_gating.kernels.blend.steps import plain, steps
 from threshold_gating.kernels.lowering import Op, lowered, overwritten
 from threshold_gating.kernels.structure import (
+    Gate,
     Role,
     Rows,
     Shape,
@@ -32,6 +33,38 @@ from threshold_gating.kernels.structure import (
     viewed,
     whole,
 )
+
+
+class Plan(Protocol):
+    """What an engine has ready for one structure: `cpu.Plan`, `gpu.Plan`, `graph.Graph`.
+
+    What `read` makes of the tensors is kept between `forward` and `backward`, which gives the
+    gradients of x, the other input, tau, theta, s and c.
+    """
+
+    @property
+    def structure(self) -> Structure: ...
+
+    @property
+    def role(self) -> Role: ...
+
+    @property
+    def shape(self) -> Shape: ...
+
+    def read(self, x: Tensor, tensors: Tensors) -> Any: ...
+
+    def forward(self, x: Tensor, other: Tensor | None, given: Any) -> Tensor: ...
+
+    def backward(
+        self,
+        dy: Tensor,
+        x: Tensor,
+        other: Tensor | None,
+        tensors: Tensors,
+        given: Any,
+        wanted: Wanted,
+    ) -> Sequence[Tensor | None]: ...
+
 
 # Elements up to which hard gates with derivatives are faster by the reference's formulas: these are
 # comparisons, and there is no exponential to be saved.
@@ -130,22 +163,14 @@ def wrong_call(name: str, wanted: str, given: Sequence[Any], options: Any = ()) 
     )
 
 
-def evaluate(
-    t: TG, x: Tensor, v: Any = None, op: Op | None = None, up: Tensor | None = None
-) -> Tensor:
-    """A frozen instance at `x` by the backend in force; `op` is its `native`, if it has one.
-
-    `up` multiplies the result (SwiGLU, GEGLU), on a GPU in the same pass.
-    """
+def evaluate(t: TG, x: Tensor, op: Op | None = None) -> Tensor:
+    """A frozen instance at `x` by the backend in force; `op` is its `native`, if it has one."""
     name = backend()
-    if up is not None and not (v is None and engine(x, name) == "triton" and _alike(up, x)):
-        return evaluate(t, x, v, op) * up
-    if v is None and up is None:
-        if name == "native" and op is None:
-            raise no_native_op()
-        if op is not None and takes_native(name):
-            return op(x)
-    return t(x, v) if name == "reference" else blend(x, t, v=v, up=up)
+    if op is not None and takes_native(name):
+        return op(x)
+    if name == "native":
+        raise no_native_op()
+    return t(x) if name == "reference" else blend(x, t)
 
 
 def _instance(t: TG, x: Tensor, v: Any, up: Tensor | None, name: str) -> Tensor:
@@ -181,10 +206,9 @@ def _gates(
     name: str,
 ) -> Tensor:
     """The gates by the engine that the backend has for x."""
-    by: Engine = engine(x, name) if structure.fused and x.numel() else "plain"
-    # with and without gradients alike, so that both have the same bits
-    if by == "cpu" and structure.hard and x.numel() <= _FEW:
-        by = "plain"
+    by: Engine = "plain"
+    if structure.fused and not _is_few(x, structure, name):
+        by = engine(x, name)
     if up is not None:
         if by not in ("triton", "graph") or v is not None or not _alike(up, x):
             return _gates(x, structure, held, shape, v, None, name) * up
@@ -204,6 +228,18 @@ def _gates(
     if structure.jumps and torch.is_grad_enabled():
         y = primitive.straight_through(x, y, rows.theta, rows.s, rows.c)
     return y
+
+
+def _is_few(x: Tensor, structure: Structure, name: str) -> bool:
+    """Whether the formulas of the reference are the fastest.
+
+    Asked before the engine, which at 64 elements takes a tenth of the call, and with and without
+    gradients alike, so that both have the same bits.
+    """
+    n = x.numel()
+    if n == 0 or torch.compiler.is_compiling():  # there a question of sizes would compile again
+        return n == 0
+    return structure.gate == Gate.HARD and x.is_cpu and n <= _FEW and name != "triton"
 
 
 def _alike(other: Any, x: Tensor) -> bool:
@@ -228,7 +264,7 @@ def _by_kernel(
     if by == "graph":
         y: Tensor = _Blend.apply(x, other, *tensors, Graph(structure, role, shape))  # type: ignore[no-untyped-call]
         return y
-    plan: Any
+    plan: cpu.Plan | gpu.Plan | None
     if by == "cpu":
         plan = cpu.plan(structure, x.shape, x.stride(), shape)
     else:
@@ -240,7 +276,7 @@ def _by_kernel(
     return _applied(x, other, tensors, plan)
 
 
-def _applied(x: Tensor, other: Tensor | None, tensors: Tensors, plan: Any) -> Tensor:
+def _applied(x: Tensor, other: Tensor | None, tensors: Tensors, plan: Plan) -> Tensor:
     y: Tensor
     if torch.is_grad_enabled():
         for t in (x, other, *tensors):
@@ -273,6 +309,7 @@ def _is_elsewhere(tensors: Tensors, x: Tensor) -> bool:
 class _Blend(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, other: Tensor | None, *held: Any) -> Tensor:
+        plan: Plan
         *tensors, plan = held
         ctx.save_for_backward(x, other, *tensors)
         # what was read stays right: autograd sees to it that what is saved does not change
@@ -282,8 +319,9 @@ class _Blend(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
+        plan: Plan = ctx.plan
+        needed = ctx.needs_input_grad[:8]
         x, other, *held = ctx.saved_tensors
-        plan, needed = ctx.plan, ctx.needs_input_grad[:8]
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             f = partial(_formula, plan.structure, plan.role, plan.shape)
             return *differentiated(f, (x, other, *held), dy, needed), None

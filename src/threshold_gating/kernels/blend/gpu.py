@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from enum import IntEnum
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from threshold_gating.kernels import runtime
-from threshold_gating.kernels.layout import Sizes, like, placed
+from threshold_gating.kernels.layout import Layout, Sizes, like, placed
 from threshold_gating.kernels.runtime import Launch, interpreting
 from threshold_gating.kernels.structure import (
     DIGITS,
@@ -29,14 +28,6 @@ from threshold_gating.kernels.structure import (
     Wanted,
     Weights,
 )
-
-
-class Layout(IntEnum):
-    """How parameters vary over a matrix in memory."""
-
-    ONE = 0  # not at all
-    COLUMNS = 1  # tokens, channels_last
-    ROWS = 2  # images
 
 
 class Constants(NamedTuple):

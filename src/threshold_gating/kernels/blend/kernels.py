@@ -24,7 +24,6 @@ from threshold_gating.kernels.blend.formulas import (
     BOUND,
     CENTRED,
     COLUMNS,
-    FITTING,
     HARD,
     ONE,
     ONE_TAU,
@@ -154,17 +153,12 @@ def blend_forward(
         at, tau_p, rho_p, theta_p, shift_p, s_p, c_p,
         G, TAU_CODE, THETA_CODE, S_CODE, C_CODE, K, GATE, SHARPENED, MOVED, ANCHORED)
     middle, w, ws, wc, overflows = folded(tau, theta, s, c, K, GATE, WEIGHTS)
-    if GATE == ONE_TAU and WEIGHTS == FITTING:  # or so it is hoped
-        if overflows:  # the other loop, so that neither keeps what only the other one needs
-            _forward_tiles(x_p, other_p, y_p, R, N, iters, tau, theta, s, c, middle, w, ws, wc,
-                           S_CODE, C_CODE, OWNERS, K, GATE, OVERFLOWING, ROLE, LAYOUT, RB, CB, 1)
-        else:
-            _forward_tiles(x_p, other_p, y_p, R, N, iters, tau, theta, s, c, middle, w, ws, wc,
-                           S_CODE, C_CODE, OWNERS, K, GATE, FITTING, ROLE, LAYOUT, RB, CB, STAGES)
+    if overflows:  # a loop of its own, so that neither keeps what only the other one needs
+        _forward_tiles(x_p, other_p, y_p, R, N, iters, tau, theta, s, c, middle, w, ws, wc,
+                       S_CODE, C_CODE, OWNERS, K, GATE, OVERFLOWING, ROLE, LAYOUT, RB, CB, 1)
     else:
         _forward_tiles(x_p, other_p, y_p, R, N, iters, tau, theta, s, c, middle, w, ws, wc,
-                       S_CODE, C_CODE, OWNERS, K, GATE, WEIGHTS, ROLE,
-                       LAYOUT, RB, CB, STAGES)
+                       S_CODE, C_CODE, OWNERS, K, GATE, WEIGHTS, ROLE, LAYOUT, RB, CB, STAGES)
 
 
 @triton.jit
@@ -369,19 +363,11 @@ def blend_backward(
     sums = (tl.zeros((RB if LAYOUT == ROWS else 1, CB), tl.float32),)  # Triton wants at least one
     for k in tl.static_range(1, TAUS + DTHETA * (K - 1) + DS * K + CONSTANTS):
         sums = sums + (sums[0],)
-    if GATE == ONE_TAU and WEIGHTS == FITTING:  # or so it is hoped
-        if overflows:
-            sums = _backward_tiles(
-                x_p, other_p, dy_p, dx_p, dother_p, R, N, iters, tau, theta, s, c,
-                middle, w, ws, wc, sums, S_CODE, C_CODE, OWNERS, K, GATE, OVERFLOWING, ROLE,
-                DX, DOTHER,
-                TAUS, DTHETA * (K - 1), DS * K, CONSTANTS, LAYOUT, RB, CB, 1)
-        else:
-            sums = _backward_tiles(
-                x_p, other_p, dy_p, dx_p, dother_p, R, N, iters, tau, theta, s, c,
-                middle, w, ws, wc, sums, S_CODE, C_CODE, OWNERS, K, GATE, FITTING, ROLE,
-                DX, DOTHER,
-                TAUS, DTHETA * (K - 1), DS * K, CONSTANTS, LAYOUT, RB, CB, STAGES)
+    if overflows:
+        sums = _backward_tiles(
+            x_p, other_p, dy_p, dx_p, dother_p, R, N, iters, tau, theta, s, c,
+            middle, w, ws, wc, sums, S_CODE, C_CODE, OWNERS, K, GATE, OVERFLOWING, ROLE, DX, DOTHER,
+            TAUS, DTHETA * (K - 1), DS * K, CONSTANTS, LAYOUT, RB, CB, 1)
     else:
         sums = _backward_tiles(
             x_p, other_p, dy_p, dx_p, dother_p, R, N, iters, tau, theta, s, c,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from threshold_gating import primitive
 from threshold_gating.kernels.structure import Gate, Rows, Structure
-from threshold_gating.primitive import Value
+from threshold_gating.primitive import Value, soft
 
 AUDITED_AS = "gates"  # see conversion.audit
 
@@ -40,7 +40,7 @@ def steps(x: Tensor, v: Tensor | None, structure: Structure, rows: Rows) -> Tens
     moved = tau[0] * (z - theta[0])
     empty = all(not isinstance(w, Tensor) and w == 0 for w in (s[0], c[0]))
     if _needs_gradient(x, v, *data):
-        gates = [s[0] if empty else primitive.sigmoid(-moved), primitive.sigmoid(moved)]
+        gates = [s[0] if empty else soft.sigmoid(-moved), soft.sigmoid(moved)]
     else:
         e = torch.exp(-torch.abs(moved))
         share = 1 / (1 + e)
@@ -96,15 +96,15 @@ def _many(
     taus = tau if len(tau) == len(theta) else tau * len(theta)
     most = torch.finfo(z.dtype).max / (4 * len(theta))  # no sum of arguments overflows
     arguments = [_clamp(t * (z - th), -most, most) for t, th in zip(taus, theta, strict=True)]
-    return _blended(primitive.softmax_gates(arguments), u, s, c)
+    return _blended(soft.softmax_gates(arguments), u, s, c)
 
 
 def _blended(gates: list[Any], u: Tensor, s: list[Value], c: list[Value]) -> Tensor:
     """u sum_k g_k s_k + sum_k g_k c_k."""
     slope, constant = _weighted(gates, s), _weighted(gates, c)
     if slope is not None and len(gates) > 2:
-        u = primitive.settled(u, slope)
-    y = slope if slope is None else primitive.times(u, slope)
+        u = soft.settled(u, slope)
+    y = slope if slope is None else soft.times(u, slope)
     y = constant if y is None else y if constant is None else y + constant
     return gates[-1] * 0 if y is None else y  # which NaN passes
 

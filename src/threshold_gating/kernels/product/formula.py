@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +11,8 @@ from torch import Tensor
 
 from threshold_gating import primitive
 from threshold_gating.kernels.structure import Rows, Shape, Structure, Tensors, viewed
+
+Grads = list[Tensor | None]
 
 
 class Conv(NamedTuple):
@@ -22,6 +24,15 @@ class Conv(NamedTuple):
     groups: int
     pad: tuple[int, ...] = ()  # what `padding` cannot say: uneven, or not with zeros
     mode: str = "constant"
+
+
+class Operands(NamedTuple):
+    """The tensors of one product."""
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    tensors: Tensors
 
 
 class Formula(NamedTuple):
@@ -104,3 +115,15 @@ class Formula(NamedTuple):
         axis = dim - 1 if self.conv is None else 1
         varies = [dim - len(self.shape) + d for d, n in enumerate(self.shape) if n > 1]
         return varies in ([], [axis])
+
+
+class Plan(Protocol):
+    """A way to compute a product and its gradients; it keeps the operands only."""
+
+    @property
+    def formula(self) -> Formula: ...
+
+    def forward(self, given: Operands) -> Tensor: ...
+
+    def backward(self, dy: Tensor, given: Operands, wanted: Sequence[bool]) -> Grads:
+        """The gradients in x, weight, bias and the tensors."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from threshold_gating.kernels.backend import backend, is_memory, runs_triton
 from threshold_gating.kernels.blend.function import differentiated, wrong_call
 from threshold_gating.kernels.product import one_vector, two_soft
-from threshold_gating.kernels.product.formula import Conv, Formula
+from threshold_gating.kernels.product.formula import Conv, Formula, Grads, Operands, Plan
 from threshold_gating.kernels.structure import (
     Gate,
     Rows,
@@ -127,7 +127,7 @@ def _two_soft(
     if torch.is_grad_enabled():
         y: Tensor = _Product.apply(z, weight, bias, *tensors, plan)  # type: ignore[no-untyped-call]
     else:
-        y = plan.forward(z, weight, bias, tensors)
+        y = plan.forward(Operands(z, weight, bias, tensors))
     # out here, because a view that a function made itself could not be overwritten
     return y.view(*x.shape[:-1], len(weight)) if matrix else y
 
@@ -140,21 +140,22 @@ class _Product(torch.autograd.Function):
         *tensors, plan = held
         ctx.plan = plan
         ctx.save_for_backward(x, weight, bias, *tensors)
-        y: Tensor = plan.forward(x, weight, bias, Tensors(*tensors))
+        y: Tensor = plan.forward(Operands(x, weight, bias, Tensors(*tensors)))
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
-        plan, wanted = ctx.plan, ctx.needs_input_grad[:9]
+        plan: Plan = ctx.plan
+        wanted, formula = ctx.needs_input_grad[:9], plan.formula
         x, weight, bias, *held = ctx.saved_tensors
         if torch.is_grad_enabled():  # someone differentiates twice
 
             def again(x: Tensor, weight: Tensor, bias: Tensor | None, *own: Any) -> Tensor:
-                formula: Formula = plan.formula
                 return formula(x, weight, bias, formula.rows(Tensors(*own)))
 
             return *differentiated(again, (x, weight, bias, *held), dy, wanted), None
-        return *plan.backward(dy, x, weight, bias, Tensors(*held), wanted), None
+        given = Operands(x, weight, bias, Tensors(*held))
+        return *plan.backward(dy, given, wanted), None
 
 
 class Recomputed(NamedTuple):
@@ -162,7 +163,8 @@ class Recomputed(NamedTuple):
 
     formula: Formula
 
-    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None, tensors: Tensors) -> Tensor:
+    def forward(self, given: Operands) -> Tensor:
+        x, weight, bias, tensors = given
         rows = self.formula.rows(tensors)
         fast = _Two.of(self.formula, x, rows) if x.dtype == weight.dtype else None
         if fast is None or torch.is_autocast_enabled(x.device.type):
@@ -173,20 +175,12 @@ class Recomputed(NamedTuple):
         # A view that was made in here could not be overwritten (a product with one row is one).
         return y.clone() if y._is_view() else y
 
-    def backward(
-        self,
-        dy: Tensor,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        tensors: Tensors,
-        wanted: Sequence[bool],
-    ) -> list[Tensor | None]:
-        """The gradients in x, weight, bias and the tensors."""
+    def backward(self, dy: Tensor, given: Operands, wanted: Sequence[bool]) -> Grads:
+        x, weight, bias, tensors = given
         need = [t.detach().requires_grad_(w) for t, w in _pairs(x, tensors, wanted)]
-        given = iter(need[1:])
+        each = iter(need[1:])
         with torch.enable_grad():
-            own = Tensors(*[None if t is None else next(given) for t in tensors])
+            own = Tensors(*[None if t is None else next(each) for t in tensors])
             rows = self.formula.rows(own)
         fast = _Two.of(self.formula, x, rows)
         if fast is not None and dy.dtype == x.dtype == weight.dtype:

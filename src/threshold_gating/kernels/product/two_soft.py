@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from threshold_gating.kernels.product.formula import Formula
+from threshold_gating.kernels.product.formula import Formula, Grads, Operands
 from threshold_gating.kernels.runtime import Launch, interpreting, readable, total
 from threshold_gating.kernels.structure import Tensors
 
@@ -103,7 +103,8 @@ class Plan(NamedTuple):
 
     formula: Formula
 
-    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None, tensors: Tensors) -> Tensor:
+    def forward(self, given: Operands) -> Tensor:
+        x, weight, bias, tensors = given
         formula, z = self.formula, _matrix(self.formula, x)
         if _is_one(formula, z):
             return formula.product(_beside(formula, x, split(z, tensors, True)), weight, bias)
@@ -112,15 +113,8 @@ class Plan(NamedTuple):
         y = low @ first if bias is None else torch.addmm(bias, low, first)
         return y.addmm_(high, second)
 
-    def backward(
-        self,
-        dy: Tensor,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        tensors: Tensors,
-        wanted: Sequence[bool],
-    ) -> list[Tensor | None]:
+    def backward(self, dy: Tensor, given: Operands, wanted: Sequence[bool]) -> Grads:
+        x, weight, _, tensors = given
         formula, z = self.formula, _matrix(self.formula, x)
         inside = wanted[0] or any(wanted[3:])
         if _is_one(formula, z):

@@ -12,9 +12,8 @@ for K = 2 the sigmoid and its complement. The appendix's renormalised product of
 `form="product"`. Hard gates (tau = inf) are comparisons, with an owner per threshold that says on
 which side x == theta lies.
 
-Derivatives are the analytic ones to any order. Those of a gate are products of masses, never a
-difference of nearly equal ones, so they keep their digits where a gate is almost shut or open.
-16-bit inputs are evaluated in float32 and rounded once.
+Derivatives are the analytic ones to any order (`soft`). 16-bit inputs are evaluated in float32 and
+rounded once.
 
 Python numbers among the parameters are structure, tensors are data: a number 0 removes its term
 and a number 1 its multiplication (which makes ReLU and its kin bitwise torch's), while a tensor's
@@ -25,30 +24,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
+
+from threshold_gating.primitive import soft
+from threshold_gating.primitive.soft import Value as Value
+from threshold_gating.primitive.soft import are_in_order, is_number
 
 AUDITED_AS = "gates"  # see conversion.audit
 
-Value = float | Tensor
 Values = Value | Sequence[Value]
 GateForm = Literal["softmax", "product"]
 Anchor = tuple[float, float] | None
 
 FORMS = get_args(GateForm)
-# The ops themselves: whoever intercepts torch.sigmoid and its like in a network around us must not
-# see the gate's own arithmetic.
-_sigmoid, _tanh = torch.ops.aten.sigmoid.default, torch.ops.aten.tanh.default
-_logsigmoid, _clamp = torch.ops.aten.log_sigmoid.default, torch.ops.aten.clamp.default
-_softmax = torch.ops.aten.softmax.int
-_minimum = torch.ops.aten.minimum.default
-# exp underflows to exactly 0 beyond these. Of thresholds in order the arguments fall from positive
-# to negative, so clamping each there changes no gate. Without it their running sum reaches
-# inf - inf for finite x (GELU with K = 5 at 1e38), and the gradient of a saturated gate 0 * inf.
-_UNDERFLOW = {torch.float32: 104.0, torch.float64: 746.0}
 
 
 def gates(
@@ -88,7 +79,7 @@ def gates(
         g = torch.stack([(region == k).to(z.dtype) for k in range(len(beyond) + 1)])
         g = torch.where(z.isnan(), z, g)
     else:
-        g = torch.stack(_soft_gates(_arguments(z, taus, thresholds, form), form))  # (K, *shape)
+        g = torch.stack(soft.gates(soft.arguments(z, taus, thresholds, form), form))  # (K, *shape)
     return g.to(x.dtype)
 
 
@@ -145,15 +136,15 @@ def blend(
         if v is not None:
             y = torch.where(z.isnan(), z, y)
     else:
-        u = _arguments(z, taus, thresholds, form)
+        u = soft.arguments(z, taus, thresholds, form)
         if centred is None:
-            centred = K == 2 and _are_opposite(slopes, constants, curves)
+            centred = K == 2 and soft.are_opposite(slopes, constants, curves)
         if centred:
-            mean = _mean_about_midpoint(u[0])
+            mean = soft.mean_about_midpoint(u[0])
         else:
             weights = (curves, slopes, constants)
-            used = [any(not _is_number(w[k], 0) for w in weights) for k in range(K)]
-            mean = _mean(_soft_gates(u, form, used))
+            used = [any(not is_number(w[k], 0) for w in weights) for k in range(K)]
+            mean = soft.mean_of(soft.gates(u, form, used))
         y = _average(z, inputs, mean, curves, slopes, constants)
     if clamp is not None:
         y = torch.where(y <= clamp[0], clamp[0], torch.where(y >= clamp[1], clamp[1], y))
@@ -182,9 +173,9 @@ def straight_through(
 
 def _rises(x: Tensor, theta: Sequence[Value]) -> list[tuple[Value, Tensor]]:
     """Each threshold from below, and 0 with the gradient that a sigmoid of width 1/4 has in it."""
-    if not _are_in_order(theta):
+    if not are_in_order(theta):
         theta = torch.stack([torch.as_tensor(t) for t in theta]).sort(0).values.unbind(0)
-    steps = [_sigmoid(4 * (x.detach() - at)) for at in theta]
+    steps = [torch.ops.aten.sigmoid.default(4 * (x.detach() - at)) for at in theta]
     return [(at, step - step.detach()) for at, step in zip(theta, steps, strict=True)]
 
 
@@ -342,10 +333,6 @@ def _is_hard(taus: Sequence[Value], thresholds: Sequence[Value]) -> bool:
     return not thresholds or (not isinstance(taus[0], Tensor) and taus[0] == math.inf)
 
 
-def _is_number(w: Value, value: float) -> bool:
-    return not isinstance(w, Tensor) and w == value
-
-
 def _owners(owner: Sequence[str] | None, n: int) -> Sequence[str]:
     owners = ("lo",) * n if owner is None else owner
     if len(owners) != n or not set(owners) <= {"lo", "hi"}:
@@ -361,259 +348,6 @@ def _below(x: Tensor, theta: Value, owner: str) -> Tensor:
     return x <= theta if owner == "lo" else x < theta
 
 
-def _arguments(
-    x: Tensor, taus: Sequence[Value], thresholds: Sequence[Value], form: str
-) -> list[Tensor]:
-    """u_k = tau_k (x - theta_k), within the range where a gate can move."""
-    shifted = [x if _is_number(t, 0) else x - t for t in thresholds]
-    scaled = [z if _is_number(t, 1) else t * z for t, z in zip(taus, shifted, strict=False)]
-    bound = _UNDERFLOW[x.dtype]
-    if form == "softmax" and not _are_in_order(thresholds):
-        bound = torch.finfo(x.dtype).max / (4 * len(thresholds))  # so that no sum of them overflows
-    return [_clamp(u, -bound, bound) for u in scaled]
-
-
-def _are_in_order(thresholds: Sequence[Value]) -> bool:
-    """Whether thresholds are known to be low to high; a tensor's values are not."""
-    known = [t for t in thresholds if not isinstance(t, Tensor)]
-    return len(thresholds) < 2 or (len(known) == len(thresholds) and known == sorted(known))
-
-
-def _soft_gates(
-    u: Sequence[Tensor], form: str, used: Sequence[bool] = (True, True)
-) -> list[Tensor]:
-    """The K gates; for K = 2 one that is not used is not evaluated (its place holds the other)."""
-    if len(u) == 1:
-        high = sigmoid(u[0]) if used[1] else None
-        low = sigmoid(-u[0]) if used[0] or high is None else high
-        return [low, low if high is None else high]
-    if form == "softmax":
-        return softmax_gates(u)
-    # log of sigma(u_{k-1}) sigma(-u_k); the softmax renormalises, without a 0/0
-    below, above = [_logsigmoid(-z) for z in u], [_logsigmoid(z) for z in u]
-    inner = [a + b for a, b in zip(above, below[1:], strict=False)]
-    logits = torch.broadcast_tensors(below[0], *inner, above[-1])  # type: ignore[no-untyped-call]
-    return list(_softmax(torch.stack(logits), 0).unbind(0))
-
-
-def sigmoid(u: Tensor) -> Tensor:
-    """The sigmoid, with a derivative that keeps its digits where torch's 1 - sigma has none."""
-    y: Tensor = _applied(_Sigmoid, _DualSigmoid, u)
-    return y
-
-
-def softmax_gates(u: Sequence[Tensor]) -> list[Tensor]:
-    """The K gates of K - 1 arguments whose thresholds are in any order."""
-    same_shape = torch.broadcast_tensors(*u)  # type: ignore[no-untyped-call]
-    if torch.compiler._is_exporting_flag and torch.is_grad_enabled():
-        return _exported_gates(same_shape)
-    return list(_applied(_Gates, _DualGates, *same_shape))
-
-
-def _exported_gates(u: Sequence[Tensor]) -> list[Tensor]:
-    """The gates for a graph that keeps no backward of ours: its steps have the right derivative.
-
-    Where x is on a threshold two logits are the largest, and torch's derivative of that is no
-    common shift. So the gates are constants to autograd, times 1 with the slope of log g_k:
-    l_k - sum_j g_j l_j. Of first order, as in `logits`; a second derivative is not in it.
-    """
-    gates = [g.detach() for g in _Gates.forward(*u)]
-    rises = [torch.zeros_like(u[0])]
-    for z in u:
-        rises.append(rises[-1] + (z - z.detach()))  # 0
-    mean = sum((g * rise for g, rise in zip(gates[1:], rises[1:], strict=True)), rises[0])
-    return [g * (1 + rise - mean) for g, rise in zip(gates, rises, strict=True)]
-
-
-def relative_logits(u: Sequence[Tensor]) -> list[Tensor]:
-    """l_k - max l for the running sums l of `u`, K of them, for thresholds in any order.
-
-    The drop below the largest so far, from the left and from the right; the larger drop is the one
-    below all. No sum holds more than what lies between a logit and the largest, so nothing that
-    cancels later is added first.
-    """
-    left, right = [torch.zeros_like(u[0])], [torch.zeros_like(u[0])]
-    for z in u:
-        left.append(_clamp(left[-1] + z, None, 0))
-    for z in reversed(u):
-        right.append(_clamp(right[-1] - z, None, 0))
-    return [_minimum(a, b) for a, b in zip(left, reversed(right), strict=True)]
-
-
-def _applied(plain: Any, dual: Any, *inputs: Tensor) -> Any:
-    """Dynamo refuses a function with a forward mode, and one of many inputs without gradient."""
-    if not torch.compiler.is_compiling():
-        return dual.apply(*inputs)
-    needed = torch.is_grad_enabled() and any(u.requires_grad for u in inputs)
-    return plain.apply(*inputs) if needed else plain.forward(*inputs)
-
-
-def times(v: Tensor, slope: Tensor) -> Tensor:
-    """v slope, whose gradient in the slope is finite: behind it infinity would meet shut gates."""
-    same_shape = torch.broadcast_tensors(v, slope)  # type: ignore[no-untyped-call]
-    y: Tensor = _applied(_Times, _DualTimes, *same_shape)
-    return y
-
-
-def settled(v: Tensor, slope: Tensor) -> Tensor:
-    """What the branches read, 0 at an infinity where only constant branches are open.
-
-    So ELU and Softplus have their limits there, as torch's have. Two gates follow torch's SiLU.
-    """
-    return torch.where(v.isinf() & (slope == 0), 0.0, v)
-
-
-def _within_range(t: Tensor) -> Tensor:
-    """What overflowed as a large number, for infinity times a gate of 0 would be NaN."""
-    largest = torch.finfo(t.dtype).max / 2
-    bounded: Tensor = _clamp(t, -largest, largest)
-    return bounded
-
-
-class _Times(Function):
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(v: Tensor, slope: Tensor) -> Tensor:
-        return v * slope
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
-        v, slope = ctx.saved_tensors
-        return dy * slope, _within_range(dy * v)
-
-
-class _DualTimes(_Times):
-    """The same with forward mode."""
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
-        ctx.save_for_forward(*inputs)
-
-    @staticmethod
-    def jvp(ctx: Any, dv: Tensor, dslope: Tensor) -> Tensor:
-        v, slope = ctx.saved_tensors
-        dy: Tensor = dv * slope + v * dslope
-        return dy
-
-
-class _Sigmoid(Function):
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(u: Tensor) -> Tensor:
-        y: Tensor = _sigmoid(u)
-        return y
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Tensor:
-        (u,) = ctx.saved_tensors
-        return _within_range(dy) * (sigmoid(u) * sigmoid(-u))
-
-
-class _DualSigmoid(_Sigmoid):
-    """The same with forward mode."""
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
-        ctx.save_for_forward(*inputs)
-
-    @staticmethod
-    def jvp(ctx: Any, du: Tensor) -> Tensor:
-        (u,) = ctx.saved_tensors
-        return du * (sigmoid(u) * sigmoid(-u))
-
-
-class _Swing(_Sigmoid):
-    """tanh(u / 2), likewise."""
-
-    @staticmethod
-    def forward(u: Tensor) -> Tensor:
-        y: Tensor = _tanh(u / 2)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Tensor:
-        (u,) = ctx.saved_tensors
-        return 2 * _within_range(dy) * (sigmoid(u) * sigmoid(-u))
-
-
-class _DualSwing(_Swing):
-    """The same with forward mode."""
-
-    setup_context = _DualSigmoid.setup_context
-
-    @staticmethod
-    def jvp(ctx: Any, du: Tensor) -> Tensor:
-        (u,) = ctx.saved_tensors
-        return 2 * du * (sigmoid(u) * sigmoid(-u))
-
-
-class _Gates(Function):
-    """Softmax gates of their arguments; see `tile` for the derivative."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(*u: Tensor) -> tuple[Tensor, ...]:
-        parts = [torch.exp(logit) for logit in relative_logits(u)]
-        share = 1 / sum(parts[1:], parts[0])
-        return tuple([part * share for part in parts])
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.save_for_backward(*output)
-
-    @staticmethod
-    def backward(ctx: Any, *dg: Tensor) -> tuple[Tensor, ...]:
-        g = ctx.saved_tensors
-        weighed = [gk * _within_range(d) for gk, d in zip(g, dg, strict=True)]
-        sides = zip(*_sides(g), *_sides(weighed), strict=True)
-        return tuple([lower * above - upper * below for lower, upper, below, above in sides])
-
-
-class _DualGates(_Gates):
-    """The same with forward mode."""
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.save_for_backward(*output)
-        ctx.save_for_forward(*output)
-
-    @staticmethod
-    def jvp(ctx: Any, *du: Tensor) -> tuple[Tensor, ...]:
-        g = ctx.saved_tensors
-        moves = zip(du, *_sides(g), strict=True)
-        rows = [(d * lower, d * upper) for d, lower, upper in moves]
-        none = torch.zeros_like(g[0])
-        # each threshold lifts the branches above it by the mass below, and lowers those below it
-        lifts = [none, *_running([lift for lift, _ in rows])]
-        falls = [*_running([fall for _, fall in rows[::-1]])[::-1], none]
-        return tuple([gk * (a - b) for gk, a, b in zip(g, lifts, falls, strict=True)])
-
-
-def _sides(w: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """The sums of `w` below and above each threshold."""
-    return _running(w[:-1]), _running(w[:0:-1])[::-1]
-
-
-def _running(w: Sequence[Tensor]) -> list[Tensor]:
-    found = [w[0]]
-    for each in w[1:]:
-        found.append(found[-1] + each)
-    return found
-
-
 def _branch_inputs(x: Tensor, v: Tensor | Sequence[Tensor] | None, K: int) -> list[Tensor]:
     """What each branch reads, in the computing dtype; the same object where it is shared."""
     if v is None or isinstance(v, Tensor):
@@ -621,49 +355,6 @@ def _branch_inputs(x: Tensor, v: Tensor | Sequence[Tensor] | None, K: int) -> li
     if len(v) != K:
         raise ValueError(f"v is one tensor or one for each of the K = {K} branches; got {len(v)}.")
     return [z.to(x.dtype) for z in v]
-
-
-def _are_opposite(*pairs: Sequence[Value]) -> bool:
-    """Whether two branches of numbers have equal or opposite coefficients, but are not equal."""
-    if any(isinstance(w, Tensor) for pair in pairs for w in pair):
-        return False
-    return any(lo != hi for lo, hi in pairs) and all(abs(lo) == abs(hi) for lo, hi in pairs)
-
-
-def _mean(g: Sequence[Tensor]) -> Callable[[Sequence[Value]], Value]:
-    """w -> sum_k g_k w_k; equal numbers need no gates, since these sum to one."""
-
-    def mean(w: Sequence[Value]) -> Value:
-        if not any(isinstance(wk, Tensor) for wk in w) and len(set(w)) == 1:
-            return w[0]
-        terms = [
-            gk if _is_number(wk, 1) else wk * gk
-            for wk, gk in zip(w, g, strict=True)
-            if not _is_number(wk, 0)
-        ]
-        return sum(terms[1:], terms[0])
-
-    return mean
-
-
-def _mean_about_midpoint(u: Tensor) -> Callable[[Sequence[Value]], Value]:
-    """The same for K = 2, by tanh(u/2): exact to the last digits where w_lo = -w_hi.
-
-    On either side of the threshold it starts from the branch of that side, whatever the values.
-    """
-    swing: Tensor = _applied(_Swing, _DualSwing, u)
-
-    def mean(w: Sequence[Value]) -> Value:
-        low, high = w
-        total = low + high
-        if not isinstance(low, Tensor) and low == high:
-            return low
-        if _is_number(total, 0):
-            return swing if _is_number(high, 1) else high * swing
-        above = high * swing + total * sigmoid(-u)
-        return torch.where(u > 0, above, total * sigmoid(u) - low * swing)
-
-    return mean
 
 
 def _average(
@@ -678,10 +369,10 @@ def _average(
     if all(v is inputs[0] for v in inputs):
         curve, slope, constant = mean(curves), mean(slopes), mean(constants)
         y = _polynomial(inputs[0], curve, slope, constant)
-        if isinstance(slope, Tensor) and _is_number(curve, 0):
-            v = inputs[0] if len(slopes) == 2 else settled(inputs[0], slope)
-            y = times(v, slope)
-            y = y if _is_number(constant, 0) else y + constant
+        if isinstance(slope, Tensor) and is_number(curve, 0):
+            v = inputs[0] if len(slopes) == 2 else soft.settled(inputs[0], slope)
+            y = soft.times(v, slope)
+            y = y if is_number(constant, 0) else y + constant
     else:
         y = mean([_branch(*p) for p in zip(inputs, curves, slopes, constants, strict=True)])
     # Equal constant branches do not depend on x; NaN is passed on all the same.
@@ -690,11 +381,11 @@ def _average(
 
 def _polynomial(v: Tensor, q: Value, s: Value, c: Value) -> Value:
     """(q v + s) v + c without the steps that numbers make void."""
-    slope = s if _is_number(q, 0) else q * v if _is_number(s, 0) else q * v + s
-    if _is_number(slope, 0):
+    slope = s if is_number(q, 0) else q * v if is_number(s, 0) else q * v + s
+    if is_number(slope, 0):
         return c
-    y = v if _is_number(slope, 1) else v * slope
-    return y if _is_number(c, 0) else y + c
+    y = v if is_number(slope, 1) else v * slope
+    return y if is_number(c, 0) else y + c
 
 
 def _branch(v: Tensor, q: Value, s: Value, c: Value, anchor: Anchor = None) -> Value:
@@ -716,7 +407,7 @@ def _branch(v: Tensor, q: Value, s: Value, c: Value, anchor: Anchor = None) -> V
 def _reached(x: Tensor, q: Value, s: Value, k: int, K: int) -> Tensor:
     """x without the infinities that are not in region k: there the gradient of a parabola in x, and
     of a learned slope, which are not taken, would be infinite, and 0 times it NaN."""
-    if K == 1 or (_is_number(q, 0) and not isinstance(s, Tensor)):
+    if K == 1 or (is_number(q, 0) and not isinstance(s, Tensor)):
         return x
     end = x.isinf() if 0 < k < K - 1 else x == (math.inf if k == 0 else -math.inf)
     return torch.where(end, 0.0, x)
@@ -724,7 +415,7 @@ def _reached(x: Tensor, q: Value, s: Value, k: int, K: int) -> Tensor:
 
 def _carrier(curves: Sequence[Value], slopes: Sequence[Value]) -> int | None:
     """The first branch that depends on its input, or None."""
-    flat = [_is_number(q, 0) and _is_number(s, 0) for q, s in zip(curves, slopes, strict=True)]
+    flat = [is_number(q, 0) and is_number(s, 0) for q, s in zip(curves, slopes, strict=True)]
     return flat.index(False) if False in flat else None
 
 
@@ -766,7 +457,7 @@ def _beyond(
     counted, by exchanging neighbours until they are in order.
     """
     found = [side(x, t, o) for t, o in zip(thresholds, owners, strict=True)]
-    if _are_in_order(thresholds):
+    if are_in_order(thresholds):
         return found if side is _above else found[::-1]
     for last in range(len(found) - 1, 0, -1):
         for k in range(last):

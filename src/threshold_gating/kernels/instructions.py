@@ -1,0 +1,40 @@
+# mypy: ignore-errors
+"""Triton: constants and single instructions that kernels share; imported when one first runs."""
+
+import math
+import os
+
+import triton
+import triton.language as tl
+
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+LOG2E = tl.constexpr(math.log2(math.e))
+
+
+def constants(kind):
+    """The members of an enum, in their order, as kernels read them."""
+    return [tl.constexpr(int(member)) for member in kind]
+
+
+@triton.jit
+def exp2(x):
+    """2^x; what would be subnormal is 0."""
+    if INTERPRETED:
+        return tl.exp2(x)
+    return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
+
+
+@triton.jit
+def log2(x):
+    """2e-7 from exact, where tl.log2 takes twenty instructions."""
+    if INTERPRETED:
+        return tl.log2(x)
+    return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
+
+
+@triton.jit
+def inverse(x):
+    """1 / x to one unit in the last place; 0 for inf."""
+    if INTERPRETED:
+        return 1.0 / x
+    return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
