@@ -66,8 +66,10 @@ HELD_BY = {
     "show/css.py": "show/test_page.py",
     "show/svg.py": "show/test_page.py",
     "theory/explanation.py": "theory/test_claims.py",
+    "training/closeness.py": "training/test_promotion.py",
     "training/families.py": "training/test_groups.py",
     "training/graph.py": "training/test_promotion.py",
+    "training/paths.py": "training/test_promotion.py",
     "training/tiers.py": "training/test_promotion.py",
 }
 

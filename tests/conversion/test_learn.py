@@ -190,14 +190,14 @@ def test_quadratic_instances_stay_frozen_unless_another_is_chosen():
     assert not frozen[1].learned
     chosen = convert(model, {"1": "hardswish_k3"}, inputs=x, train=BOTH, tol=torch.inf)
     assert chosen[1].learned == BOTH
-    with pytest.raises(ConversionError, match="1 .* is to learn tau, theta and cannot"):
+    with pytest.raises(ConversionError, match=r"1 .* is to learn tau, theta and cannot"):
         convert(model, {"1": GateConfig(train=BOTH)}, inputs=x)
 
 
 def test_nothing_that_can_learn_is_an_error_that_says_why():
-    with pytest.raises(ConversionError, match="no site learns anything .* quadratic branches"):
+    with pytest.raises(ConversionError, match=r"no site learns anything .* quadratic branches"):
         convert(nn.Sequential(nn.Hardswish()), inputs=torch.randn(3), train=BOTH)
-    with pytest.raises(ConversionError, match="no site learns anything .* no sharpness"):
+    with pytest.raises(ConversionError, match=r"no site learns anything .* no sharpness"):
         convert(nn.Sequential(nn.ReLU()), inputs=torch.randn(3), train="tau")
 
 
@@ -303,7 +303,7 @@ def test_a_temperature_for_each_head_is_that_of_the_formula(softmax):
     assert rho.grad.isfinite().all()
     assert rho.grad.all()
     net.heads = 4
-    with pytest.raises(ValueError, match="2 heads .* called with 4"):
+    with pytest.raises(ValueError, match=r"2 heads .* called with 4"):
         net(x)
 
 

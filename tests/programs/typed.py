@@ -27,7 +27,8 @@ def main() -> None:
     assert_type(gated.act(gated.first(x)), Tensor)
     assert_type(tg.fit(torch.sigmoid, K=3, form="product").t, tg.TG)
     print(tg.Linear(4, 8, tier="S", share="synapse"))
-    assert_type(tg.training.promote(nn.Sequential(nn.ReLU(), nn.Linear(4, 4)), "W"), nn.Module)
+    mlp = nn.Sequential(nn.ReLU(), nn.Linear(4, 4))
+    assert_type(tg.training.promote(mlp, "W", inputs=x), nn.Sequential)
     print(tg.verify(net, gated, x).ok, tg.audit(gated, x).sites)
     assert_type(tg.conversion.revert(gated), Net)
     with tg.kernels.use("reference"):

@@ -112,7 +112,7 @@ def _learned(**options):
 def test_a_trained_network_in_a_higher_tier_computes_the_same(act, tier, x):
     network = _network(act)
     before = copy.deepcopy(network.state_dict())
-    new = promote(network, tier)
+    new = promote(network, tier, inputs=x)
     assert new.promotion.layers == EVERY
     assert difference(network, new, x) < ROUNDING
     assert all(torch.equal(v, before[k]) for k, v in network.state_dict().items())
@@ -121,7 +121,7 @@ def test_a_trained_network_in_a_higher_tier_computes_the_same(act, tier, x):
 
 @pytest.mark.parametrize("tier", ["W", "S", "general"])
 def test_no_branch_is_dead_after_promotion(tier, x):
-    new = promote(_network(), tier).train()
+    new = promote(_network(), tier, inputs=x).train()
     (new(x) * torch.randn(4, 10)).sum().backward()
     for name, p in new.named_parameters():
         assert p.grad is not None, name
@@ -136,14 +136,14 @@ def test_a_converted_network_is_promoted_with_the_instances_it_was_given(inputs,
     network = _network("relu")
     choice = {"re:.*act": tg.TG(3.0, 0.2, (0.1, 1), (0, 0))}
     gated = tg.convert(network, choice, inputs=x if inputs else None, strict=False)
-    new = promote(gated)
+    new = promote(gated, inputs=x)
     assert new.promotion.layers == EVERY
     assert difference(gated, new, x) < ROUNDING < difference(network, new, x)
 
 
 def test_step_by_step_is_the_same_as_at_once(x):
     network = _network()
-    w = promote(network)
+    w = promote(network, inputs=x)
     s = promote(w, "S", "synapse")
     general = promote(s, "general")
     assert max(difference(network, each, x) for each in (w, s, general)) < ROUNDING
@@ -152,14 +152,14 @@ def test_step_by_step_is_the_same_as_at_once(x):
 @pytest.mark.parametrize("tier", ["W", "general"])
 def test_learned_gates_slopes_and_constants_are_carried_along(tier, x):
     network = _learned()
-    new = promote(network, tier)
+    new = promote(network, tier, inputs=x)
     assert new.promotion.layers == ("2", "5")
     assert difference(network, new, x) < ROUNDING
 
 
 def test_a_promoted_network_trains_and_its_keys_are_those_of_the_old_one(x):
     network = _network()
-    new = promote(network).train()
+    new = promote(network, inputs=x).train()
     old = set(network.state_dict())
     assert old <= set(new.state_dict())
     optimizer, losses = torch.optim.Adam(new.parameters(), 1e-3), []
@@ -172,49 +172,56 @@ def test_a_promoted_network_trains_and_its_keys_are_those_of_the_old_one(x):
     assert losses[-1] < 0.7 * losses[0]
 
 
-def test_what_cannot_be_promoted_is_named_with_its_reason(x):
+def test_what_cannot_be_promoted_is_named_with_its_reason():
     class Shared(nn.Module):
         def __init__(self):
             super().__init__()
-            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
 
         def forward(self, x):
             x = F.hardswish(self.a(torch.relu(x)))
-            return self.a(torch.relu(self.b(x))).tanh()
+            return self.a(F.silu(self.b(x))).tanh()
 
-    new = promote(nn.Sequential(Shared(), nn.ReLU(), nn.Linear(4, 2)))
+    net, x = nn.Sequential(Shared(), nn.ReLU(), nn.Linear(4, 2), nn.LSTM(2, 2)), torch.randn(3, 4)
+    new = promote(net, inputs=x)
     assert new.promotion.layers == ("2",)
-    assert new.promotion.kept["0.a"] == "is called several times"
-    assert "hardswish" in new.promotion.kept["0.b"]
-    with pytest.raises(ValueError, match="no layer of Sequential can be promoted: no activation"):
-        promote(nn.Sequential(nn.Linear(2, 2)))
-
-
-def test_a_network_that_cannot_be_followed_is_refused_with_the_way_out():
-    class Branching(nn.Module):
-        def forward(self, x):
-            return x.relu() if x.sum() > 0 else x
-
-    with pytest.raises(ValueError, match=r"torch\.fx cannot follow Branching .* one by one"):
-        promote(Branching())
+    kept = new.promotion.kept
+    assert kept["0.a"] == "is called 2 times, on relu and silu"
+    assert "hardswish" in kept["0.b"]
+    assert kept["0:tanh#0"] == "feeds no layer but 1"
+    assert "inside of its step" in kept["3"]
+    assert kept["0.c"] == "is not called with these inputs"
+    with pytest.raises(
+        ValueError,
+        match=r"no layer of Sequential can be promoted: 0: reads no activation; 1: feeds no",
+    ):
+        promote(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), inputs=torch.randn(3, 2))
+    with pytest.raises(
+        ValueError, match=r"LSTM can be promoted: \(network\): .* tg\.LSTM and tg\.GRU"
+    ):
+        promote(nn.LSTM(2, 2), inputs=torch.randn(3, 2))
+    with pytest.raises(
+        ValueError, match="inputs is needed, because the network is followed by run"
+    ):
+        promote(net)
 
 
 def test_going_down_undoes_going_up(x):
     network = _network()
-    general = promote(network, "general")
+    general = promote(network, "general", inputs=x)
     for tier in ("S", "W", "A"):
         down = demote(general, tier, inputs=x)
         assert down.output < ROUNDING
         assert max(down.lost.values()) < 1e-6
         assert set(down.lost) == set(EVERY)
     with pytest.raises(ValueError, match="has no layer above tier S"):
-        demote(promote(network), "S")
+        demote(promote(network, inputs=x), "S")
     with pytest.raises(ValueError, match="tier must be one of A, W, S; got 'general'"):
         demote(general, "general")
 
 
 def test_going_down_reports_what_untied_weights_lose(x):
-    new = promote(_network())
+    new = promote(_network(), inputs=x)
     torch.manual_seed(3)
     with torch.no_grad():
         new.fc1.weight.add_(torch.randn_like(new.fc1.weight), alpha=0.1)
@@ -231,7 +238,7 @@ def test_going_down_reports_what_untied_weights_lose(x):
 def test_from_tier_s_gates_are_averaged_by_the_weight_of_their_synapses():
     torch.manual_seed(0)
     network = nn.Sequential(nn.Linear(3, 4), nn.SiLU(), nn.Linear(4, 2))
-    s = promote(network, "S")
+    s = promote(network, "S", inputs=torch.randn(5, 3))
     with torch.no_grad():
         s.get_submodule("2").gate.dtheta[0, 1] = 1.0  # every gate of the second output
     w = demote(s, "W").model.get_submodule("2")
@@ -242,7 +249,7 @@ def test_from_tier_s_gates_are_averaged_by_the_weight_of_their_synapses():
 
 def test_half_transfer_keeps_the_weights_and_starts_the_gates_anew(x):
     network = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
-    new = half_transfer(network)
+    new = half_transfer(network, inputs=x)
     silu = nn.Sequential(network[0], nn.SiLU(), network[2])
     assert difference(silu, new, x) < ROUNDING < difference(network, new, x)
     layer = new.get_submodule("2")
@@ -250,12 +257,12 @@ def test_half_transfer_keeps_the_weights_and_starts_the_gates_anew(x):
     assert not layer.gate.init.hard
     assert torch.equal(layer.weight[:, 1], network[2].weight)
     with pytest.raises(ValueError, match="has 2 branches, and mish gives gates for 3"):
-        half_transfer(network, "mish")
+        half_transfer(network, "mish", inputs=x)
 
 
 @pytest.mark.parametrize("act", ["relu", "silu", "hardtanh", "mish"])
 def test_batchnorm_folds_into_the_gates_of_tier_w(act, x):
-    new = promote(_network(act))
+    new = promote(_network(act), inputs=x)
     folded = fold_batchnorm(new)
     assert folded.folded == ("a.b1", "b.b1")
     assert difference(new, folded, x) < ROUNDING
@@ -324,11 +331,11 @@ def test_after_annealing_hardening_costs_little(x):
 
 @pytest.mark.parametrize("tier", ["W", "S", "general"])
 def test_tiered_layers_harden_and_keep_their_weights(tier, x):
-    network = promote(_network("silu"), tier)
+    network = promote(_network("silu"), tier, inputs=x)
     hard = harden(network, inputs=x)
     assert set(hard.sites) == set(EVERY) - {"a.c1"}  # behind the ReLU of the stem
     assert torch.equal(hard.model.fc1.weight, network.fc1.weight)
-    relu = promote(_network("silu"), tier)
+    relu = promote(_network("silu"), tier, inputs=x)
     anneal_(relu, 1e4)
     assert difference(relu, hard.model, x) < 1e-3
 
@@ -347,6 +354,126 @@ def test_a_hardened_gate_still_learns_its_threshold(x):
     hard = harden(_learned()).model
     (hard(x) * torch.randn(4, 4)).sum().backward()
     assert hard[1].dtheta.grad.any()
+
+
+def _timm(name, **options):
+    return lambda: pytest.importorskip("timm").create_model(name, num_classes=5, **options)
+
+
+def _transformers(name, **options):
+    def make():
+        from_library = pytest.importorskip("transformers")
+        config = getattr(from_library, name.replace("Model", "Config"))
+        return getattr(from_library, name)(config(vocab_size=50, **options))
+
+    return make
+
+
+def _torchvision(name):
+    return lambda: getattr(pytest.importorskip("torchvision").models, name)(num_classes=5)
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.gru = nn.LSTM(6, 8, 2), nn.GRU(8, 8)
+        self.head = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+
+    def forward(self, x):
+        return self.head(self.gru(self.lstm(x)[0])[0])
+
+
+IMAGES, TOKENS = (
+    torch.zeros(2, 3, 32, 32).uniform_(-1, 1),
+    {"input_ids": torch.arange(14).view(2, 7)},
+)
+SIZES = {
+    "hidden_size": 32,
+    "num_attention_heads": 2,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+}
+# a network, its inputs, the last parts of the names of what is promoted, and what these read
+ARCHITECTURES = {
+    "ViT": (_timm("vit_tiny_patch16_224", img_size=32, patch_size=16, depth=2, embed_dim=24), IMAGES, ["mlp.fc2"] * 2, "gelu"),
+    "ConvNeXt": (_timm("convnext_atto", depths=(1,) * 4, dims=(8,) * 4), IMAGES, ["mlp.fc2"] * 4, "gelu"),
+    "Swin": (_timm("swin_tiny_patch4_window7_224", img_size=32, window_size=4, embed_dim=16, depths=(2,), num_heads=(2,)), IMAGES, ["mlp.fc2"] * 2, "gelu"),
+    "ResNet": (_torchvision("resnet18"), IMAGES, ["conv2", "conv1", "conv2", *["conv1", "conv2", "downsample.0", "conv1", "conv2"] * 3], "relu"),
+    "BERT": (_transformers("BertModel", **SIZES), TOKENS, ["output.dense"] * 2, "gelu"),
+    "GPT-2": (_transformers("GPT2Model", n_embd=32, n_layer=2, n_head=2, bos_token_id=1, eos_token_id=1), TOKENS, ["mlp.c_proj"] * 2, "gelu_tanh"),
+    "Llama": (_transformers("LlamaModel", num_key_value_heads=2, **SIZES), TOKENS, ["mlp.down_proj"] * 2, "silu"),
+    "ALBERT": (_transformers("AlbertModel", embedding_size=8, **SIZES), TOKENS, ["ffn_output"], "gelu_tanh"),
+    "encoder of torch": (lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(6, 2, 8, batch_first=True), 2), (torch.ones(2, 5, 6),), ["linear2"] * 2, "relu"),
+    "recurrent": (Recurrent, torch.ones(5, 2, 6), ["head.2"], "relu"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_networks_of_every_kind_are_promoted_within_their_bound(name):
+    make, inputs, ends, act = ARCHITECTURES[name]
+    torch.manual_seed(0)
+    net = make().eval()
+    new = promote(net, inputs=inputs)
+    done = new.promotion
+    assert len(done.layers) == len(ends)
+    assert all(layer.endswith(end) for layer, end in zip(done.layers, ends, strict=True))
+    for error in done.errors.values():
+        assert error.act == act
+        assert error.sup == tg.taxonomy.ROWS[act].sup
+        assert error.measured <= error.bound + ROUNDING * error.scale
+        assert (error.bound > 0) == (act in ("gelu", "gelu_tanh"))
+    # layers of attention, norms and residual sums make of it what they like, but not much
+    assert done.output == difference(net, new, inputs) < (1e-3 if "gelu" in act else 2 * ROUNDING)
+    assert isinstance(new, type(net))
+    assert net.state_dict().keys() <= new.state_dict().keys()
+    assert [n for n, _ in net.named_children()] == [n for n, _ in new.named_children()]
+    assert max(map(len, str(done).splitlines())) <= 100
+    assert difference(new, pickle.loads(pickle.dumps(new)), inputs) == 0
+    # singular values: some more roundings
+    assert demote(new, inputs=inputs).output < 10 * ROUNDING
+
+
+def test_the_bound_of_a_layer_holds_wherever_its_inputs_are():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 64), nn.GELU(), nn.Linear(64, 3)).double()
+    new = promote(net, inputs=torch.randn(2, 4).double())
+    error = new.promotion.errors["2"]
+    assert error.bound == pytest.approx(error.sup * net[2].weight.abs().sum(1).max().item())
+    z = torch.linspace(-12, 12, 20_001).double()[:, None].expand(-1, 64)
+    apart = (new[2].forward(z) - net[2](F.gelu(z))).abs().max()
+    assert 0.05 * error.bound < apart <= error.bound
+    # the worst signs of the weights reach it
+    with torch.no_grad():
+        net[2].weight.abs_()
+    worst = promote(net, inputs=torch.randn(2, 4).double())
+    apart = (worst[2].forward(z) - net[2](F.gelu(z))).abs().max()
+    assert 0.9 * worst.promotion.errors["2"].bound < apart <= worst.promotion.errors["2"].bound
+
+
+def test_what_is_multiplied_and_summed_is_the_gated_input(x):
+    """A layer with a factor, in every tier, against torch."""
+    torch.manual_seed(0)
+    by = torch.randn(4, 3, 6, 6)
+    for tier in ("W", "S", "general"):
+        conv = nn.Conv2d(3, 6, 3, padding=1, groups=3, padding_mode="reflect")
+        linear = nn.Linear(6, 5)
+        for layer, ours in ((conv, tg.Conv2d), (linear, tg.Linear)):
+            new = ours.from_dense(layer, "mish", tier=tier)
+            torch.testing.assert_close(new(x, by), layer(F.mish(x) * by), atol=2e-6, rtol=2e-6)
+
+
+def test_learned_gates_that_layers_alone_read_learn_there(x):
+    network = _learned()
+    new = promote(network, inputs=x)
+    assert not any(p.requires_grad for k in (1, 3) for p in new[k].parameters())
+    new(x).sum().backward()
+    assert all(p.grad is not None for p in new.parameters() if p.requires_grad)
+    with torch.no_grad():
+        network[1].s[0, 3] = 0  # SiLU's lower branch has the slope 1 in other channels
+        network[1].c[0, 3] = 1
+    new = promote(network, inputs=x)
+    assert new.promotion.layers == ("5",)
+    assert "a slope in some channels" in new.promotion.kept["2"]
 
 
 MOVES = {
@@ -375,7 +502,7 @@ class Moved(nn.Module):
 def test_moves_between_an_activation_and_its_layer_are_kept(move, train, x):
     act = _moved(tg.Activation("silu", train=train))
     network = Moved(act, MOVES[move], nn.Linear(108, 5))
-    new = promote(network)
+    new = promote(network, inputs=x)
     assert new.promotion.layers == ("layer",)
     assert difference(network, new, x) < ROUNDING
 
@@ -394,15 +521,15 @@ def test_gates_per_channel_that_are_not_where_the_layer_has_them_stay(axis, move
     act = tg.Activation("silu", share="channel", channels=6, axis=axis, train=("theta",))
     with pytest.raises(
         ValueError,
-        match="promote: no layer of Moved can be promoted: layer reads gates that differ by position",
+        match="promote: no layer of Moved can be promoted: layer: reads gates that differ by position",
     ):
-        promote(Moved(act, move, layer))
+        promote(Moved(act, move, layer), inputs=torch.randn(6, 6, 6))
 
 
 def test_a_layer_whose_channels_are_on_another_axis_refuses_the_input():
     act = tg.Activation("silu", share="channel", channels=6, train=("theta",))
     network = Moved(_moved(act, by=1.0), lambda x: x, nn.Linear(6, 5))
-    new = promote(network)
+    new = promote(network, inputs=torch.randn(3, 6))
     assert difference(network, new, torch.randn(3, 6)) < ROUNDING
     with pytest.raises(ValueError, match=r"belongs to axis 1 of inputs with 2 axes"):
         new(torch.randn(3, 6, 6))  # there the activation's channels are not the layer's
@@ -467,36 +594,36 @@ class Steps(nn.Module):
         return h
 
 
-def promoted(model, tier):
+def promoted(model, tier, x):
     """The promoted network, or None where `promote` refuses it."""
     try:
-        return promote(model, tier)
+        return promote(model, tier, inputs=x)
     except ValueError:
         with pytest.raises(ValueError, match="promote: no layer of Steps can be promoted: "):
-            promote(model, tier)
+            promote(model, tier, inputs=x)
         return None
 
 
 def test_random_programs_are_promoted_to_rounding_or_refused():
     x, layers, networks = torch.randn(6, 6), 0, 0
-    for seed in range(120):
+    for seed in range(60):
         model = Steps(seed).eval()
-        new = promoted(model, ("W", "S", "general")[seed % 3])
+        new = promoted(model, ("W", "S", "general")[seed % 3], x)
         if new is None:
             continue
         networks, layers = networks + 1, layers + len(new.promotion.layers)
         assert difference(model, new, x) < 2 * ROUNDING, (seed, model.program)
         # projections are made of singular values: some more roundings
         assert difference(model, demote(new, "A").model, x) < 10 * ROUNDING, (seed, model.program)
-    assert networks > 60
-    assert layers > 80
+    assert networks > 25
+    assert layers > 30
 
 
 def test_modes_of_parts_are_kept(x):
     """A part in another mode than the network, as Dropout by Monte Carlo is, stays in it."""
     network = nn.Sequential(nn.Flatten(), nn.Dropout(0.5), nn.ReLU(), nn.Linear(108, 4)).eval()
     network[1].train()
-    new = promote(network)
+    new = promote(network, inputs=x)
     assert new.get_submodule("1").training
     assert not new.training
     assert not new.get_submodule("3").training
@@ -507,7 +634,7 @@ REFUSED = [
     (ValueError, lambda net: promote(net, tier="w"), "promote: no tier 'w'; did you mean 'W'?"),
     (ValueError, lambda net: promote(net, tier="X"), "promote: tier is one of W, S, general; got 'X'."),
     (ValueError, lambda net: promote(net, share="row"), "promote: tier W has share layer, channel, neuron (Table 1); got 'row'."),
-    (TypeError, lambda net: promote(net, train=True), 'Linear: train names what is learned, some of tau, theta, s, c, as in train=("tau", "theta"), or () for nothing; got True.'),
+    (TypeError, lambda net: promote(net, inputs=torch.randn(3, 2), train=True), 'Linear: train names what is learned, some of tau, theta, s, c, as in train=("tau", "theta"), or () for nothing; got True.'),
 ]  # fmt: skip
 
 
@@ -577,7 +704,7 @@ class Over(nn.Module):
 
     def forward(self, x):
         y = self.first(x)
-        self.call(y)
+        OVER[self.call](y)
         return self.second(y) + y
 
 
@@ -590,17 +717,15 @@ OVER = {
 }
 
 
-@pytest.mark.parametrize("call", OVER.values(), ids=OVER)
+@pytest.mark.parametrize("call", OVER)
 @pytest.mark.parametrize("wish", [None, "silu"])
 def test_a_call_that_overwrites_keeps_its_gate(call, wish):
     net, x = Over(call).eval(), torch.randn(5, 4)
-    name = {"keyword": "leaky_relu", "clamp": "clamp_min"}.get(
-        next(k for k, v in OVER.items() if v is call), "relu"
-    )
+    name = {"keyword": "leaky_relu", "clamp": "clamp_min"}.get(call, "relu")
     sites = None if wish is None else {f":{name}#0": wish}
     gated = tg.convert(net, sites, inputs=x, tol=None if wish is None else math.inf)
     with tg.kernels.use("reference"):
-        new = promote(gated)
+        new = promote(gated, inputs=x)
         torch.testing.assert_close(new(x), gated(x))
         seen = tg.audit(new, x)
     assert not seen.left
@@ -619,4 +744,4 @@ def test_an_instance_of_each_call_is_promoted_by_itself():
 
     net, x = Net().eval(), torch.randn(5, 4)
     gated = tg.convert(net, {"act#1": "silu"}, inputs=x, tol=math.inf)
-    torch.testing.assert_close(promote(gated)(x), gated(x))
+    torch.testing.assert_close(promote(gated, inputs=x)(x), gated(x))

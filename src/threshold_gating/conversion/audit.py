@@ -37,7 +37,7 @@ from threshold_gating.nn.activation import Activation
 WIDTH = 100
 _PACKAGE = __name__.partition(".")[0]
 # What the ops are that the code of a module or package calls; it says so itself, as AUDITED_AS.
-Role = Literal["gates", "native", "machinery", "network"]
+Role = Literal["gates", "native", "machinery", "network", "passing"]
 
 
 @dataclass(frozen=True)
@@ -172,8 +172,9 @@ def _role(name: str) -> Role | None:
     """What the ops are that the module of this name calls; None if it is not of the library.
 
     "gates" are the arithmetic of a gate, "native" ops compute a site by torch's own function
-    (whatever says nothing), "machinery" is what stands between a network and its gates, and a
-    "network" is one like anybody's. A module that says nothing is what its package is.
+    (whatever says nothing), "machinery" is what stands between a network and its gates, what is
+    "passing" looks at calls and makes them, and a "network" is one like anybody's. A module that
+    says nothing is what its package is.
     """
     if name.partition(".")[0] != _PACKAGE:
         return None
@@ -210,7 +211,8 @@ def _is_passing(frame: FrameType | None) -> bool:
     is_torch = _module_of(frame).partition(".")[0] == "torch"
     # torch's own, too, in the copy that `sites` has of it, which no module is named in
     copied = _runs(frame, F.multi_head_attention_forward)
-    return is_torch or copied or _runs(frame, Answering.__torch_function__)
+    through = _role(_module_of(frame)) == "passing" or _runs(frame, Answering.__torch_function__)
+    return is_torch or copied or through
 
 
 def _before(frame: FrameType | None) -> FrameType | None:

@@ -45,21 +45,39 @@ def intercept_calls(
     """
     gates = gates_in(plan)
     module.__dict__["tg_sites"] = plan
-    module.__class__ = _of_base(type(module), functools.partial(_owned, learns=bool(gates)))
+    _become_owner(module, learns=bool(gates))
     if gates:
         module.__dict__["tg_gates"] = gates
     for prefix, spec in gates.items():
         attach(module, prefix, spec, device, torch.float64 if double else torch.float32)
-    if "forward" in module.__dict__:  # set on the instance, as accelerate does: wrap that one
-        module.__dict__["forward"] = _Wrapped(module, module.__dict__["forward"])
+
+
+def _become_owner(module: nn.Module, learns: bool) -> None:
+    """Let `module` be of the subclass of its class that answers; one that is so already stays it
+    under the same class of before."""
+    before = getattr(type(module), "tg_base", None)
+    module.__class__ = _of_base(type(module), lambda base: _owned(before or base, learns))
+    forward = module.__dict__.get("forward")  # set on the instance, as accelerate does
+    if forward is not None and not isinstance(forward, _Wrapped):
+        module.__dict__["forward"] = _Wrapped(module, forward)
+
+
+def follow(module: nn.Module, run: Callable[..., Any]) -> None:
+    """Let `run(forward, *args, **kwargs)` run the forward of `module`, inside of what answers."""
+    if getattr(type(module), "tg_base", None) is None:
+        intercept_calls(module, None)
+        del module.__dict__["tg_sites"]  # none is answered
+    module.__dict__["tg_follow"] = run
 
 
 def release(module: nn.Module) -> None:
+    module.__dict__.pop("tg_sites", None)
     base = getattr(type(module), "tg_base", None)
-    if base is not None:
-        detach(module)
+    if base is None:
+        return
+    detach(module)
+    if "tg_follow" not in module.__dict__:
         module.__class__ = _of_base(type(module), lambda _: base)
-        del module.__dict__["tg_sites"]
         forward = module.__dict__.get("forward")
         if isinstance(forward, _Wrapped):
             module.__dict__["forward"] = forward.original
@@ -101,6 +119,10 @@ def _answered(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs:
     """
     if torch.compiler.is_compiling():
         _told_to_dynamo()
+    if (follow := module.__dict__.get("tg_follow")) is not None:
+        forward = functools.partial(follow, forward)
+    if "tg_sites" not in module.__dict__:
+        return forward(*args, **kwargs)
     mode = Answering(module.__dict__["tg_sites"], module)
     mode.watch = module.__dict__.get("tg_watch")
     with mode:
@@ -138,7 +160,8 @@ def _owned(base: type, learns: bool = False) -> type:
         @functools.wraps(base.forward)  # type: ignore[attr-defined]
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
             # through the wrapper, which answers already; or an object that was made of this class
-            if "forward" in self.__dict__ or "tg_sites" not in self.__dict__:
+            own = self.__dict__
+            if "forward" in own or not ("tg_sites" in own or "tg_follow" in own):
                 return base.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
             bound = functools.partial(base.forward, self)  # type: ignore[attr-defined]
             return _answered(self, bound, args, kwargs)
@@ -147,7 +170,7 @@ def _owned(base: type, learns: bool = False) -> type:
             state = self.__getstate__()  # whatever the class makes of itself
             if isinstance(state, dict):
                 state = {k: v for k, v in state.items() if k != "tg_sites"}
-            return _rebuild, (base, self.__dict__["tg_sites"]), state
+            return _rebuild, (base, *_plans(self)), state
 
         body = {"forward": forward, "__reduce_ex__": reduce, "tg_base": base}
         if any(each.__module__ == "torch.fx.graph_module" for each in base.__mro__):
@@ -158,10 +181,19 @@ def _owned(base: type, learns: bool = False) -> type:
     return owned
 
 
-def _rebuild(base: type, plan: Any) -> Any:
-    owned: Any = _owned(base, learns=bool(gates_in(plan)))
+# What makes a module an owner: how its calls are answered, what runs its forward.
+_OWNING = {"tg_sites", "tg_follow"}
+
+
+def _plans(module: nn.Module) -> list[Any]:
+    """The plan of an owner, if its calls are answered."""
+    return [v for k, v in vars(module).items() if k == "tg_sites"]
+
+
+def _rebuild(base: type, *plans: Any) -> Any:
+    owned: Any = _owned(base, learns=any(map(gates_in, plans)))
     module = owned.__new__(owned)
-    module.__dict__["tg_sites"] = plan
+    module.__dict__.update(zip(("tg_sites",), plans, strict=False))
     return module
 
 
@@ -170,13 +202,13 @@ def _rebuild(base: type, plan: Any) -> Any:
 
 
 def _graph_copy(self: Any, memo: dict[int, Any]) -> Any:
-    plan, gates = copy.deepcopy((self.tg_sites, _tensors_of(self)), memo)
-    return _owned_as(copy.deepcopy(_as_before(self), memo), plan, gates)
+    own = (_plans(self), vars(self).get("tg_follow"), _tensors_of(self))
+    return _owned_as(copy.deepcopy(_as_before(self), memo), *copy.deepcopy(own, memo))
 
 
 def _graph_reduce(self: Any, protocol: Any) -> Any:
     made = _as_before(self).__reduce_ex__(protocol)[:2]
-    return _owned_again, (made, self.tg_sites, _tensors_of(self))
+    return _owned_again, (made, _plans(self), vars(self).get("tg_follow"), _tensors_of(self))
 
 
 def _tensors_of(module: Any) -> dict[str, Any]:
@@ -186,20 +218,21 @@ def _tensors_of(module: Any) -> dict[str, Any]:
     return {name: held[name] for name in names if name in held}
 
 
-def _owned_again(
-    made: tuple[Callable[..., Any], tuple[Any, ...]], plan: Any, gates: dict[str, Any]
-) -> Any:
+def _owned_again(made: tuple[Callable[..., Any], tuple[Any, ...]], *own: Any) -> Any:
     make, given = made
-    return _owned_as(make(*given), plan, gates)
+    return _owned_as(make(*given), *own)
 
 
-def _owned_as(module: Any, plan: Any, gates: dict[str, Any]) -> Any:
+def _owned_as(module: Any, plans: list[Any], run: Any, gates: dict[str, Any]) -> Any:
     """A new graph module, which has not the hooks and gates of the one that it was made from."""
     from threshold_gating.conversion.apply import count_calls  # it imports this module
 
-    intercept_calls(module, plan)
+    for plan in plans:
+        intercept_calls(module, plan)
     for name, t in gates.items():
         (module._parameters if name in module._parameters else module._buffers)[name] = t
+    if run is not None:
+        follow(module, run)
     count_calls(module)
     return module
 
@@ -215,7 +248,7 @@ def _as_before(module: Any) -> Any:
     """A graph module of the class of before around the same parts; other threads may run `module`
     meanwhile, so that it is not changed itself."""
     before = object.__new__(type(module).tg_base)
-    own = {k: v for k, v in vars(module).items() if k != "tg_sites"}
+    own = {k: v for k, v in vars(module).items() if k not in _OWNING}
     object.__setattr__(before, "__dict__", own)
     return before
 

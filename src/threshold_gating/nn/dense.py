@@ -135,16 +135,18 @@ class _Tiered(nn.Module):
         """Number of branches."""
         return int(self.weight.shape[1])
 
-    def _shared(self, x: Tensor, conv: kernels.Conv | None) -> Tensor:
+    def _shared(self, x: Tensor, factor: Tensor | None, conv: kernels.Conv | None) -> Tensor:
         """Tier W, one product."""
         spatial = 0 if conv is None else x.dim() - 2
         group = self.gate.group if self.share != "layer" else ()
         shape = (*group, *(1,) * (spatial + 1 - len(group))) if group else ()
         held = self.gate.tensors()
         gate = (self.gate._structure, held, shape)
-        return kernels.gated_product(x, *gate, self.weight, self.bias, conv=conv)
+        return kernels.gated_product(x, *gate, self.weight, self.bias, conv=conv, factor=factor)
 
-    def _synaptic(self, x: Tensor, tap: tuple[int, ...], groups: int) -> Tensor:
+    def _synaptic(
+        self, x: Tensor, factor: Tensor | None, tap: tuple[int, ...], groups: int
+    ) -> Tensor:
         """Tiers S and general for one tap of the kernel: (N, C) -> (N, O)."""
 
         def here(w: Tensor) -> Tensor:  # (O, .., *kernel) at this tap as (groups, O / groups, ..)
@@ -178,12 +180,17 @@ class _Tiered(nn.Module):
         z = z.expand(-1, -1, weights[0].shape[1], -1)
         rows = max(1, _AT_ONCE // max(1, weights[0].numel()))
         jumps = known.may_jump or (moves and free)
+        zs = z.split(rows)  # type: ignore[no-untyped-call]
+        scales: list[Tensor | None] = [None] * len(zs)
+        if factor is not None:
+            scales = factor.reshape(len(x), groups, 1, -1).split(rows)  # type: ignore[no-untyped-call]
+        values = [value(t) for t in theta]
         parts = [
             checkpoint(
-                _summed, part, taus, [value(t) for t in theta], slopes, constants, self.init, jumps,
+                _summed, part, by, taus, values, slopes, constants, self.init, jumps,
                 use_reentrant=False, preserve_rng_state=False,
             )
-            for part in z.split(rows)  # type: ignore[no-untyped-call]
+            for part, by in zip(zs, scales, strict=True)
         ]  # fmt: skip
         return torch.cat(parts).flatten(-2)
 
@@ -205,13 +212,20 @@ class _Tiered(nn.Module):
 
 
 def _summed(
-    z: Tensor, tau: Any, theta: list[Value], s: list[Value], c: list[Value], t: TG, jumps: bool
+    z: Tensor,
+    by: Tensor | None,
+    tau: Any,
+    theta: list[Value],
+    s: list[Value],
+    c: list[Value],
+    t: TG,
+    jumps: bool,
 ) -> Tensor:
-    """sum_i sum_k g_k(z_i) (w^k_i z_i + c^k_i): (N, groups, O, I) -> (N, groups, O)."""
+    """sum_i sum_k g_k(z_i) (w^k_i z_i + c^k_i) by_i: (N, groups, O, I) -> (N, groups, O)."""
     y = kernels.blend(z, tau, theta, s, c, form=t.form, owner=t.owner, centred=False)
     if jumps and torch.is_grad_enabled():
         y = primitive.straight_through(z, y, theta, s, c)
-    return y.sum(-1)
+    return (y if by is None else y * by).sum(-1)
 
 
 class Linear(_Tiered, nn.Linear):
@@ -263,11 +277,11 @@ class Linear(_Tiered, nn.Linear):
         new: Self = _from_dense(cls, layer, init, tier, share, train, size)
         return new
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(..., in_features) -> (..., out_features)."""
+    def forward(self, x: Tensor, factor: Tensor | None = None) -> Tensor:
+        """(..., in_features) -> (..., out_features); the gated input is multiplied by `factor`."""
         if self.share in ("layer", "channel", "neuron"):
-            return self._shared(x, None)
-        y = self._synaptic(x.reshape(-1, x.shape[-1]), (), 1)
+            return self._shared(x, factor, None)
+        y = self._synaptic(x.reshape(-1, x.shape[-1]), factor, (), 1)
         y = y.view(*x.shape[:-1], y.shape[-1])
         return y if self.bias is None else y + self.bias
 
@@ -315,13 +329,14 @@ class _Conv(_Tiered):
 
         return super()._apply(moved, recurse)  # type: ignore[no-any-return, no-untyped-call]
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(B, C, *spatial) or (C, *spatial), as torch's convolution."""
+    def forward(self, x: Tensor, factor: Tensor | None = None) -> Tensor:
+        """(B, C, *spatial) or (C, *spatial), as torch's convolution; `factor` as in `Linear`."""
         if x.dim() == len(self.stride) + 1:
-            return self.forward(x.unsqueeze(0)).squeeze(0)
+            one = None if factor is None else factor.unsqueeze(0)
+            return self.forward(x.unsqueeze(0), one).squeeze(0)
         if self.share in ("layer", "channel", "neuron"):
-            return self._shared(x, self._conv())
-        y = self._taps(x)
+            return self._shared(x, factor, self._conv())
+        y = self._taps(x, factor)
         return y if self.bias is None else y + self.bias.view(-1, *(1,) * len(self.stride))
 
     def _conv(self) -> kernels.Conv:
@@ -334,7 +349,7 @@ class _Conv(_Tiered):
             "constant" if mode == "zeros" else mode,
         )  # fmt: skip
 
-    def _taps(self, x: Tensor) -> Tensor:
+    def _taps(self, x: Tensor, factor: Tensor | None) -> Tensor:
         """Tiers S and general: a sum over the taps of the kernel, each with its own gates.
 
         With zero padding a synapse whose input lies outside is silent: its gates, which would see a
@@ -343,6 +358,7 @@ class _Conv(_Tiered):
         pad, mode = self._reversed_padding_repeated_twice, self.padding_mode
         zeros = mode == "zeros"
         padded = F.pad(x, pad, "constant" if zeros else mode)
+        scale = None if factor is None else F.pad(factor, pad, "constant" if zeros else mode)
         inside = F.pad(torch.ones_like(x[:1, :1]), pad) if zeros and any(pad) else None
         out = [
             (n - d * (k - 1) - 1) // s + 1
@@ -360,7 +376,8 @@ class _Conv(_Tiered):
                 ),
             )
             part = padded[where].movedim(1, -1)  # (B, *out, C)
-            y = self._synaptic(part.reshape(-1, part.shape[-1]), tap, self.groups)
+            by = None if scale is None else scale[where].movedim(1, -1)
+            y = self._synaptic(part.reshape(-1, part.shape[-1]), by, tap, self.groups)
             y = y.view(*part.shape[:-1], y.shape[-1]).movedim(-1, 1)
             y = y if inside is None else y * inside[where]
             total = y if total is None else total + y

@@ -7,6 +7,7 @@ from threshold_gating.training.callbacks import (
     lightning_callback,
     trainer_callback,
 )
+from threshold_gating.training.closeness import LayerError, Promotion, difference
 from threshold_gating.training.families import (
     FamilyReport,
     family_penalty,
@@ -15,18 +16,12 @@ from threshold_gating.training.families import (
     project_families_,
 )
 from threshold_gating.training.folding import fold_batchnorm
+from threshold_gating.training.following import PromotionError
 from threshold_gating.training.groups import check_decay, gate_parameters, param_groups
 from threshold_gating.training.hardening import Hardening, anneal_, harden
 from threshold_gating.training.health import Rule, Stuck
 from threshold_gating.training.metrics import Reached, steps_to_baseline, steps_to_peak
-from threshold_gating.training.promotion import (
-    Demotion,
-    Promotion,
-    demote,
-    difference,
-    half_transfer,
-    promote,
-)
+from threshold_gating.training.promotion import Demotion, demote, half_transfer, promote
 from threshold_gating.training.telemetry import (
     JsonLines,
     gate_histograms,
@@ -41,7 +36,9 @@ __all__ = [
     "GateWatch",
     "Hardening",
     "JsonLines",
+    "LayerError",
     "Promotion",
+    "PromotionError",
     "Reached",
     "Rule",
     "Stuck",

@@ -1,4 +1,8 @@
-"""The network as a torch.fx graph, on a copy: which activation feeds which layers."""
+"""The network as a torch.fx graph, on a copy, for `fold_batchnorm`.
+
+Layers of a promoted network read in the graph what their activations read: nothing has to be found
+out when it runs.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +10,12 @@ import copy
 import functools
 import operator
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from threshold_gating.conversion import recognise, sites
@@ -19,7 +24,7 @@ from threshold_gating.conversion.intercept import LEAVE, intercept_calls, releas
 from threshold_gating.conversion.plan import Site
 from threshold_gating.instance import TG
 from threshold_gating.nn.activation import Activation
-from threshold_gating.nn.dense import TIERED
+from threshold_gating.training.following import Remember, Take, does, forget, keep_input
 
 # What moves elements around and nothing else, so that it commutes with an activation.
 _MOVES: tuple[Any, ...] = (
@@ -92,9 +97,11 @@ def trace(model: nn.Module) -> Network:
             continue
         if name and tracer.is_leaf_module(part, name):
             closed += (f"{name}.",)
-        elif "tg_sites" in vars(part):
+            continue
+        vars(part).pop("tg_follow", None)
+        if "tg_sites" in vars(part):
             plans[name] = vars(part)["tg_sites"]
-            release(part)
+        release(part)
     try:
         graph = tracer.trace(copied)
     except Exception as error:
@@ -108,7 +115,9 @@ def trace(model: nn.Module) -> Network:
     _separate(module)
     calls = _calls(module, plans)
     come = None in plans.values() and None not in calls.values()
-    return Network(module, dict(_acts(module, calls)), calls, come)
+    network = Network(module, dict(_acts(module, calls)), calls, come)
+    _connect(network)
+    return network
 
 
 def _separate(module: fx.GraphModule) -> None:
@@ -226,31 +235,6 @@ def _of_call(node: fx.Node, site: Site | None) -> Act | None:
     return Act(how.make(*how.read(*args, **node.kwargs).parameters), None)
 
 
-class Consumer(NamedTuple):
-    """A layer that an activation feeds, and the moves between the two, in order."""
-
-    layer: fx.Node
-    moves: tuple[fx.Node, ...]
-
-
-def consumers(network: Network, act: fx.Node) -> tuple[list[Consumer], list[fx.Node]]:
-    """The layers behind an activation, and everything else that reads it."""
-    layers: list[Consumer] = []
-    others: list[fx.Node] = []
-
-    def follow(node: fx.Node, moves: tuple[fx.Node, ...]) -> None:
-        for user in node.users:
-            if user.op == "call_module" and type(_part(network, user)) in TIERED:
-                layers.append(Consumer(user, moves))
-            elif is_move(network, user) and user.args and user.args[0] is node:
-                follow(user, (*moves, user))
-            else:
-                others.append(user)
-
-    follow(act, ())
-    return layers, others
-
-
 def put(model: nn.Module, old: nn.Module, new: nn.Module) -> nn.Module:
     """`model` with `new` wherever `old` was, under each of its names; `new` if it is the root."""
     for parent in list(model.modules()):
@@ -334,6 +318,124 @@ def is_move(network: Network, node: fx.Node) -> bool:
     """Whether a call only moves elements around."""
     if node.op == "call_module":
         part = _part(network, node)
-        idle = isinstance(part, nn.Dropout) and part.p == 0
+        idle = isinstance(part, nn.Dropout) and not (part.p and part.training)
         return idle or isinstance(part, nn.Flatten | nn.Identity)
     return node.op in ("call_function", "call_method") and node.target in _MOVES
+
+
+def _connect(network: Network) -> None:
+    """Let promoted layers read what their activations read, and forget how they found it."""
+    module, graph = network.module, network.module.graph
+    promoted = [n for n in graph.nodes if n.op == "call_module" and _take(_part(network, n))]
+    if not promoted:
+        return
+    fixed = _keep_inputs(network)
+    for node in promoted:
+        read = _read(network, node.all_input_nodes[0], fixed)
+        if read is None:
+            raise ValueError(
+                f"torch.fx does not show where {node.target} gets its input from; fold the network "
+                "before it is promoted."
+            )
+        act, given = read
+        node.args, node.kwargs = given, {}
+        if len(given) == 1:  # where the activation was: what it read may be overwritten later
+            act.prepend(node)
+    for part in module.modules():
+        for hooks in (vars(part)["_forward_pre_hooks"], vars(part)["_forward_hooks"]):
+            for key in [k for k, hook in hooks.items() if _is_following(hook)]:
+                del hooks[key]
+    for node in reversed(graph.nodes):  # what nothing reads any more
+        idle = node in network.acts or is_move(network, node) or _is_product(node)
+        if idle and not node.users and not overwrites(network, node):
+            graph.erase_node(node)
+
+
+def _read(
+    network: Network, node: fx.Node, fixed: dict[Any, str]
+) -> tuple[fx.Node, tuple[fx.Node, ...]] | None:
+    """The activation behind a node, and what a promoted layer reads: its input, and the factor
+    by which it is multiplied if there is one, both moved as the activation was."""
+    graph = network.module.graph
+    if node in network.acts:
+        return None if node.target in fixed else (node, (node.all_input_nodes[0],))
+    if is_move(network, node) and node.args and isinstance(node.args[0], fx.Node):
+        if (read := _read(network, node.args[0], fixed)) is None:
+            return None
+        with graph.inserting_before(read[0] if len(read[1]) == 1 else node):
+            moved = [graph.node_copy(node, _substitute(node.args[0], each)) for each in read[1]]
+        return read[0], tuple(moved)
+    for k in (0, 1) if _is_product(node) else ():
+        read = _read(network, node.all_input_nodes[k], fixed)
+        if read is not None and len(read[1]) == 1:
+            return read[0], (*read[1], node.all_input_nodes[1 - k])
+    return None
+
+
+def _is_product(node: fx.Node) -> bool:
+    func = function(node) if node.op in ("call_function", "call_method") else None
+    is_mul = func is operator.mul or (func is not None and does(func) == "product")
+    return is_mul and len(node.all_input_nodes) == 2
+
+
+def _take(part: nn.Module) -> bool:
+    return any(isinstance(hook, Take) for hook in part._forward_pre_hooks.values())
+
+
+def _is_following(hook: Any) -> bool:
+    return hook in (keep_input, forget) or isinstance(hook, Take | Remember)
+
+
+def _substitute(old: Any, new: Any) -> Any:
+    return lambda n: new if n is old else n
+
+
+def _label(node: fx.Node) -> str:
+    return str(node.target) if node.op == "call_module" else node.name
+
+
+def _names(nodes: Iterable[fx.Node]) -> str:
+    return ", ".join(dict.fromkeys(_label(n) for n in nodes)) or "nothing"
+
+
+def _keep_inputs(network: Network) -> dict[Any, str]:
+    """Let no activation overwrite its input, which promoted layers read from now on.
+
+    What reads the input later, and so saw it overwritten, reads the result instead. Activations
+    of whose input there are other views, which would not see that, stay as they are: returned by
+    target, with the reason.
+    """
+    place = {n: k for k, n in enumerate(network.module.graph.nodes)}
+    over = [n for n in network.acts if overwrites(network, n)]
+    for node in over:
+        read = node.all_input_nodes[0]
+        for user in [u for u in read.users if place[u] > place[node]]:
+            user.replace_input_with(read, node)
+    fixed: dict[Any, str] = {}
+    for node in over:
+        others = [n for n in views(network, node.all_input_nodes[0]) if place[n] < place[node]]
+        late = [u for n in others for u in n.users if place[u] > place[node]]
+        if late:
+            fixed[node.target] = f"overwrites its input, of which {_names(late)} reads a view"
+    for node in over:
+        if node.target not in fixed:
+            _not_in_place(network, node)
+    return fixed
+
+
+def _not_in_place(network: Network, node: fx.Node) -> None:
+    if node.op == "call_module":
+        for module in _part(network, node).modules():
+            if getattr(module, "inplace", False):
+                module.inplace = False  # type: ignore[assignment]
+        return
+    name = str(getattr(node.target, "__name__", node.target))
+    if not name.endswith("_"):  # by an argument
+        kind = sites.FUNCTIONS[function(node)][0]
+        parameters = sites.KINDS[kind].read(*node.args, **node.kwargs).parameters
+        node.args, node.kwargs = (node.all_input_nodes[0], *parameters), {}
+    elif node.op == "call_method":
+        node.target = name.removesuffix("_")
+    else:
+        plain = name.removesuffix("_")
+        node.target = getattr(F, plain, None) or getattr(torch, plain)

@@ -20,8 +20,8 @@ from threshold_gating.conversion.watch import Run, Told, Visit, Watch, evaluatin
 from threshold_gating.instance import TG
 from threshold_gating.nn import rnn
 from threshold_gating.nn.activation import Activation
+from threshold_gating.training.closeness import difference
 from threshold_gating.training.graph import put
-from threshold_gating.training.promotion import difference
 from threshold_gating.training.tiers import is_tiered
 
 

@@ -3,116 +3,147 @@
 from __future__ import annotations
 
 import copy
-from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, cast
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from threshold_gating import taxonomy
-from threshold_gating.conversion import sites
+from threshold_gating.conversion.apply import is_inplace
+from threshold_gating.conversion.intercept import follow, unshare
 from threshold_gating.instance import TG
 from threshold_gating.nn.activation import Activation
 from threshold_gating.nn.dense import TIERED
 from threshold_gating.nn.tying import SHARES, Tier, TierShare, share_of
-from threshold_gating.training.graph import (
-    Act,
-    Consumer,
-    Network,
-    consumers,
-    expect_axes,
-    finished,
-    function,
-    is_hooked,
-    is_move,
-    overwrites,
-    put,
-    reads_parameters,
-    trace,
-    views,
+from threshold_gating.training.closeness import LayerError, Promotion, difference, measuring
+from threshold_gating.training.following import Follow, Remember, Take, forget, keep_input
+from threshold_gating.training.graph import expect_axes, is_hooked, put
+from threshold_gating.training.paths import (
+    Fed,
+    Paths,
+    Source,
+    find_paths,
+    is_transposed,
+    shared_parameters,
 )
 from threshold_gating.training.tiers import ORDER, is_tiered, lifted, projected
 
-
-@dataclass(frozen=True)
-class Promotion:
-    """What `promote` did: the layers of the new tier, and why others stayed as they were."""
-
-    layers: tuple[str, ...]
-    kept: dict[str, str]
-
-    def __str__(self) -> str:
-        many = "layer" if len(self.layers) == 1 else "layers"
-        lines = [f"{len(self.layers)} {many} promoted: {', '.join(self.layers)}"]
-        return "\n".join([*lines, *(f"{name}: {why}" for name, why in self.kept.items())])
+Model = TypeVar("Model", bound=nn.Module)  # what comes out is of the class that went in
 
 
 def promote(
-    model: nn.Module,
+    model: Model,
     tier: Tier = "W",
     share: TierShare | None = None,
     *,
+    inputs: Any = None,
     train: Iterable[str] | None = None,
     gates: TG | str | None = None,
-) -> nn.Module:
+) -> Model:
     """A copy of a trained network in a higher tier that computes the same.
 
     Every linear layer or convolution that an activation feeds becomes a layer of `dense`, with
     the activation as its gates and the weights W_k = s_k W. What else reads the activation (a
-    residual sum, a pooling) goes on reading it. A network in tier W goes on to S, then general.
+    residual sum, a pooling) goes on reading it. So does a layer behind a product, as in SwiGLU:
+    `down(silu(gate) * up)`. A network in tier W goes on to S, then general.
+
+    "The same" is to rounding where the instance of the activation is exact, and within `bound` of
+    each layer where it is not, as for GELU: see `Promotion`, the attribute `promotion` of what is
+    returned.
 
     Args:
-        model: a plain or converted network that torch.fx can follow; it is left as it was.
+        model: a plain or converted network; it is left as it was.
         tier, share, train: as in `dense.Linear`.
+        inputs: a tensor, a tuple of arguments or a dict of keyword arguments to run the network on:
+            so it is found which activation feeds which layer. Another run that takes another path
+            computes the same as well, or raises `PromotionError`. A network that has tiers already
+            needs none.
         gates: other gates than the activation's (see `half_transfer`); the function then changes.
-
-    Returns:
-        the new network, a `torch.fx.GraphModule` with the names of the old one; what was done
-        stands in its attribute `promotion`.
     """
     _check(model, tier, share)
     if any(is_tiered(m) for m in model.modules()):
-        return _lift_all(model, tier, share)
-    network = trace(model)
-    calls = Counter(n.target for n in network.module.graph.nodes if n.op == "call_module")
-    done: list[str] = []
+        return _lift_all(model, tier, share, inputs)
+    if inputs is None:
+        raise ValueError(
+            "promote: inputs is needed, because the network is followed by running it: a tensor, a "
+            "tuple of arguments or a dict of keyword arguments, as in promote(model, inputs=x)."
+        )
+    new = copy.deepcopy(model)
+    unshare(new)
+    paths = find_paths(new, inputs)
+    chosen, kept = _chosen(new, paths)
+    layers = {}
+    for name, feeds in list(chosen.items()):
+        try:
+            layers[name] = _layer(new, name, feeds, tier, share, train, gates)
+        except _UnlikeError as error:
+            kept[name] = str(error)
+            del chosen[name]
+    if not chosen:
+        reasons = "; ".join(f"{name or '(network)'}: {why}" for name, why in kept.items())
+        raise ValueError(
+            f"promote: no layer of {type(model).__name__} can be promoted: "
+            f"{reasons or 'it has no linear layer or convolution and no activation'}."
+        )
+    dense = {name: new.get_submodule(name) for name in chosen}
+    for name, feeds in chosen.items():
+        _replace(new, name, layers[name], feeds)
+    _freeze_idle(paths, chosen)
+    new.register_forward_hook(forget)
+    errors: dict[str, LayerError] = {}
+    with measuring(new, dense, chosen, errors, changed=gates is not None):
+        output = difference(model, new, inputs)
+    in_order = {name: errors[name] for name in chosen}
+    return _reported(new, Promotion(tuple(chosen), kept, in_order, output))
+
+
+def _freeze_idle(paths: Paths, chosen: Collection[str]) -> None:
+    """Learned gates that promoted layers alone read learn there: here they have no gradient."""
+    idle: dict[Activation, bool] = {}
+    for name, source in paths.sources.items():
+        if source.learned is not None:
+            fed = paths.fed.get(name, {})
+            alone = bool(fed) and fed.keys() <= set(chosen) and name not in paths.readers
+            idle[source.learned] = idle.get(source.learned, True) and alone
+    for act, is_idle in idle.items():
+        if is_idle:
+            act.requires_grad_(False)
+
+
+def _chosen(model: nn.Module, paths: Paths) -> tuple[dict[str, list[Fed]], dict[str, str]]:
+    """The layers to promote with their calls, and why others are not, by name."""
+    chosen: dict[str, list[Fed]] = {}
     kept: dict[str, str] = {}
-    fixed = _keep_inputs(network)
-    for node, act in network.acts.items():
-        if node.target in fixed:
-            kept[_name(node)] = fixed[node.target]
-            continue
-        layers, others = consumers(network, node)
-        if not layers:
-            kept[_name(node)] = f"feeds no layer but {_names(others)}"
-        changed = [n for n in others if overwrites(network, n)]
-        for consumer in layers:
-            name = str(consumer.layer.target)
-            why = _obstacle(network, act, consumer, calls)
-            if changed:
-                why = f"reads an activation that {_names(changed)} overwrites"
-            if why is None:
-                _replace(network, node, act, consumer, tier, share, train, gates)
-                done.append(name)
-            else:
-                kept[name] = why
-    if not done:
-        reasons = "; ".join(f"{name} {why}" for name, why in kept.items()) or "no activation"
-        raise ValueError(f"promote: no layer of {type(model).__name__} can be promoted: {reasons}.")
-    for node in reversed(network.module.graph.nodes):  # what nothing reads any more
-        idle = node in network.acts or is_move(network, node)
-        if idle and not node.users and not overwrites(network, node):
-            network.module.graph.erase_node(node)
-    return _reported(finished(network), Promotion(tuple(done), kept))
+    shared = set(shared_parameters(model))
+    for name, feeds in paths.calls.items():
+        why = _obstacle(model.get_submodule(name), feeds)
+        if why is None and (name in shared or name in paths.read):
+            why = "has parameters that are read elsewhere too"
+        if why is None and any(f.trail and paths.is_ambiguous(f.trail.source) for f in feeds):
+            why = "reads one of several calls of one kind that have unlike instances"
+        if why is None:
+            chosen[name] = feeds
+        else:
+            kept[name] = why
+    for name in paths.sources:
+        if name not in paths.fed:
+            readers = ", ".join(paths.readers.get(name, {})) or "nothing"
+            kept[name] = f"feeds no layer but {readers}"
+    return chosen, {**kept, **paths.kept}
 
 
 def _check(model: Any, tier: Any, share: Any) -> None:
     """Arguments that no network could be promoted with, before any is looked at."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"promote: model must be a torch.nn.Module; got {model!r:.60}.")
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule) or type(module).__name__ == "OptimizedModule":
+            raise ValueError(
+                f"promote: {name or 'the network'} is compiled or scripted, and its inside cannot "
+                "be changed; promote the network that it was made from, and compile the result."
+            )
     near = {name.lower(): name for name in SHARES}.get(
         tier.lower() if isinstance(tier, str) else ""
     )
@@ -122,29 +153,36 @@ def _check(model: Any, tier: Any, share: Any) -> None:
 
 
 def half_transfer(
-    model: nn.Module, gates: TG | str = "silu", share: TierShare = "channel"
-) -> nn.Module:
+    model: Model, gates: TG | str = "silu", share: TierShare = "channel", *, inputs: Any = None
+) -> Model:
     """Weights from a trained network, gates from scratch: the paper's start of tier W.
 
     It does not compute what `model` does: a ReLU network becomes a SiLU network (each activation
     moves by up to 0.278). To keep the function, `promote` it and make its gates soft by training.
     """
-    return promote(model, "W", share, gates=gates)
+    return promote(model, "W", share, inputs=inputs, gates=gates)
 
 
-def _reported(model: nn.Module, promotion: Promotion) -> nn.Module:
+def _reported(model: Model, promotion: Promotion) -> Model:
     vars(model)["promotion"] = promotion
     return model
 
 
-def _lift_all(model: nn.Module, tier: str, share: str | None) -> nn.Module:
+def _lift_all(model: Model, tier: str, share: str | None, inputs: Any) -> Model:
     new = copy.deepcopy(model)
     done = []
     for name, module in list(new.named_modules()):
         if is_tiered(module):
-            new = put(new, module, lifted(module, tier, share))
+            new = cast(Model, put(new, module, _hooked_as(lifted(module, tier, share), module)))
             done.append(name)
-    return _reported(new, Promotion(tuple(done), {}))
+    output = None if inputs is None else difference(model, new, inputs)
+    return _reported(new, Promotion(tuple(done), {}, {}, output))
+
+
+def _hooked_as(new: Any, old: nn.Module) -> Any:
+    """`new` with whatever runs around the forward of `old`."""
+    vars(new).update({k: v for k, v in vars(old).items() if "_hook" in k})
+    return new
 
 
 @dataclass(frozen=True)
@@ -161,94 +199,136 @@ class Demotion:
 
 
 def demote(model: nn.Module, tier: Literal["A", "W", "S"] = "A", *, inputs: Any = None) -> Demotion:
-    """Project every tiered layer of a network to a lower tier; `model` is left as it was."""
+    """Project every tiered layer of a network to a lower tier; `model` is left as it was.
+
+    In tier A a layer is an `Activation` and a layer of torch, in the place where it was. `inputs`
+    are a tensor, a tuple of arguments or a dict of keyword arguments to measure the difference on.
+    """
     if tier not in ORDER[:-1]:
         raise ValueError(f"demote: tier must be one of {', '.join(ORDER[:-1])}; got {tier!r}.")
     new, lost = copy.deepcopy(model), {}
     for name, module in list(new.named_modules()):
         if is_tiered(module) and ORDER.index(vars(module)["tier"]) > ORDER.index(tier):
             lower, lost[name] = projected(module, tier)
-            new = put(new, module, lower)
+            new = put(new, module, lower if lower is module else _hooked_as(lower, module))
     if not lost:
         raise ValueError(f"demote: {type(model).__name__} has no layer above tier {tier}.")
     return Demotion(new, lost, None if inputs is None else difference(model, new, inputs))
 
 
-@torch.no_grad()
-def difference(model: nn.Module, other: nn.Module, inputs: Any) -> float:
-    """max|d| / max|y| of two networks on the same inputs, in evaluation mode."""
-    args = inputs if isinstance(inputs, tuple) else (inputs,)
-    modes = [(m, m.training) for m in (*model.modules(), *other.modules())]
-    y, z = model.eval()(*args), other.eval()(*args)
-    for module, mode in modes:
-        module.training = mode
-    return float((y - z).abs().max() / y.abs().max().clamp_min(1e-30))
-
-
-def _name(node: fx.Node) -> str:
-    return str(node.target) if node.op == "call_module" else node.name
-
-
-def _names(nodes: Iterable[fx.Node]) -> str:
-    return ", ".join(dict.fromkeys(_name(n) for n in nodes)) or "nothing"
-
-
-def _obstacle(network: Network, act: Act, consumer: Consumer, calls: Counter[Any]) -> str | None:
+def _obstacle(layer: Any, feeds: list[Fed]) -> str | None:
     """Why a layer cannot take in the activation before it, or None."""
-    layer: Any = network.module.get_submodule(str(consumer.layer.target))
-    if calls[consumer.layer.target] > 1:
-        return "is called several times"
-    if is_hooked(layer):
+    trails = [fed.trail for fed in feeds if fed.trail is not None]
+    if not feeds:
+        return "is not called with these inputs"
+    if not trails:
+        return "reads no activation"
+    acts = dict.fromkeys(trail.source.act for trail in trails)
+    if len(trails) < len(feeds) or len(acts) > 1:
+        others = [] if len(trails) == len(feeds) else ["what is no activation"]
+        return f"is called {len(feeds)} times, on {' and '.join([*acts, *others])}"
+    if any(trail.is_overwritten for trail in trails):
+        return "reads an activation that is overwritten on the way, or its input is"
+    if is_hooked(layer) or "forward" in vars(layer):
         return "has hooks"
-    if reads_parameters(network, consumer.layer):
-        return "has parameters that are read elsewhere too"
-    if act.t.K < 2 or act.t.q is not None or act.t.clamp is not None:
-        name = taxonomy.name_of(act.t) or repr(act.t)
+    source = trails[0].source
+    t, learned = source.t, source.learned
+    if t.K < 2 or t.q is not None or t.clamp is not None:
+        name = taxonomy.name_of(t) or repr(t)
         return f"reads {name}, which is not a plain blend of two or more affine branches"
-    if act.learned is None or act.learned.share in ("net", "layer"):
+    if learned is None or learned.share in ("net", "layer"):
         return None
-    width = layer.weight.shape[1] * getattr(layer, "groups", 1)
-    axes = (1, -1) if isinstance(layer, nn.Linear) else (1,)
-    along = act.learned.axis in axes and act.learned.group == (width,)
-    if act.learned.share == "neuron" or consumer.moves or not along:
+    width = layer.weight.shape[0 if is_transposed(layer) else 1] * getattr(layer, "groups", 1)
+    axes = (1,) if isinstance(layer, nn.Conv1d | nn.Conv2d | nn.Conv3d) else (1, -1)
+    along = learned.axis in axes and learned.group == (width,)
+    if learned.share == "neuron" or any(trail.is_moved for trail in trails) or not along:
         return "reads gates that differ by position or were moved on the way"
     return None
 
 
-def _replace(
-    network: Network,
-    node: fx.Node,
-    act: Act,
-    consumer: Consumer,
+def _layer(
+    model: nn.Module,
+    name: str,
+    feeds: list[Fed],
     tier: str,
     share: str | None,
     train: Iterable[str] | None,
     gates: TG | str | None,
-) -> None:
-    name = str(consumer.layer.target)
-    old: Any = network.module.get_submodule(name)
-    new = TIERED[type(old)].from_dense(old, act.t, tier="W", share=_first(tier, share), train=train)
-    if act.learned is not None:
-        _carry(new, old.weight, act.learned)
-        if act.learned.share not in ("net", "layer") and act.learned.axis == 1:
-            expect_axes(new, old.weight.dim())
+) -> Any:
+    """The tiered layer for the place of a dense one, with what it reads."""
+    original = model.get_submodule(name)
+    old: Any = _straight(original)
+    (source, *_) = [fed.trail.source for fed in feeds if fed.trail is not None]
+    size = feeds[0].sizes[2:] if share == "neuron" and old.weight.dim() > 2 else ()
+    new = TIERED[type(old)].from_dense(
+        old, source.t, tier="W", share=_first(tier, share), train=train, size=size
+    )
+    learned = source.learned
+    if learned is not None:
+        _carry(new, old.weight, learned)
     if gates is not None:
         _regate(new, gates)
     if tier != "W":
         new = lifted(new, tier, share)
-    network.module.set_submodule(name, new.train(old.training))
-    graph = network.module.graph
-    (before,), (pre,) = consumer.layer.all_input_nodes, node.all_input_nodes
-    # Where the activation was: what it read may be overwritten later.
-    with graph.inserting_before(node):
-        for move in consumer.moves:
-            pre = graph.node_copy(move, _substitute(move.args[0], pre))
-    node.prepend(consumer.layer)
-    consumer.layer.replace_input_with(before, pre)
+    own = learned is not None and learned.share not in ("net", "layer")
+    take = Take(name, source.act, moved=not own)
+    new.register_forward_pre_hook(take, with_kwargs=True)
+    if own and learned is not None and learned.axis == 1:
+        expect_axes(new, old.weight.dim())
+    new.weight.requires_grad_(old.weight.requires_grad)
+    return new.train(original.training)
 
 
-def _substitute(old: Any, new: Any) -> Any:
-    return lambda n: new if n is old else n
+def _replace(model: nn.Module, name: str, layer: nn.Module, feeds: list[Fed]) -> None:
+    """Put a tiered layer where the dense one is, and let its activation say what it reads."""
+    put(model, model.get_submodule(name), layer)
+    for fed in feeds:
+        assert fed.trail is not None
+        assert fed.around is not None
+        _mark(fed.trail.source)
+        _follow(fed.around).always |= fed.trail.is_followed
+
+
+def _straight(layer: Any) -> Any:
+    """A layer of torch as it is; of GPT-2's `Conv1D` the linear layer that it is."""
+    if not is_transposed(layer):
+        return layer
+    inputs, outputs = layer.weight.shape
+    linear = nn.Linear(inputs, outputs, device="meta", dtype=layer.weight.dtype)
+    linear.weight = nn.Parameter(
+        layer.weight.detach().t().contiguous(), requires_grad=layer.weight.requires_grad
+    )
+    linear.bias = layer.bias
+    return linear.train(layer.training)
+
+
+def _mark(source: Source) -> None:
+    """Let an activation mark its results with its inputs."""
+    if source.module is None:
+        assert source.owner is not None
+        _follow(source.owner).calls[source.call] = source.act
+    elif not any(isinstance(h, Remember) for h in source.module._forward_hooks.values()):
+        if is_overwriting(source.module):
+            source.module.register_forward_pre_hook(keep_input, with_kwargs=True)
+        hook = Remember(source.act)
+        source.module.register_forward_hook(hook, prepend=True, with_kwargs=True)
+
+
+def is_overwriting(module: nn.Module) -> bool:
+    """Whether an activation writes its result into its input."""
+    return module.inplace if isinstance(module, Activation) else is_inplace(module)
+
+
+def _follow(module: nn.Module) -> Follow:
+    """What runs the forward of a module in which marks are made or go along."""
+    if "tg_follow" not in vars(module):
+        follow(module, Follow())
+    found: Follow = vars(module)["tg_follow"]
+    return found
+
+
+class _UnlikeError(ValueError):
+    """Learned branches that tier W has not."""
 
 
 def _first(tier: str, share: str | None) -> str:
@@ -269,9 +349,9 @@ def _carry(new: Any, dense: Tensor, act: Activation) -> None:
     for k, (slope, constant) in enumerate(zip(map(each, s), map(each, c), strict=True)):
         flat = new.gate.init.s[k] == 0
         if bool(slope.any()) if flat else bool(((slope == 0) & (constant != 0)).any()):
-            raise ValueError(
-                "promote: in some channels a branch has learned a slope, or lost it; the branches "
-                "of tier W are alike in all channels."
+            raise _UnlikeError(
+                "reads gates of which a branch has learned a slope in some channels, or lost it; "
+                "the branches of tier W are alike in all channels"
             )
         if not flat:
             per_output = slope.view(groups, 1, inner).expand(groups, rows // groups, inner)
@@ -288,7 +368,8 @@ def _carry(new: Any, dense: Tensor, act: Activation) -> None:
 def _set_gate(new: Any, record: TG, train: Iterable[str]) -> None:
     own = new.gate
     channels = None if own.share == "layer" else own.group
-    new.gate = Activation(record, share=own.share, channels=channels, train=train)
+    gate = Activation(record, share=own.share, channels=channels, train=train)
+    new.gate = gate.to(own.theta0.device, own.theta0.dtype)
 
 
 def _regate(new: Any, gates: TG | str) -> None:
@@ -302,46 +383,3 @@ def _regate(new: Any, gates: TG | str) -> None:
     gate = {"tau": t.tau, "theta": t.theta, "form": t.form, "owner": t.owner}
     _set_gate(new, replace(new.gate.init, **gate), ("theta",) if t.hard else ("tau", "theta"))
     new.init = replace(new.init, **gate)
-
-
-def _keep_inputs(network: Network) -> dict[Any, str]:
-    """Let no activation overwrite its input, which promoted layers read from now on.
-
-    What reads the input later, and so saw it overwritten, reads the result instead. Activations
-    of whose input there are other views, which would not see that, stay as they are: returned by
-    target, with the reason.
-    """
-    place = {n: k for k, n in enumerate(network.module.graph.nodes)}
-    over = [n for n in network.acts if overwrites(network, n)]
-    for node in over:
-        read = node.all_input_nodes[0]
-        for user in [u for u in read.users if place[u] > place[node]]:
-            user.replace_input_with(read, node)
-    fixed: dict[Any, str] = {}
-    for node in over:
-        others = [n for n in views(network, node.all_input_nodes[0]) if place[n] < place[node]]
-        late = [u for n in others for u in n.users if place[u] > place[node]]
-        if late:
-            fixed[node.target] = f"overwrites its input, of which {_names(late)} reads a view"
-    for node in over:
-        if node.target not in fixed:
-            _not_in_place(network, node)
-    return fixed
-
-
-def _not_in_place(network: Network, node: fx.Node) -> None:
-    if node.op == "call_module":
-        for module in network.module.get_submodule(str(node.target)).modules():
-            if getattr(module, "inplace", False):
-                module.inplace = False  # type: ignore[assignment]
-        return
-    name = str(getattr(node.target, "__name__", node.target))
-    if not name.endswith("_"):  # by an argument
-        kind = sites.FUNCTIONS[function(node)][0]
-        parameters = sites.KINDS[kind].read(*node.args, **node.kwargs).parameters
-        node.args, node.kwargs = (node.all_input_nodes[0], *parameters), {}
-    elif node.op == "call_method":
-        node.target = name.removesuffix("_")
-    else:
-        plain = name.removesuffix("_")
-        node.target = getattr(F, plain, None) or getattr(torch, plain)

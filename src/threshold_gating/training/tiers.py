@@ -10,8 +10,24 @@ from torch import Tensor, nn
 from threshold_gating.nn.activation import Activation
 from threshold_gating.nn.dense import SHARES, TIERED
 
+AUDITED_AS = "network"  # see conversion.audit
+
 ORDER = ("A", "W", "S", "general")
 _PLAIN = {ours: plain for plain, ours in TIERED.items()}
+
+
+class InTierA(nn.Sequential):
+    """An activation and the layer behind it, in the place of a tiered layer."""
+
+    def forward(self, x: Tensor, factor: Tensor | None = None) -> Tensor:
+        """As the tiered layer: what the activation gives is multiplied by `factor`."""
+        act, layer = self
+        y: Tensor = layer(act(x) if factor is None else act(x) * factor)
+        return y
+
+    # networks ask layers for their dtype and device
+    weight = property(lambda self: self[1].weight)
+    bias = property(lambda self: self[1].bias)
 
 
 def is_tiered(module: nn.Module) -> bool:
@@ -168,9 +184,11 @@ def _tied(layer: Any) -> tuple[nn.Module, float]:
 
     act.set_values(tau, theta, rows(s), rows(c))
     plain = object.__new__(_PLAIN[type(layer)])
-    vars(plain).update({k: v for k, v in vars(layer).items() if k not in ("gate",)})
+    # without its hooks, which stay around the two
+    own = {k: {} if "_hook" in k and isinstance(v, dict) else v for k, v in vars(layer).items()}
+    vars(plain).update(own)
     weight = dense.permute(0, 2, 1, 3).reshape(outputs, inner, *layer.weight.shape[3:])
     plain._parameters = {"weight": nn.Parameter(weight.contiguous()), "bias": layer.bias}
     plain._modules = {}
     lost = sigma[:, 1:].square().sum() / sigma.square().sum().clamp_min(1e-30)
-    return nn.Sequential(act, plain).train(layer.training), float(lost) ** 0.5
+    return InTierA(act, plain).train(layer.training), float(lost) ** 0.5

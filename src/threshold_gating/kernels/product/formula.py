@@ -49,8 +49,8 @@ class Formula(NamedTuple):
     def rows(self, tensors: Tensors) -> Rows:
         return viewed(self.structure.rows(tensors), self.shape)
 
-    def inputs(self, x: Tensor, rows: Rows) -> Tensor:
-        """The gated inputs, padded where the convolution itself cannot."""
+    def inputs(self, x: Tensor, rows: Rows, factor: Tensor | None = None) -> Tensor:
+        """The gated inputs, times `factor`, padded where the convolution itself cannot."""
         axis, groups = (-1, 1) if self.conv is None else (1, self.conv.groups)
         tau, theta, s, c = rows
         phi = primitive.features(
@@ -65,6 +65,12 @@ class Formula(NamedTuple):
             owner=self.structure.owner,
             straight=self.structure.may_jump and torch.is_grad_enabled(),
         )
+        if factor is not None:
+            at = axis % x.dim()
+            before, after = x.shape[:at], x.shape[at + 1 :]
+            each = (*before, groups, 1, x.shape[at] // groups, *after)  # one for all branches
+            branches = (*before, groups, self.structure.K, x.shape[at] // groups, *after)
+            phi = (phi.reshape(branches) * factor.reshape(each)).reshape(phi.shape)
         if self.conv is None or not self.conv.pad:
             return phi
         return F.pad(phi, self.conv.pad, self.conv.mode)

@@ -36,6 +36,7 @@ def gated_product(
     structure: Structure | Any,
     *given: Any,
     conv: Conv | None = None,
+    factor: Tensor | None = None,
     form: GateForm | None = None,
     owner: Sequence[str] | None = None,
 ) -> Tensor:
@@ -48,6 +49,7 @@ def gated_product(
         x: (..., I), or (B, C, *spatial) for a convolution.
         weight: (O, K, I), or (O, K, C / groups, *kernel).
         conv: how to convolve; None multiplies.
+        factor: with a structure, what multiplies the gated inputs, as large as x; in plain torch.
 
     >>> x, weight = torch.tensor([[-1.0, 2.0]]), torch.tensor([[[10.0, 10.0], [1.0, 1.0]]])
     >>> gated_product(x, float("inf"), (0.0,), (1, 1), (0, 0), weight)
@@ -60,7 +62,12 @@ def gated_product(
             raise TypeError(wrong_call("gated_product", words, given, options))
         tensors, shape, weight, *rest = given
         bias = rest[0] if rest else None
-        return _product(Formula(structure, shape, conv), x, weight, bias, tensors)
+        formula = Formula(structure, shape, conv)
+        if factor is not None:
+            return formula.product(formula.inputs(x, formula.rows(tensors), factor), weight, bias)
+        return _product(formula, x, weight, bias, tensors)
+    if factor is not None:
+        raise TypeError("gated_product: factor goes with a structure and its tensors.")
     theta, s, c, weight, *rest = given
     bias, form = rest[0] if rest else None, form or "softmax"
     found = of_call(structure, theta, s, c, form=form, owner=owner)
