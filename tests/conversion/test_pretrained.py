@@ -231,7 +231,17 @@ def test_a_process_that_does_not_write_writes_nothing(gated, tmp_path):
     assert names(tmp_path) == set()
 
 
-def test_what_would_lose_the_gates_is_refused(gated, tmp_path):
+def test_what_would_lose_the_gates_is_refused(gated, tmp_path, monkeypatch):
+    own = transformers.LlamaForCausalLM.save_pretrained
+
+    def whole(self, save_directory, **_):  # a class that takes its tensors elsewhere
+        state = {k: t.detach().clone() for k, t in self.named_parameters()}
+        save_file(state, Path(save_directory) / "model.safetensors")
+
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "save_pretrained", whole)
+    with pytest.raises(CheckpointError, match=r"wrote '.*rho', a gate, among the weights"):
+        gated.save_pretrained(tmp_path)
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "save_pretrained", own)
     with pytest.raises(CheckpointError, match=r"distributed_checkpoint=True\) writes the parts"):
         gated.save_pretrained(tmp_path, distributed_checkpoint=True)
     assert names(tmp_path) == set()
@@ -666,13 +676,16 @@ def test_a_class_of_its_own_that_saves_itself_keeps_its_gates_too(tmp_path):
     from huggingface_hub import PyTorchModelHubMixin
 
     class Mine(Plain, PyTorchModelHubMixin):
-        pass
+        def __init__(self):
+            super().__init__()
+            self.alias = self.act  # its gate is in a state dict twice
 
     x = torch.randn(3, 4)
     net = Mine()
     gated = tg.convert(net, train="tau", inputs=x)
     gated.save_pretrained(tmp_path)
     assert keys(tmp_path) == net.state_dict().keys()
+    assert "alias.rho" in gated.state_dict()
     assert names(tmp_path) >= BESIDE
     with pytest.raises(
         CheckpointError, match=r"make that network and pass it on: tg.load\(.*, onto=Mine\("

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -51,16 +52,18 @@ def save(model: nn.Module, own: Callable[..., Any], above: bool, *args: Any, **k
     if state is not None:
         call.arguments["state_dict"] = {k: t for k, t in state.items() if k not in keys}
     directory.mkdir(parents=True, exist_ok=True)
-    with files.alone(directory) if _writes(model, call) else nullcontext():
-        staged = directory / f".tg{files.mark()}"
-        staged.mkdir()
+    writes = _writes(model, call)
+    with files.alone(directory) if writes else nullcontext():
+        # one that does not write must not wait, nor be tidied up by the one that does
+        staged = directory / f".tg{files.mark()}" if writes else Path(tempfile.mkdtemp())
+        staged.mkdir(exist_ok=True)
         call.arguments[given] = _like(call.arguments[given], staged)
         variant = call.arguments.get("variant")
         _PENDING[str(staged)] = lambda: _complete(model, about, stored, staged, variant)
         try:
             with _without(model, keys):
                 result = own(*call.args, **_named_repository(call, directory))
-            if any(staged.iterdir()):
+            if writes and any(staged.iterdir()):
                 before_upload(model, staged)
                 _commit(staged, directory, model)
         finally:
@@ -162,6 +165,11 @@ def _complete(
     for path in weights:
         files.sync(path)
         original |= digests(files.read_tensors(path))
+    if among := [name for name in gates if name in original]:
+        raise CheckpointError(
+            f"save_pretrained wrote {among[0]!r}, a gate, among the weights, where from_pretrained "
+            "does not expect it; save with tg.conversion.save instead."
+        )
     stored, aliases = save_load.once(gates)
     names = [path.name for path in weights]
     more = {

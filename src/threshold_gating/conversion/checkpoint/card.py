@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from threshold_gating._version import __version__
 from threshold_gating.conversion.audit import jsonable
+from threshold_gating.conversion.checkpoint.files import mark
 from threshold_gating.conversion.learn import site_name
 from threshold_gating.nn.spec import gates_of
 
@@ -322,6 +323,6 @@ def put(model: nn.Module, folder: Path, text: str | None = None) -> None:
     else:
         after = f"{before.rstrip()}\n\n{section}\n"
     if after != before:
-        new = path.with_name(path.name + f".{os.getpid()}.tmp")
+        new = folder / f".tg{mark()}"
         new.write_text(after, "utf-8")
         os.replace(new, path)
