@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     )
     from threshold_gating.conversion import GateConfig, calibrate, convert, sites, verify
     from threshold_gating.conversion.audit import audit
+    from threshold_gating.conversion.checkpoint.pretrained import load
     from threshold_gating.fitting import fit, match
     from threshold_gating.instance import TG
     from threshold_gating.nn import activation as layers
@@ -59,6 +60,7 @@ __all__ = [
     "gates",
     "kernels",
     "layers",
+    "load",
     "match",
     "nn",
     "primitive",
@@ -90,6 +92,7 @@ _HOMES = {
     "family": "taxonomy",
     "fit": "fitting",
     "gates": "primitive",
+    "load": "conversion.checkpoint.pretrained",
     "match": "fitting",
     "softmax": "nn",
     "verify": "conversion",

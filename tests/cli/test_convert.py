@@ -1,12 +1,16 @@
 """tg convert, tg calibrate, tg audit and tg verify, as they are typed."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
+
+from threshold_gating import load
+from threshold_gating.cli.function import from_file
 
 NETWORK = "to_convert.py"
 
@@ -17,7 +21,9 @@ def test_a_network_of_a_file_is_converted_verified_and_saved(folder, tg):
     assert "2 of 2 sites evaluated with native off: ok" in out
     assert "2 sites, 0 left" in out
     assert "Written to" in err
-    assert {p.name for p in (folder / "out").iterdir()} == {"tg_config.json", "model.safetensors"}
+    assert {p.name for p in (folder / "out").iterdir()} == {
+        *("README.md", "tg_config.json", "model.safetensors")
+    }
     code, out, _ = tg("verify", "net.py:make_model", "out", "--inputs", "net.py:make_inputs")
     assert code == 0
     assert "ok" in out
@@ -73,8 +79,6 @@ def test_other_weights_than_the_networks_own_fail_verification(folder, tg):
     torch.save(tg_weights(folder / "out"), "weights.pt")
     words = ("verify", "net.py:other", "out", "--inputs", "5,4", "--checkpoint", "weights.pt")
     assert tg(*words)[0] == 0
-    tg("convert", "net.py:make_model", "--inputs", "5,4", "-o", "gates", "--gates-only")
-    assert tg("verify", "net.py:other", "gates", "--inputs", "5,4")[0] == 0  # none are saved there
 
 
 def tg_weights(directory):
@@ -297,3 +301,98 @@ def test_bad_input_is_answered_with_what_would_work(folder, tg, words, message):
     code, out, err = tg(*words)
     assert (code, out) == (2, "")
     assert err.splitlines()[-1] == message
+
+
+def test_the_card_of_what_was_saved_says_what_was_done_and_keeps_what_a_user_wrote(folder, tg):
+    words = ("convert", "net.py:make_model", "--inputs", "5,4", "-o", "out")
+    assert tg(*words)[0] == 0
+    text = Path("out/README.md").read_text()
+    assert "```sh\ntg convert net.py:make_model --inputs 5,4 -o out\n```" in text
+    assert "Inputs: float32 5 x 4." in text
+    assert "Inputs are random; give --inputs for your own." in text
+    assert "2 of 2 sites were compared" in text
+    Path("out/README.md").write_text(f"# Mine\n\n{text}\n\nAn end of mine.\n")
+    assert tg(*words, "--site", "act=silu", "--tol", "9")[0] == 0
+    again = Path("out/README.md").read_text()
+    assert again.startswith("# Mine\n")
+    assert again.endswith("An end of mine.\n")
+    assert again.count("## Threshold gating") == 1
+    assert "--site act=silu" in again
+
+
+def test_two_saved_networks_are_compared_and_what_differs_is_named(folder, tg):
+    words = ("convert", "net.py:make_model", "--inputs", "5,4")
+    for out, more in (
+        ("a", ()),
+        ("b", ("--site", "act=silu", "--tol", "9")),
+        ("g", ("--gates-only",)),
+    ):
+        assert tg(*words, "-o", out, *more)[0] == 0
+    assert tg("verify", "a", "a")[:2] == (
+        0,
+        "weights: 4 the same, 0 differ\ngates: 2 the same, 0 differ\n\nthe same\n",
+    )
+    assert tg("verify", "a", "g")[0] == 0  # by the hash of the weights
+    path = Path("b/model.safetensors")
+    weights = load_file(path)
+    weights["b.bias"] = weights["b.bias"] + 0.5
+    save_file(weights, path, {"format": "pt"})
+    code, out, err = tg("verify", "a", "b")
+    assert (code, out) == (2, "")
+    assert "is not the file that tg_config.json was written with (sha256 differs)" in err
+    torch.save(weights, "w.pt")
+    assert tg(*words, "-o", "b", "--site", "act=silu", "--tol", "9", "--checkpoint", "w.pt")[0] == 0
+    code, out, _ = tg("verify", "a", "b")
+    assert code == 1
+    assert out.splitlines()[:3] == [
+        "weights: 3 the same, 1 differ",
+        "  b.bias: has other values, max|d| = 0.5",
+        "gates: 1 the same, 1 differ",
+    ]
+    assert out.splitlines()[3].startswith("  act: ")
+    assert out.endswith("\nnot the same\n")
+    report = json.loads(tg("verify", "a", "b", "--json", "-")[1])
+    assert (report["same"], [*report["weights"]], [*report["gates"]]) == (
+        False,
+        ["b.bias"],
+        ["act"],
+    )
+    code, _, err = tg("verify", "a", "b", "--inputs", "5,4")
+    assert code == 2
+    assert "--inputs is for a network that runs" in err
+    assert "neither 'x' nor 'y' is a folder with a tg_config.json" in tg("verify", "x", "y")[2]
+
+
+def test_gates_alone_are_verified_against_the_weights_they_were_saved_with(folder, tg):
+    words = ("net.py:make_model", "--inputs", "5,4")
+    assert tg("convert", *words, "-o", "g", "--gates-only")[0] == 0
+    for order in (("net.py:make_model", "g"), ("g", "net.py:make_model")):
+        code, out, _ = tg("verify", *order, "--inputs", "5,4")
+        assert code == 0
+        assert "weights: 4 the same, 0 differ" in out
+    torch.save({k: t + 1 for k, t in from_file(Path("net.py"), "make_model")().state_dict().items()}, "w.pt")  # fmt: skip
+    code, out, err = tg(
+        "verify", "net.py:make_model", "g", "--inputs", "5,4", "--checkpoint", "w.pt"
+    )
+    assert code == 1
+    assert "  a.weight: has other values" in out
+    assert "g has other weights than net.py:make_model; name the network that" in err
+
+
+def test_a_hugging_face_network_is_saved_beside_its_own_files(tmp_path, tg):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "vocab_size": 32}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(num_attention_heads=2, **sizes))
+    model.save_pretrained(tmp_path / "llama")
+    spec, out = f"hf:{tmp_path / 'llama'}", str(tmp_path / "out")
+    assert tg("convert", spec, "-o", out)[0] == 0
+    assert isinstance(load(out), transformers.LlamaForCausalLM)
+    code, said, _ = tg("verify", spec, out)
+    assert code == 0
+    assert "weights: 12 the same, 0 differ" in said
+    with torch.no_grad():
+        model.lm_head.weight += 1
+    model.save_pretrained(tmp_path / "llama")
+    code, said, _ = tg("verify", spec, out)
+    assert code == 1
+    assert "weights: 11 the same, 1 differ\n  lm_head.weight: has other values, max|d| = 1" in said

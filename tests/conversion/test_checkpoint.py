@@ -620,7 +620,7 @@ DAMAGES = {
     ),
     "tensors from elsewhere": (
         lambda d: edit(d, lambda c: c["weights"].update(file="../model.safetensors")),
-        "tg_config.json: the file of tensors must be model.safetensors or gates.safetensors, in the same directory; got '../model.safetensors'. Save the network again.",
+        "tg_config.json: the file of tensors must be model.safetensors, gates.safetensors or tg_gates.safetensors, in the same directory; got '../model.safetensors'. Save the network again.",
     ),
     "an infinite number": (
         lambda d: edit(d, lambda c: c["modules"][0]["calls"][0]["instance"].update(tau=math.inf)),

@@ -1,8 +1,6 @@
 """Converted Hugging Face models in use: 16 bits, training, dispatch, files, the attention "tg"."""
 
 import copy
-import pickle
-import warnings
 
 import pytest
 import torch
@@ -86,41 +84,16 @@ def test_a_dispatched_model_converts(model, where, tmp_path):
     assert check.distance([logits(model)], [logits(gated)]) <= check.BOUND
 
 
-LEFT_OUT = "gets the weights without the gates"
-
-
 def test_a_converted_model_is_saved_and_loaded_as_any_other(model, gated, tmp_path):
-    """Its weights are those of the original; what the gates are stands in a file beside them."""
-    with pytest.warns(UserWarning, match=LEFT_OUT):
-        gated.save_pretrained(tmp_path)
-    tg.conversion.save(gated, tmp_path / "gates", gates_only=True)
+    """Its weights are those of the original; what the gates are stands in files beside them."""
+    gated.save_pretrained(tmp_path)
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     assert type(loaded) is type(model)
     assert list(loaded.state_dict()) == list(model.state_dict())
     assert torch.equal(logits(loaded), logits(model))
-    again = tg.conversion.load(tmp_path / "gates", loaded)
+    again = tg.conversion.load(tmp_path, loaded)  # as tg.load, but onto any weights
     assert tg.audit(again, IDS).left == ()
     assert torch.equal(logits(again), logits(gated))
-    with pytest.warns(UserWarning, match=LEFT_OUT):
-        again.save_pretrained(tmp_path)
-
-
-def test_every_copy_of_a_converted_model_says_what_its_weights_leave_out(model, gated, tmp_path):
-    learned = copy.deepcopy(gated)
-    name = next(n for n, m in learned.named_modules() if isinstance(m, tg.Activation))
-    learned.set_submodule(name, tg.Activation("silu", train="tau"))
-    for each in (copy.deepcopy(gated), pickle.loads(pickle.dumps(gated)), gated.model):
-        with pytest.warns(UserWarning, match=LEFT_OUT):
-            each.save_pretrained(tmp_path)
-        assert vars(each)["save_pretrained"].module is each
-    with pytest.warns(UserWarning, match="the 1 learned ones are dropped as unexpected keys"):
-        learned.save_pretrained(tmp_path)
-    plain = tg.conversion.revert(gated)
-    for each in (plain, model):
-        assert "save_pretrained" not in vars(each)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            each.save_pretrained(tmp_path)
 
 
 def test_the_trainer_trains_a_converted_model(model, gated, tmp_path):

@@ -82,6 +82,7 @@ def _run(words: Sequence[str]) -> int:
         hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(COMMANDS)}."
         parser.error(f"no command {command!r}; {hint}")
     args = parser.parse_args(words)
+    args.words = list(words)
     if command is None:
         parser.print_help()
         return 2

@@ -6,6 +6,7 @@ import argparse
 import copy
 import os
 import re
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from textwrap import fill
@@ -18,6 +19,9 @@ from threshold_gating.cli import spec
 from threshold_gating.cli.printing import UsageError, progress, say, show, working
 from threshold_gating.cli.spec import Network, network
 from threshold_gating.conversion.audit import WIDTH
+from threshold_gating.conversion.checkpoint import card, compare
+from threshold_gating.conversion.checkpoint.files import CONFIG
+from threshold_gating.conversion.checkpoint.pretrained import load
 from threshold_gating.conversion.plan import arguments
 
 
@@ -60,10 +64,23 @@ def _proven(
         say(f"tg {args.command}: not {_done(args)}, see above.")
         return 1
     if args.out is not None:
-        conversion.save(gated, args.out, gates_only=getattr(args, "gates_only", False))
+        _write(args, named, gated)
         random = ", with random weights" if named.random_weights else ""
         say(f"Written to {args.out.resolve()}{random}")
     return 0
+
+
+def _write(args: argparse.Namespace, named: Network, gated: nn.Module) -> None:
+    """Save what was converted, with a card; a Hugging Face model beside its own files."""
+    gates_only = getattr(args, "gates_only", False)
+    pretrained: Any = getattr(gated, "save_pretrained", None)
+    if pretrained is not None and not gates_only:
+        pretrained(args.out)
+    else:
+        conversion.save(gated, args.out, gates_only=gates_only)
+    command = f"tg {shlex.join(args.words)}"
+    text = card.card(gated, where=args.out.name, command=command, notes=named.notes)
+    card.put(gated, args.out, text)
 
 
 def _done(args: argparse.Namespace) -> str:
@@ -107,20 +124,67 @@ def audit(args: argparse.Namespace) -> int:
 
 
 def verify(args: argparse.Namespace) -> int:
-    """`tg verify`: what was saved, with the weights saved there, against the network named."""
+    """`tg verify`: two saved networks, or one against the network that it was made from."""
+    folders = [is_folder(word) for word in (args.network, args.gates)]
+    if not any(folders) and ":" not in args.network:
+        raise UsageError(
+            f"neither {args.network!r} nor {args.gates!r} is a folder with a tg_config.json; give "
+            "one that tg convert -o, save_pretrained or tg.conversion.save wrote."
+        )
+    if all(folders):
+        return _verify_folders(args)
+    if folders[0]:
+        args.network, args.gates = args.gates, args.network
+    folder = Path(args.gates)
     named = network(args)
-    gated = conversion.load(args.gates, copy.deepcopy(named.model))
+    found = compare.compare(compare.of_network(named.model), compare.of_folder(folder))
+    gated = _saved(folder, named.model)
     positional, keywords = arguments(named.inputs)
     with working("verifying with the gates evaluated"):
         certificate = conversion.verify(named.model, gated, *positional, tol=args.tol, **keywords)
-    _show(args, certificate.to_dict(), certificate.table(), named)
-    if "weights" in certificate.failed:
+    apart = {"differs": {"weights": found.weights, "known": found.weights_known}}
+    text = f"{certificate.table()}\n\n{found.table().partition(chr(10) + 'gates:')[0]}"
+    _show(args, {**certificate.to_dict(), **apart}, text, named)
+    if found.weights:
         say(
-            f"tg verify: {args.gates} has other weights than {args.network}"
+            f"tg verify: {folder} has other weights than {args.network}"
             f"{', which are random' if named.random_weights else ''}; name the network that was "
             "converted, with the weights it had (--checkpoint, --pretrained)."
         )
-    return 0 if certificate.ok else 1
+    return 0 if certificate.ok and not found.weights else 1
+
+
+def is_folder(word: str) -> bool:
+    """Whether a word of the command line names a saved conversion."""
+    return (Path(word) / CONFIG).is_file()
+
+
+def _verify_folders(args: argparse.Namespace) -> int:
+    given = {
+        "--checkpoint": args.checkpoint,
+        "--trust": args.trust,
+        "--pretrained": args.pretrained,
+        "--inputs": args.inputs,
+        "--tol": args.tol,
+    }
+    if unused := [option for option, value in given.items() if value not in (None, False)]:
+        raise UsageError(
+            f"{unused[0]} is for a network that runs; two folders are compared as they are. Give a "
+            "network in place of one of them."
+        )
+    first, second = (compare.of_folder(Path(word)) for word in (args.network, args.gates))
+    found = compare.compare(first, second)
+    show(
+        args, found.to_dict(), f"{found.table()}\n\n{'the same' if found.same else 'not the same'}"
+    )
+    return 0 if found.same else 1
+
+
+def _saved(folder: Path, model: nn.Module) -> nn.Module:
+    """The saved network, with the weights saved there; gates alone on a copy of `model`."""
+    if conversion.load(folder).pretrained is not None:
+        return load(folder)
+    return conversion.load(folder, copy.deepcopy(model))
 
 
 def choices(given: list[str]) -> dict[str, Any] | None:

@@ -138,8 +138,9 @@ def _audit(commands: Any) -> None:
 
 
 def _verify(commands: Any) -> None:
-    parser = _of_network(commands, "verify", "compare a saved conversion with its network")
-    parser.add_argument("gates", type=Path, metavar="DIR", help="what tg convert -o wrote")
+    words = "compare a saved conversion with its network, or with another one"
+    parser = _of_network(commands, "verify", words, f"{SPECS}, or a saved conversion")
+    parser.add_argument("gates", metavar="DIR", help="a saved conversion, as of tg convert -o")
     _tol(parser)
 
 
@@ -213,9 +214,11 @@ def _command(commands: Any, name: str, words: str) -> argparse.ArgumentParser:
     return parser
 
 
-def _of_network(commands: Any, name: str, words: str) -> argparse.ArgumentParser:
+def _of_network(
+    commands: Any, name: str, words: str, what: str = f"{SPECS} (a function that makes it)"
+) -> argparse.ArgumentParser:
     parser = _command(commands, name, words)
-    parser.add_argument("network", metavar="NETWORK", help=f"{SPECS} (a function that makes it)")
+    parser.add_argument("network", metavar="NETWORK", help=what)
     _weights(parser)
     return parser
 

@@ -4,6 +4,7 @@ from threshold_gating.conversion.apply import convert, convert_, revert
 from threshold_gating.conversion.audit import Audit, audit
 from threshold_gating.conversion.calibration import Calibration, SiteFit, calibrate
 from threshold_gating.conversion.certificate import Certificate, verify
+from threshold_gating.conversion.checkpoint.card import card
 from threshold_gating.conversion.checkpoint.files import CheckpointError, load_weights
 from threshold_gating.conversion.checkpoint.save_load import load, save
 from threshold_gating.conversion.checkpoint.schema import Checkpoint
@@ -26,6 +27,7 @@ __all__ = [
     "SiteFit",
     "audit",
     "calibrate",
+    "card",
     "convert",
     "convert_",
     "fixed_thresholds",

@@ -32,6 +32,7 @@ from threshold_gating.conversion.audit import (
     is_gate,
     jsonable,
 )
+from threshold_gating.conversion.checkpoint import card
 from threshold_gating.conversion.learn import moved
 from threshold_gating.conversion.outputs import Output
 from threshold_gating.conversion.plan import ConversionError
@@ -223,7 +224,10 @@ def verify(
         failed = {"watching": _WATCHING, **failed}
     paired_metric = None if metric is None else paired.compare(metric, plain, have)
     missed = outputs.uncompared(plain)
-    return Certificate(rows, compared, paired_metric, failed, tol, beside(seen), missed, trained)
+    about = (rows, compared, paired_metric, failed, tol, beside(seen), missed, trained)
+    certificate = Certificate(*about)
+    card.keep(converted, card.measured(certificate, args, kwargs))
+    return certificate
 
 
 _WATCHING = (

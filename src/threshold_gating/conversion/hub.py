@@ -1,53 +1,153 @@
-"""`save_pretrained` of a converted network: it writes the weights alone, and warns.
+"""`save_pretrained`, `push_to_hub` and the Trainer's checkpoints of a converted network.
 
-What stands at the sites is not in its files, so `from_pretrained` makes the network without gates:
-choices that were frozen are gone, and tensors of learned gates are "unexpected" there.
+Each object gets what it needs: neither a class nor transformers itself is changed. Copies and
+pickles keep it.
 """
 
 from __future__ import annotations
 
+import inspect
+import os
+import sys
 import warnings
+from collections import OrderedDict
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from threshold_gating.nn.activation import Activation
-
-_SAVE = "save_pretrained"
+_SAVE, _UPLOAD = "save_pretrained", "_upload_modified_files"
+_REPORT = "tg_report"  # what verify measured, see checkpoint.card
 
 
 def guard(model: nn.Module) -> None:
-    """Have every part of a converted network that can `save_pretrained` say what that leaves out.
-
-    Per object: neither a class nor transformers itself is changed. Copies and pickles keep it.
-    """
-    for module in model.modules():
-        if callable(getattr(type(module), _SAVE, None)) and _SAVE not in vars(module):
-            module.__dict__[_SAVE] = _Telling(module)
+    """Let every part of a converted network that can `save_pretrained` keep its gates there."""
+    unguard(model)
+    for name, module in model.named_modules():
+        if callable(getattr(type(module), _SAVE, None)):
+            module.__dict__[_SAVE] = _Saving(module, _is_answered_above(model, name))
+            if callable(getattr(type(module), _UPLOAD, None)):
+                module.__dict__[_UPLOAD] = _Uploading(module)
+            hooks = OrderedDict(module._load_state_dict_pre_hooks)  # its own, if this is undone
+            module.__dict__["_load_state_dict_pre_hooks"] = hooks
+            module.register_load_state_dict_pre_hook(_resume)
 
 
 def unguard(model: nn.Module) -> None:
     """Undo `guard`."""
+    model.__dict__.pop(_REPORT, None)
     for module in model.modules():
-        if isinstance(vars(module).get(_SAVE), _Telling):
-            del module.__dict__[_SAVE]
+        for name, kind in ((_SAVE, _Saving), (_UPLOAD, _Uploading)):
+            if isinstance(vars(module).get(name), kind):
+                del module.__dict__[name]
+        before = module._load_state_dict_pre_hooks
+        others = OrderedDict((k, h) for k, h in before.items() if _hook(h) is not _resume)
+        if len(others) < len(before):
+            module.__dict__["_load_state_dict_pre_hooks"] = others
 
 
-class _Telling:
-    """The `save_pretrained` of a module, after a warning."""
+def _hook(registered: Any) -> Any:
+    """The function that was registered; torch wraps it."""
+    return getattr(registered, "hook", registered)
+
+
+def _is_answered_above(model: nn.Module, name: str) -> bool:
+    """Whether calls of a part are answered, as they come, by what is around it."""
+    parts = name.split(".") if name else []
+    around = (model.get_submodule(".".join(parts[:k])) for k in range(len(parts)))
+    return any("tg_sites" in vars(m) and vars(m)["tg_sites"] is None for m in around)
+
+
+class _Own:
+    """A method of a module's class, and what it is replaced by in the object."""
+
+    name: str
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
 
-    def __call__(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
-        acts = [m for m in self.module.modules() if isinstance(m, Activation)]
-        learned = sum(bool(act.learned) for act in acts)
-        lost = f", the {learned} learned ones are dropped as unexpected keys" if learned else ""
+    @property
+    def own(self) -> Any:
+        """The class's method, bound."""
+        return getattr(type(self.module), self.name).__get__(self.module)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self.own)
+
+
+class _Saving(_Own):
+    """`save_pretrained` with the gates beside what the class writes."""
+
+    name = _SAVE
+
+    def __init__(self, module: nn.Module, above: bool) -> None:
+        super().__init__(module)
+        self.above = above
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        from threshold_gating.conversion.checkpoint import beside  # it imports this module
+
+        return beside.save(self.module, self.own, self.above, *args, **kwargs)
+
+
+class _Uploading(_Own):
+    """What uploads a folder, once gates and card are in it."""
+
+    name = _UPLOAD
+
+    def __call__(self, working_dir: Any, *args: Any, **kwargs: Any) -> Any:
+        from threshold_gating.conversion.checkpoint import beside  # it imports this module
+
+        beside.before_upload(self.module, working_dir)
+        return self.own(working_dir, *args, **kwargs)
+
+
+_TRAINER = ("transformers.trainer", "transformers.trainer_utils")
+
+# The Trainer reads a checkpoint's weights itself and hands them to `load_state_dict`. Gates are not
+# among them, and a state dict does not say where it is from. The Trainer's frame does.
+
+
+def _resume(module: nn.Module, state: Any, prefix: str, *_: Any) -> None:
+    """Add the gates to weights that the Trainer loads of one of its checkpoints."""
+    from threshold_gating.conversion.checkpoint import pretrained, schema  # they import this one
+
+    missing = [name for name in schema.gate_state(module) if prefix + name not in state]
+    if not missing or (frames := list(_trainer())) == []:
+        return
+    folder = next((path for frame in frames for path in _folders(frame)), None)
+    if folder is None:
         warnings.warn(
-            f"save_pretrained: {save_directory} gets the weights without the gates. "
-            f"from_pretrained makes the network with its own nonlinearities{lost}. Save the gates "
-            "with tg.conversion.save(model, DIR, gates_only=True), and restore them with "
-            "tg.conversion.load(DIR, from_pretrained(...)).",
+            f"Trainer: the checkpoint that it loads holds no gates (no tg_config.json), so "
+            f"{len(missing)} learned tensors of gates stay as they are, {missing[0]!r} among them; "
+            "give a checkpoint that was saved of the converted network, or load the gates with "
+            "tg.load(FOLDER, onto=model).",
             stacklevel=2,
         )
-        return getattr(type(self.module), _SAVE)(self.module, save_directory, *args, **kwargs)
+        return
+    for name, t in pretrained.gates_for(folder, module, state, prefix).items():
+        state[prefix + name] = t
+
+
+def _trainer() -> Iterator[Any]:
+    """The frames of Hugging Face's Trainer, the innermost first, while it loads a checkpoint."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        if frame.f_globals.get("__name__") in (
+            "transformers.trainer",
+            "transformers.trainer_utils",
+        ):
+            yield frame
+        frame = frame.f_back  # type: ignore[assignment]
+
+
+def _folders(frame: Any) -> Iterator[Path]:
+    """Folders with gates that a frame has the name of, or of a file in them."""
+    for value in list(frame.f_locals.values()):
+        if isinstance(value, str | os.PathLike) and os.fspath(value):
+            path = Path(value)
+            for folder in (path, path.parent):
+                if (folder / "tg_config.json").is_file():
+                    yield folder

@@ -1,9 +1,10 @@
 """Files of a checkpoint: tensors read and written with safetensors, put in place all at once.
 
-A checkpoint is a config and at most one file of tensors, which the config names with its sha256.
-The config is replaced last and old tensors are set aside until then (".previous"), so a save that
-breaks off anywhere leaves the old pair to be read. Saves into one directory wait for each other;
-readers do not wait, and begin again where a save went on between the config and the tensors.
+A checkpoint is a config and at most one file of tensors, which the config names with its sha256;
+beside a model's own files the config knows these, too. The config is replaced last and old files
+are set aside until then (".previous"), so a save that breaks off anywhere leaves the old ones to be
+read. Saves into one directory wait for each other; readers do not wait, and begin again where a
+save went on between the config and the tensors.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ import hashlib
 import os
 import pickle
 import re
+import secrets
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from io import BufferedReader
 from pathlib import Path
@@ -23,16 +25,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from threshold_gating.conversion.checkpoint.digest import digests
+
 CONFIG, WEIGHTS, GATES = "tg_config.json", "model.safetensors", "gates.safetensors"
+BESIDE = "tg_gates.safetensors"  # the gates beside a model's own files
 PICKLES = (".pt", ".pth", ".th")
-_BEGUN = re.compile(rf"({re.escape(CONFIG)}|{re.escape(WEIGHTS)}|{re.escape(GATES)})\.\d+-\w+\.tmp")
+_BEGUN = re.compile(
+    rf"(\.tg|{re.escape(CONFIG)}|{re.escape(WEIGHTS)}|{re.escape(GATES)})\.\d+-\w+\.tmp"
+)
 
 
 class CheckpointError(ValueError):
     """A checkpoint that cannot be written or read; the network is as it was."""
 
 
-def _safetensors() -> Any:
+def safetensors_package() -> Any:
     try:
         import safetensors.torch
     except ImportError as error:
@@ -44,16 +51,21 @@ def _safetensors() -> Any:
 
 def write_tensors(tensors: dict[str, Tensor], path: Path) -> dict[str, Any]:
     """Write a file of tensors; its size and sha256, as the config records them."""
-    _safetensors().torch.save_file(tensors, path, {"format": "pt"})
+    safetensors_package().torch.save_file(tensors, path, {"format": "pt"})
     sync(path)
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     return {"bytes": path.stat().st_size, "sha256": digest}
 
 
+def mark() -> str:
+    """The end of the name of something half written, of this save alone."""
+    return f".{os.getpid()}-{secrets.token_hex(4)}.tmp"
+
+
 def read_tensors(path: Path) -> dict[str, Tensor]:
     """The tensors of a safetensors file, which is checked to be whole."""
-    safetensors = _safetensors()
+    safetensors = safetensors_package()
     try:
         tensors: dict[str, Tensor] = safetensors.torch.load_file(path)
     except OSError as error:
@@ -95,7 +107,22 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
-def _previous(path: Path) -> Path:
+def remove(path: Path) -> None:
+    """Remove a file or a folder, which need not be there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def merge(folder: Path, into: Path) -> None:
+    """Put what is in a folder into another one, which need not be there."""
+    shutil.copytree(folder, into, dirs_exist_ok=True)
+    remove(folder)
+
+
+def previous(path: Path) -> Path:
+    """Where a file is set aside while a new one takes its place."""
     return path.with_name(path.name + ".previous")
 
 
@@ -111,7 +138,7 @@ def alone(directory: Path) -> Iterator[None]:
         if handle is not None:  # who wrote these is gone, or would have the lock
             for path in directory.iterdir():
                 if _BEGUN.fullmatch(path.name):
-                    path.unlink(missing_ok=True)
+                    remove(path)
         yield
     finally:
         if handle is not None:
@@ -139,31 +166,72 @@ def _locked(directory: Path) -> int | None:
 
 
 def put_in_place(
-    directory: Path, new: Mapping[str, Path], current: Mapping[str, Any] | None
+    directory: Path,
+    new: Mapping[str, Path],
+    current: Mapping[str, Callable[[Path], bool]],
+    obsolete: Iterable[str] = (),
 ) -> None:
     """Rename the `new` files, the config among them, to their names.
 
     Args:
         directory: of the checkpoint.
         new: name -> written file.
-        current: what the config in place says of its file of tensors; these are kept until last.
+        current: the files that the config in place means, and how to know them; they are kept
+            until last.
+        obsolete: what goes with the old config.
     """
     for name in (n for n in new if n != CONFIG):
         shutil.copymode(new[CONFIG], new[name])  # safetensors lets only the owner read
         target = directory / name
-        if current is not None and _matches(target, current):
-            os.replace(target, _previous(target))
+        if name in current and target.exists():
+            _set_aside(target, current[name])
         os.replace(new[name], target)
         sync(directory)
     os.replace(new[CONFIG], directory / CONFIG)
     sync(directory)
-    for old in (_previous(directory / WEIGHTS), _previous(directory / GATES)):
+    gone = {GATES, BESIDE, *obsolete} - new.keys()
+    aside = (previous(directory / name) for name in {*new, *current, WEIGHTS, GATES, BESIDE})
+    for old in (*(directory / name for name in gone), *aside):
         old.unlink(missing_ok=True)
-    if GATES not in new:
-        (directory / GATES).unlink(missing_ok=True)
 
 
-def _matches(path: Path, about: Mapping[str, Any]) -> bool:
+def _set_aside(path: Path, is_current: Callable[[Path], bool]) -> None:
+    """Keep a file that the config in place means; a save that broke off may have kept it already,
+    and what stands under its name is that save's."""
+    old = previous(path)
+    if not (old.exists() and is_current(old)):
+        os.replace(path, old)
+
+
+def names_in(path: Path) -> list[str]:
+    """The names of the tensors in a safetensors file."""
+    with safetensors_package().safe_open(path, "pt") as file:
+        return list(file.keys())
+
+
+_SHARD = re.compile(r"-\d{5}-of-\d{5}")
+_INDEX = re.compile(r"(?P<stem>.+)\.(?P<kind>safetensors|bin)\.index(?P<variant>\..+)?\.json")
+
+
+def family(name: str) -> str | None:
+    """What a file of weights is a shard or the index of: "model.safetensors"; None of no such."""
+    name = name.removesuffix(".previous")
+    if index := _INDEX.fullmatch(name):
+        return f"{index['stem']}{index['variant'] or ''}.{index['kind']}"
+    is_weights = name.endswith((".safetensors", ".bin")) and name not in (BESIDE, GATES)
+    return _SHARD.sub("", name) if is_weights else None
+
+
+def holds(path: Path, known: Mapping[str, str]) -> bool:
+    """Whether a file of tensors is whole and holds none but those on record (`digest`)."""
+    try:
+        tensors = read_tensors(path)
+    except CheckpointError:
+        return False
+    return all(known.get(name) == text for name, text in digests(tensors).items())
+
+
+def matches(path: Path, about: Mapping[str, Any]) -> bool:
     try:
         with path.open("rb") as file:
             return _is(file, about)
@@ -184,7 +252,7 @@ def opened(path: Path) -> BufferedReader:
         raise unreadable(path, error) from error
 
 
-def _is_there(file: BufferedReader) -> bool:
+def is_there(file: BufferedReader) -> bool:
     """Whether an open file still has its name; a new one there cannot have its identity, too."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), os.stat(file.name))
@@ -200,7 +268,7 @@ def find_tensors(
     Not strict: the file that is there now. None where a save came between.
     """
     path = Path(config.name).with_name(about["file"])
-    for candidate in (path, _previous(path)):
+    for candidate in (path, previous(path)):
         try:
             file = candidate.open("rb")
         except FileNotFoundError:
@@ -211,7 +279,7 @@ def find_tensors(
             if _is(file, about):
                 tensors = _unless_replaced(file, candidate)
                 return None if tensors is None else (candidate, tensors)
-    if not _is_there(config):
+    if not is_there(config):
         return None
     if strict or not path.is_file():
         raise _absent(path, about)
@@ -223,10 +291,10 @@ def _unless_replaced(file: BufferedReader, path: Path) -> dict[str, Tensor] | No
     try:
         tensors = read_tensors(path)
     except CheckpointError:
-        if _is_there(file):
+        if is_there(file):
             raise
         return None
-    return tensors if _is_there(file) else None
+    return tensors if is_there(file) else None
 
 
 def _absent(path: Path, about: Mapping[str, Any]) -> CheckpointError:

@@ -7,10 +7,10 @@ only the learned ones of its gates (`gates.safetensors`).
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import json
 import os
-import secrets
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, overload
@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from threshold_gating.conversion import apply, hub
-from threshold_gating.conversion.checkpoint import files, schema
+from threshold_gating.conversion.checkpoint import card, files, schema
+from threshold_gating.conversion.checkpoint.digest import digests
 from threshold_gating.conversion.checkpoint.files import CheckpointError, load_weights
 from threshold_gating.conversion.checkpoint.schema import SCHEMA, Checkpoint
 from threshold_gating.conversion.intercept import intercept_calls
@@ -45,32 +46,46 @@ def save(model: nn.Module, directory: str | os.PathLike[str], *, gates_only: boo
     Returns:
         the directory.
     """
-    model, directory = _inner(model), Path(directory)
+    model, directory = inner(model), Path(directory)
     about = schema.describe(model)
     if not any(about[kind] for kind in schema.STRUCTURE):
         raise CheckpointError(
             f"save: no gate in {type(model).__name__}; convert it first, or save its state_dict."
         )
-    stored, about["aliases"] = _once(schema.gate_state(model) if gates_only else model.state_dict())
+    state, gates = model.state_dict(), schema.gate_state(model)
+    stored, about["aliases"] = once(gates if gates_only else state)
     about["gates_only"] = gates_only
+    if gates_only:
+        about["original"] = digests({k: t for k, t in state.items() if _is_weight(k, t, gates)})
     name = files.GATES if gates_only else files.WEIGHTS
     directory.mkdir(parents=True, exist_ok=True)
-    mark = f".{os.getpid()}-{secrets.token_hex(4)}.tmp"
+    mark = files.mark()
     new = {n: directory / (n + mark) for n in ((name,) if stored else ()) + (files.CONFIG,)}
     with files.alone(directory):
         try:
-            written = {"file": name, **files.write_tensors(stored, new[name])} if stored else None
-            text = json.dumps({**about, "weights": written}, indent=1, allow_nan=False)
-            new[files.CONFIG].write_text(text + "\n", "utf-8")
-            files.sync(new[files.CONFIG])
-            files.put_in_place(directory, new, _current(directory))
+            write(about, stored, new.get(name), name, new[files.CONFIG])
+            files.put_in_place(directory, new, current(directory))
         finally:
             for path in new.values():
                 path.unlink(missing_ok=True)
     return directory
 
 
-def _inner(model: nn.Module) -> nn.Module:
+def _is_weight(name: str, t: Any, gates: Mapping[str, Tensor]) -> bool:
+    return isinstance(t, Tensor) and name not in gates
+
+
+def write(
+    about: Mapping[str, Any], tensors: dict[str, Tensor], path: Path | None, name: str, config: Path
+) -> None:
+    """Write the tensors, if there is a file for them, and the config that says which they are."""
+    written = None if path is None else {"file": name, **files.write_tensors(tensors, path)}
+    text = json.dumps({**about, "weights": written}, indent=1, allow_nan=False)
+    config.write_text(text + "\n", "utf-8")
+    files.sync(config)
+
+
+def inner(model: nn.Module) -> nn.Module:
     """The network itself, without what torch.compile and data parallelism put around it."""
     around = (nn.DataParallel, nn.parallel.DistributedDataParallel)
     while isinstance(model, around) or "_orig_mod" in model._modules:
@@ -78,14 +93,21 @@ def _inner(model: nn.Module) -> nn.Module:
     return model
 
 
-def _current(directory: Path) -> Mapping[str, Any] | None:
+def current(directory: Path) -> dict[str, Callable[[Path], bool]]:
+    """The files that a checkpoint in place means, and for each how to know it."""
     try:
-        return schema.read(directory).weights
+        saved = schema.read(directory)
     except CheckpointError:
-        return None
+        return {}
+    known = {} if saved.pretrained is None else saved.pretrained["files"]
+    holds = functools.partial(files.holds, known=saved.original or {})
+    found: dict[str, Callable[[Path], bool]] = dict.fromkeys(known, holds)
+    if saved.weights is not None:
+        found[saved.weights["file"]] = functools.partial(files.matches, about=saved.weights)
+    return found
 
 
-def _once(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+def once(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Tensors ready to be written, and the further names of those that have several."""
     stored: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
@@ -135,25 +157,32 @@ def load(
     """
     if model is None:
         return schema.read(Path(directory))
-    inner = _inner(model)
-    refuse(inner)
-    saved, path, tensors = _read(Path(directory), strict)
-    before = [(m, type(m), _shallow(vars(m))) for m in inner.modules()]
+    network = inner(model)
+    refuse(network)
+    restore(network, *read(Path(directory), strict), strict)
+    return model
+
+
+def restore(
+    model: nn.Module, saved: Checkpoint, path: Path, tensors: Mapping[str, Tensor], strict: bool
+) -> None:
+    """Make `model` the network on record, whose tensors, of the file `path`, are these."""
+    before = [(m, type(m), _shallow(vars(m))) for m in model.modules()]
     try:
-        with schema.reading(str(Path(directory) / files.CONFIG)):
-            _rebuild(inner, saved)
-        state = _fitting(inner, saved, path, tensors, strict)
-        _fill(inner, state, whole=not saved.gates_only)
+        with schema.reading(str(saved.directory / files.CONFIG)):
+            _rebuild(model, saved)
+        state = _fitting(model, saved, path, tensors, strict)
+        _fill(model, state, whole=not saved.gates_only)
     except BaseException:
         for module, kind, attributes in before:
             module.__class__ = kind
             vars(module).clear()
             vars(module).update(attributes)
-        apply.count_calls(inner)
+        apply.count_calls(model)
         raise
-    for name, p in gate_parameters(inner).items():
+    for name, p in gate_parameters(model).items():
         p.requires_grad_(name in saved.trainable)
-    return model
+    card.keep(model, saved.report)
 
 
 def _shallow(attributes: Mapping[str, Any]) -> dict[str, Any]:
@@ -161,7 +190,7 @@ def _shallow(attributes: Mapping[str, Any]) -> dict[str, Any]:
     return {k: copy.copy(v) if k in own else v for k, v in attributes.items()}
 
 
-def _read(directory: Path, strict: bool) -> tuple[Checkpoint, Path, dict[str, Tensor]]:
+def read(directory: Path, strict: bool) -> tuple[Checkpoint, Path, dict[str, Tensor]]:
     """A config, the tensors that belong to it under all their names, and the file they are from."""
     path = directory / files.CONFIG
     found = None

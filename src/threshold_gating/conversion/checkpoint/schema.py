@@ -20,6 +20,7 @@ from threshold_gating.conversion import sites
 from threshold_gating.conversion.apply import PerCall
 from threshold_gating.conversion.audit import jsonable
 from threshold_gating.conversion.checkpoint.files import (
+    BESIDE,
     CONFIG,
     DAMAGE,
     GATES,
@@ -43,7 +44,7 @@ from threshold_gating.nn.spec import GateSpec, gate_names
 
 SCHEMA = 2  # 1 where no call learns, so that earlier versions read it
 STRUCTURE = ("modules", "owners", "recurrent")
-_AS_THEY_COME = "as they come"
+AS_THEY_COME = "as they come"
 
 
 class Entry(NamedTuple):
@@ -78,6 +79,9 @@ class Checkpoint:
     owners: tuple[Entry, ...]
     recurrent: tuple[Entry, ...]
     structure: Mapping[str, Any]  # these three as they are written
+    original: Mapping[str, str] | None = None  # digests of the weights that the gates belong to
+    pretrained: Mapping[str, Any] | None = None  # what is known of a model's own files beside
+    report: Mapping[str, Any] | None = None  # what `verify` measured, see `card`
 
     @property
     def sites(self) -> dict[str, Site]:
@@ -102,7 +106,7 @@ def describe(model: nn.Module) -> dict[str, Any]:
 
 
 def _calls_of(owner: Mapping[str, Any]) -> list[Any]:
-    return [] if owner["calls"] == _AS_THEY_COME else list(owner["calls"].values())
+    return [] if owner["calls"] == AS_THEY_COME else list(owner["calls"].values())
 
 
 def structure(model: nn.Module) -> dict[str, Any]:
@@ -122,7 +126,7 @@ def structure(model: nn.Module) -> dict[str, Any]:
         if "tg_sites" in vars(module):
             plan = vars(module)["tg_sites"]
             answers = {call: _answer(site) for call, site in (plan or {}).items()}
-            answered = _AS_THEY_COME if plan is None else answers
+            answered = AS_THEY_COME if plan is None else answers
             found["owners"].append({**where, "calls": answered})
     return found
 
@@ -303,6 +307,9 @@ def read(directory: Path) -> Checkpoint:
             owners=tuple(_owner(path, each) for each in _part(data, "owners", list)),
             recurrent=tuple(_recurrent(path, each) for each in _part(data, "recurrent", list)),
             structure={kind: data[kind] for kind in STRUCTURE},
+            original=_original(data),
+            pretrained=_pretrained(data),
+            report=None if data.get("report") is None else _part(data, "report", dict),
         )
         _check_once(found)
     return found
@@ -325,13 +332,39 @@ def _json(path: Path) -> Any:
         ) from error
 
 
+def _original(data: Any) -> dict[str, str] | None:
+    if data.get("original") is None:
+        return None
+    original: dict[str, str] = _part(data, "original", dict)
+    for name in original:
+        _part(original, name, str)
+    return original
+
+
+def _pretrained(data: Any) -> dict[str, Any] | None:
+    """What is said of a model's own files, which stand beside the config and nowhere else."""
+    if data.get("pretrained") is None:
+        return None
+    about = _part(data, "pretrained", dict)
+    names = _texts(about, "files")
+    if wrong := [n for n in names if Path(n).name != n or not n.endswith(".safetensors")]:
+        raise ValueError(
+            f"a model's own files must be .safetensors in the same directory; got {wrong[0]!r}."
+        )
+    if data["weights"] is None or data.get("original") is None or not data["gates_only"]:
+        raise ValueError(f"the hashes of {BESIDE} and of the weights are not in it.")
+    variant = None if about.get("variant") is None else _part(about, "variant", str)
+    made = _part(about, "made", dict) if "made" in about else {}
+    return {"files": names, "variant": variant, "made": made}
+
+
 def _weights(about: Any) -> dict[str, Any]:
     """What is said of the file of tensors, which stands beside the config and nowhere else."""
     found = {key: _part(about, key, kind) for key, kind in _OF_A_FILE}
-    if found["file"] not in (WEIGHTS, GATES):
+    if found["file"] not in (WEIGHTS, GATES, BESIDE):
         raise ValueError(
-            f"the file of tensors must be {WEIGHTS} or {GATES}, in the same directory; got "
-            f"{found['file']!r}."
+            f"the file of tensors must be {WEIGHTS}, {GATES} or {BESIDE}, in the same directory; "
+            f"got {found['file']!r}."
         )
     return found
 
@@ -390,7 +423,7 @@ def _module(path: Path, data: Any) -> Entry:
 
 def _owner(path: Path, data: Any) -> Entry:
     names = _names(data)
-    if data["calls"] == _AS_THEY_COME:
+    if data["calls"] == AS_THEY_COME:
         return Entry(names, None)
     plan: dict[str, Site | None] = {}
     for call, site in _part(data, "calls", dict).items():
