@@ -21,7 +21,7 @@ if TYPE_CHECKING:
         theory,
         training,
     )
-    from threshold_gating.conversion import calibrate, convert, sites, verify
+    from threshold_gating.conversion import GateConfig, calibrate, convert, sites, verify
     from threshold_gating.conversion.audit import audit
     from threshold_gating.fitting import fit, match
     from threshold_gating.instance import TG
@@ -44,6 +44,7 @@ __all__ = [
     "Conv1d",
     "Conv2d",
     "Conv3d",
+    "GateConfig",
     "Linear",
     "attention",
     "audit",
@@ -80,6 +81,7 @@ _HOMES = {
     "Conv1d": "nn",
     "Conv2d": "nn",
     "Conv3d": "nn",
+    "GateConfig": "conversion",
     "Linear": "nn",
     "audit": "conversion",
     "blend": "primitive",

@@ -408,6 +408,7 @@ def test_an_audit_is_json():
     seen = audit(convert(nn.Sequential(nn.ReLU()), inputs=TOKENS), TOKENS)
     assert seen.sites == (AuditedSite("0", "relu", 2, True, True, 1),)
     site = {"name": "0", "kind": "relu", "K": 2, "exact": True, "native": True, "calls": 1}
+    site["learns"] = False
     assert json.loads(json.dumps(seen.to_dict())) == {
         **{"sites": [site], "left": [], "other": [], "unseen": []}
     }

@@ -1,6 +1,7 @@
 """Saving and loading: the same network bit for bit, or an error and an untouched one."""
 
 import copy
+import dataclasses
 import json
 import math
 import os
@@ -122,9 +123,14 @@ def assert_untouched(net, before):
 
 
 def structure(net):
-    """What stands where, by name."""
+    """What stands where, by name; a gate put in by hand has a site that does not say it learns."""
+    sites = {n: vars(m).get("site") for n, m in net.named_modules()}
     return {
-        name: (isinstance(m, Activation) or type(m), vars(m).get("tg_sites"), vars(m).get("site"))
+        name: (
+            isinstance(m, Activation) or type(m),
+            vars(m).get("tg_sites"),
+            sites[name] and dataclasses.replace(sites[name], learns=None),
+        )
         for name, m in net.named_modules()
     }
 
@@ -549,8 +555,8 @@ DAMAGES = {
         "tg_config.json is not a config of gates; give the directory that save() wrote.",
     ),
     "a newer schema": (
-        lambda d: edit(d, lambda c: c.update(schema=2, threshold_gating="9.1")),
-        "tg_config.json was written by version 9.1 (schema 2); this is 0.1.0 (schema 1); update threshold-gating.",
+        lambda d: edit(d, lambda c: c.update(schema=3, threshold_gating="9.1")),
+        "tg_config.json was written by version 9.1 (schema 3); this is 0.1.0 (schema 2); update threshold-gating.",
     ),
     "no schema": (
         lambda d: edit(d, lambda c: c.pop("schema")),

@@ -7,6 +7,8 @@ from threshold_gating.conversion.certificate import Certificate, verify
 from threshold_gating.conversion.checkpoint.files import CheckpointError, load_weights
 from threshold_gating.conversion.checkpoint.save_load import load, save
 from threshold_gating.conversion.checkpoint.schema import Checkpoint
+from threshold_gating.conversion.config import GateConfig
+from threshold_gating.conversion.learn import gate_parameters, learned_gates
 from threshold_gating.conversion.plan import ConversionError, Site
 from threshold_gating.conversion.thresholds import fixed_thresholds
 
@@ -19,6 +21,7 @@ __all__ = [
     "Checkpoint",
     "CheckpointError",
     "ConversionError",
+    "GateConfig",
     "Site",
     "SiteFit",
     "audit",
@@ -26,6 +29,8 @@ __all__ = [
     "convert",
     "convert_",
     "fixed_thresholds",
+    "gate_parameters",
+    "learned_gates",
     "load",
     "load_weights",
     "revert",

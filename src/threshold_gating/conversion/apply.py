@@ -14,8 +14,9 @@ import sys
 import threading
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -25,9 +26,10 @@ from torch.fx import GraphModule
 from threshold_gating.conversion import hub, recomputing
 from threshold_gating.conversion.audit import audit
 from threshold_gating.conversion.certificate import check_tol, verify
+from threshold_gating.conversion.config import Choice, GateConfig, requested
 from threshold_gating.conversion.intercept import LEAVE, intercept_calls, release, unshare
+from threshold_gating.conversion.learn import prefix_of_call, view
 from threshold_gating.conversion.plan import (
-    Choice,
     ConversionError,
     Plan,
     Site,
@@ -38,6 +40,7 @@ from threshold_gating.conversion.purity import is_one_call, is_torchs, probing
 from threshold_gating.conversion.recognise import overwrites
 from threshold_gating.instance import TG
 from threshold_gating.nn.activation import Activation
+from threshold_gating.nn.spec import Elementwise, GateSpec, Holder, Share, attach
 
 Network = TypeVar("Network", bound=nn.Module)  # a converted network is of the class that it was
 
@@ -47,19 +50,34 @@ def convert(
     sites: Mapping[str, Choice] | None = None,
     *,
     inputs: Any = None,
+    train: Iterable[str] = (),
+    share: Share = "layer",
+    config: GateConfig | None = None,
     strict: bool = True,
     tol: float | None = None,
 ) -> Network:
     """A copy of `model` in which every nonlinearity is a gate; `model` is left as it was.
 
+    With `train` the gates learn, from where they stand: those that are modules and those of calls
+    alike. What is learned are parameters of the module that is or makes the call (`act.rho`,
+    `tg_relu_0_rho`); the network's own keys and modules stay as they were.
+
     Args:
         model: any network.
         sites: what to put at a site other than the default: {name or "re:pattern": TG, a key of
-            `TAXONOMY`, a number of branches K, or None to leave the site alone}. A name beats a
-            pattern, a later pattern an earlier one; one that matches nothing is an error.
+            `TAXONOMY`, a number of branches K, a `GateConfig` for what it learns, or None to leave
+            the site alone}. A name beats a pattern, a later pattern an earlier one; one that
+            matches nothing is an error.
         inputs: a tensor, a tuple of arguments or a dict of keyword arguments to run the network
             on. With them every call is found, named and verified; without them modules are
-            converted now and calls when they happen, and nothing is certified.
+            converted now and calls when they happen, and nothing is certified. Gates that learn
+            need them.
+        train: which of "tau", "theta", "s", "c" are learned at every site that has them. What a
+            site cannot learn (the sharpness of ReLU) is said in a warning.
+        share: which elements share what is learned: "layer" (one gate for a site), "channel" (the
+            axis is found from the run; of attention a temperature for each head), "head" or
+            "neuron" (each position).
+        config: all of this as a record, instead of `sites`, `train` and `share`.
         strict: raise if the certificate of `verify` is not ok: a site or the output is beyond its
             bound, a nonlinearity is left, nothing was compared. With False it is not made.
         tol: your own bound on max|d|/max|y| of each output, instead of the larger of 1e-2 (1024
@@ -68,9 +86,10 @@ def convert(
     """
     _check_arguments("convert", model, sites, inputs)
     check_tol(tol, inputs is not None and strict)
+    asked = requested("convert", sites, train, share, config)
     new = copy.deepcopy(model)
     unshare(new)
-    return _converted(model, new, sites, inputs, strict, tol)
+    return _converted(model, new, asked, inputs, strict, tol)
 
 
 def convert_(
@@ -78,18 +97,22 @@ def convert_(
     sites: Mapping[str, Choice] | None = None,
     *,
     inputs: Any = None,
+    train: Iterable[str] = (),
+    share: Share = "layer",
+    config: GateConfig | None = None,
     strict: bool = True,
     tol: float | None = None,
 ) -> Network:
     """`convert` in place: no weight is copied. If anything fails, `model` is left as it was."""
     _check_arguments("convert_", model, sites, inputs)
     check_tol(tol, inputs is not None and strict)
+    asked = requested("convert_", sites, train, share, config)
     original = model
     if inputs is not None and strict:
         # Its own modules around the same tensors, to compare with.
         tensors = (*model.parameters(), *model.buffers())
         original = copy.deepcopy(model, {id(t): t for t in tensors})
-    return _converted(original, model, sites, inputs, strict, tol)
+    return _converted(original, model, asked, inputs, strict, tol)
 
 
 def _check_arguments(caller: str, model: Any, sites: Any, inputs: Any) -> None:
@@ -132,12 +155,13 @@ def _check_arguments(caller: str, model: Any, sites: Any, inputs: Any) -> None:
 def _converted(
     original: nn.Module,
     model: Network,
-    sites: Mapping[str, Choice] | None,
+    asked: tuple[GateConfig, Mapping[str, Choice]],
     inputs: Any,
     strict: bool,
     tol: float | None,
 ) -> Network:
-    plan = make_plan(model, sites, inputs)
+    default, sites = asked
+    plan = make_plan(model, sites, inputs, default)
     _check_any(model, plan, inputs)
     try:
         apply_plan(model, plan)
@@ -213,13 +237,14 @@ def apply_plan(model: nn.Module, plan: Plan) -> None:
     where = places(model)
     for module, calls in plan.modules.items():
         if any(calls):
-            become(module, _gates(module, calls, where[module]), calls, where[module])
+            become(module, _gates(module, calls), calls, where[module])
         else:  # left alone, also by an owner around it
             intercept_calls(module, {LEAVE: None})
     if plan.calls is None:
         intercept_calls(model, None)
-    for owner, found in (plan.calls or {}).items():
-        intercept_calls(model.get_submodule(owner), found)
+    for name, found in (plan.calls or {}).items():
+        owner = model.get_submodule(name)
+        intercept_calls(owner, found, *where[owner])
     count_calls(model)
     hub.guard(model)
 
@@ -241,7 +266,11 @@ def _stop_counting(model: nn.Module) -> None:
 
 
 def revert(model: Network) -> Network:
-    """Undo `convert_` in place; the weights are those of now."""
+    """Undo `convert_` in place; the weights are those of now.
+
+    What gates have learned is lost, and their parameters are gone: an optimiser that has them goes
+    on with tensors that nobody reads. `conversion.save(..., gates_only=True)` keeps it.
+    """
     _stop_counting(model)
     hub.unguard(model)
     for module in list(model.modules()):
@@ -313,6 +342,20 @@ def _is_data(module: nn.Module, name: str, borrowed: frozenset[str]) -> bool:
 class Gate(_Converted, Activation):
     """An activation of a network that was converted to an `Activation`."""
 
+    @classmethod
+    def made(cls, spec: Elementwise, inplace: bool, device: Any) -> Gate:
+        """A gate with tensors of its own."""
+        channels = None if spec.share in ("net", "layer") else spec.group
+        return cls(
+            spec.init,
+            share=spec.share,
+            channels=channels,
+            axis=spec.axis,
+            train=spec.learned,
+            inplace=inplace,
+            device=device,
+        )
+
     def forward(self, *args: Tensor, **named: Tensor) -> Tensor:
         """The gates of the one argument, also by the name that it had before."""
         return super().forward(self.given(args, named))
@@ -330,23 +373,45 @@ def successor(act: Activation, record: TG, **options: Any) -> Activation:
     return new
 
 
-class PerCall(_Converted):
+Stands = GateSpec | nn.Module  # at one call: a gate, or what the module was, which has no tensors
+
+
+class PerCall(_Converted, Holder):
     """An activation that is used several times in a run, with what stands there each time.
 
-    That is an instance, or what the module was for a call that is left alone.
+    That is an instance, or what the module was for a call that is left alone. The tensors of its
+    gates are its own, under prefixes: it has no parts.
     """
 
-    def __init__(self, name: str, calls: Sequence[nn.Module]) -> None:
+    def __init__(
+        self, sites: Sequence[Site | None], stands: Sequence[Stands], inplace: bool, device: Any
+    ) -> None:
         super().__init__()
-        self.name, self.calls = name, nn.ModuleList(calls)
+        self.sites, self.stands, self.inplace = tuple(sites), tuple(stands), inplace
+        self.name = next(site.name.partition("#")[0] for site in sites if site is not None)
+        gates = {k: at for k, at in enumerate(stands) if isinstance(at, GateSpec)}
+        self.tg_gates = {prefix_of_call(k): at for k, at in gates.items()}
+        for prefix, spec in self.tg_gates.items():
+            attach(self, prefix, spec, device)
+
+    @property
+    def calls(self) -> list[nn.Module]:
+        """What stands at each call as a module; a gate around the tensors that are here."""
+        found: list[nn.Module] = []
+        for k, (site, at) in enumerate(zip(self.sites, self.stands, strict=True)):
+            module = view(self, prefix_of_call(k), at, Gate) if isinstance(at, GateSpec) else at
+            own = {"inplace": self.inplace} if isinstance(at, GateSpec) else {}
+            vars(module).update(own, site=site, argument=vars(self).get("argument", "x"))
+            found.append(module)
+        return found
 
     def forward(self, *args: Tensor, **named: Tensor) -> Tensor:
         """The next call of this run."""
         x = self.given(args, named)
-        k = _counts.calls.get(id(self), len(self.calls))
-        if k >= len(self.calls):
+        k = _counts.calls.get(id(self), len(self.stands))
+        if k >= len(self.stands):
             raise ConversionError(
-                f"{self.name} is called more often than the {len(self.calls)} times in a run when "
+                f"{self.name} is called more often than the {len(self.stands)} times in a run when "
                 "the network was converted, and each call has its own instance; convert it with "
                 "inputs that take the same path, and call the network as a whole.",
                 self.name,
@@ -354,7 +419,10 @@ class PerCall(_Converted):
         if (where := recomputing.region()) is not None:
             recomputing.again(where, lambda: _counting(self, k))
         _counts.calls[id(self)] = k + 1
-        return cast(Tensor, self.calls[k](x))
+        at = self.stands[k]
+        if isinstance(at, GateSpec):
+            return at.evaluate(self, prefix_of_call(k), x, inplace=self.inplace)
+        return cast(Tensor, at(x))
 
 
 class _Counts(threading.local):
@@ -391,11 +459,11 @@ def _finish(model: nn.Module, args: Any, output: Any) -> None:
         if isinstance(module, PerCall):
             made = _counts.calls.pop(id(module), 0)
             failed = sys.exc_info()[0] is not None  # the run, and says so itself
-            if 0 < made < len(module.calls) and not failed:
+            if 0 < made < len(module.stands) and not failed:
                 raise ConversionError(
-                    f"{module.name} was called {made} times in a run and {len(module.calls)} times "
-                    "when the network was converted, so its instances may be at the wrong calls; "
-                    "convert it with inputs that take the same path.",
+                    f"{module.name} was called {made} times in a run and {len(module.stands)} "
+                    "times when the network was converted, so its instances may be at the wrong "
+                    "calls; convert it with inputs that take the same path.",
                     module.name,
                 )
 
@@ -407,14 +475,16 @@ _HOOKS = (
 )
 
 
-def _gates(module: nn.Module, calls: Sequence[Site | None], place: Place) -> list[nn.Module]:
-    """What stands at the calls of a module: one gate if it is the same at all."""
-    over = is_inplace(module)
-    same = len({site and site.t for site in calls}) == 1
-    return [
-        Gate(site.t, inplace=over, device=place.device) if site and site.t else left(module)
-        for site in (calls[:1] if same else calls)
-    ]
+def _gates(module: nn.Module, calls: Sequence[Site | None]) -> list[Stands]:
+    """What stands at the calls of a module: one gate if it is the same at all, and learns not."""
+    same = len({site and site.t for site in calls}) == 1 and not any(s and s.learns for s in calls)
+    return [_stands(module, site) for site in (calls[:1] if same else calls)]
+
+
+def _stands(module: nn.Module, site: Site | None) -> Stands:
+    if site is None or site.t is None:
+        return left(module)
+    return site.learns if isinstance(site.learns, GateSpec) else GateSpec(site.t)
 
 
 def is_inplace(module: nn.Module) -> bool:
@@ -433,16 +503,25 @@ def left(module: nn.Module) -> nn.Module:
     return same
 
 
+def _with(site: Site | None, at: Stands) -> Site | None:
+    """The site of a gate, with what the gate learns."""
+    learns = at if isinstance(at, GateSpec) and at.learned else None
+    return None if site is None else replace(site, learns=learns)
+
+
 def become(
-    module: nn.Module, gates: Sequence[nn.Module], calls: Sequence[Site | None], place: Place
+    module: nn.Module, stands: Sequence[Stands], calls: Sequence[Site | None], place: Place
 ) -> None:
     """Let `module` be one gate or several, with its hooks and its mode, as the same object."""
     taken = inspect.signature(module.forward).parameters.values()
     argument = next((p.name for p in taken if p.kind is p.POSITIONAL_OR_KEYWORD), "x")
-    for gate, site in zip(gates, calls, strict=False):
-        gate.__dict__.update(site=site, argument=argument)
-    name = next((site.name.partition("#")[0] for site in calls if site is not None), "")
-    new = PerCall(name, gates) if len(gates) > 1 else gates[0]
+    over = module.inplace if isinstance(module, Activation) else is_inplace(module)
+    calls = [_with(site, at) for site, at in zip(calls, stands, strict=False)]
+    if isinstance(only := stands[0], GateSpec) and len(stands) == 1:
+        new: nn.Module = Gate.made(only, over, place.device)
+        vars(new)["site"] = calls[0]
+    else:
+        new = PerCall(calls, stands, over, place.device)
     for hooks in _HOOKS:
         setattr(new, hooks, getattr(module, hooks))
     new.train(module.training)

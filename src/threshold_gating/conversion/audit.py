@@ -45,7 +45,8 @@ class AuditedSite:
     """A converted place: K where it is one instance, None for softmax, attention and recurrence.
 
     `native` if it ran torch's own op under the backend in force; `calls` is 0 for a module that
-    was converted and is never called. `exact` is None where the audit cannot know.
+    was converted and is never called. `exact` is None where the audit cannot know; what `learns` is
+    no longer what it started from once it was trained.
     """
 
     name: str
@@ -54,6 +55,7 @@ class AuditedSite:
     exact: bool | None
     native: bool
     calls: int
+    learns: bool = False
 
 
 @dataclass(frozen=True)
@@ -357,8 +359,9 @@ class _Reader(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._last = (None, "")  # a frame keeps its tensors
         names = [*self.calls, *(name for name in self.known if name not in self.calls)]
         sites = [
-            AuditedSite(name, *self.known[name], name in self.native, self.calls[name])
+            AuditedSite(name, d.kind, d.K, d.exact, name in self.native, self.calls[name], d.learns)
             for name in names
+            for d in [self.known[name]]
         ]
         counts = Counter(
             (found.left, where, found.op, asked, found.group) for where, asked, found in self.found
@@ -378,6 +381,7 @@ class Description(NamedTuple):
     kind: str
     K: int | None
     exact: bool | None
+    learns: bool = False
 
 
 def _constants(model: nn.Module) -> Iterator[Tensor]:
@@ -402,7 +406,9 @@ def _declared(model: nn.Module) -> dict[str, Description]:
 
 
 def _of_site(site: Site) -> Description:
-    return Description(site.kind, None if site.t is None else site.t.K, site.exact)
+    learns = site.learns is not None
+    exact = site.exact and not learns
+    return Description(site.kind, None if site.t is None else site.t.K, exact, learns)
 
 
 def described(act: nn.Module) -> Description:
@@ -413,17 +419,18 @@ def described(act: nn.Module) -> Description:
     site, row = act.__dict__.get("site"), taxonomy.ROWS.get(act.name or "")
     exact = site.exact if site is not None else row is not None and row.exact
     kind = site.kind if site is not None else act.name or "activation"
-    return Description(kind, act.init.K, exact and not act.learned)
+    return Description(kind, act.init.K, exact and not act.learned, bool(act.learned))
 
 
 def gate_of(module: nn.Module, call: int) -> nn.Module:
     """The module that is evaluated at one call of a site: it may hold one for each."""
-    calls = getattr(module, "calls", None)
-    return calls[call % len(calls)] if isinstance(calls, nn.ModuleList) else module
+    calls = getattr(module, "calls", None) if "stands" in vars(module) else None
+    return calls[call % len(calls)] if calls else module
 
 
 def _cells(site: AuditedSite) -> tuple[str, ...]:
     what = {True: "exact", False: "approximate", None: ""}[site.exact]
+    what = "learned" if site.learns else what
     ran = "native" if site.native else "gates" if site.calls else "never called"
     K = "" if site.K is None else str(site.K)
     return site.name, site.kind, K, what, ran, str(site.calls)

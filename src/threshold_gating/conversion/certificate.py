@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from numbers import Real
 from textwrap import fill
 from typing import Any
@@ -31,10 +32,12 @@ from threshold_gating.conversion.audit import (
     is_gate,
     jsonable,
 )
+from threshold_gating.conversion.learn import moved
 from threshold_gating.conversion.outputs import Output
 from threshold_gating.conversion.plan import ConversionError
 from threshold_gating.conversion.site_error import RELATIVE, Error, Local
 from threshold_gating.conversion.watch import INTERNAL, evaluating, fresh
+from threshold_gating.nn.spec import gate_names
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,9 @@ class Row:
     place of each value, or of the largest one for softmax, attention and recurrence. `bound` is
     what is allowed: ulp for an exact site, else `rel_rms`. `elements` counts the finite values
     compared. `scope` says whether the row holds for every input or was measured on these alone.
-    `ok` is None where nothing was compared, and `note` says why.
+    `ok` is None where nothing was compared, and `note` says why. A site that `learns` is compared
+    as it was at its start; `moved` says how far it is from there ("log tau", "theta", "s", "c": the
+    largest distance of any), and `input_rms` how large its inputs are.
     """
 
     site: str
@@ -63,6 +68,13 @@ class Row:
     ok: bool | None = None
     scope: str = "these inputs"
     note: str = ""
+    learns: tuple[str, ...] = ()
+    moved: Mapping[str, float] | None = None
+    input_rms: float = 0.0
+
+    @property
+    def has_moved(self) -> bool:
+        return any((self.moved or {}).values())
 
 
 @dataclass(frozen=True)
@@ -71,7 +83,9 @@ class Certificate:
 
     `outputs` has one record for each tensor and number that the networks give; `tol` is the bound
     that the caller gave for them; `beside` names what else bends the data, or was not looked at;
-    `uncompared` names what the output holds and cannot be compared.
+    `uncompared` names what the output holds and cannot be compared. `trained` says what of a
+    network with gates that learn is no longer as it was converted: then sites are held to what they
+    started from, and the output to nothing.
     """
 
     rows: tuple[Row, ...]
@@ -81,6 +95,7 @@ class Certificate:
     tol: float | None = None
     beside: str = ""
     uncompared: tuple[str, ...] = ()
+    trained: str = ""
 
     @property
     def ok(self) -> bool:
@@ -103,7 +118,11 @@ class Certificate:
         """The certificate as text, within 100 columns."""
         header = ("site", "kind", "K", "max", "rms", "rel", "ulp", "bound", "calls", "class")
         lines = columns([header, *map(_cells, self.rows)])
-        m, said = self.metric, [outputs.described(self.output, self.outputs, self.tol)]
+        if any(row.has_moved for row in self.rows):
+            lines += ["", *columns([_MOVED, *(_moved(row) for row in self.rows if row.has_moved)])]
+        m, trained = self.metric, bool(self.trained)
+        said = [self.trained] if trained else []
+        said.append(outputs.described(self.output, self.outputs, self.tol, trained))
         if m is not None:
             span = f"[{m.interval[0]:+.4g}, {m.interval[1]:+.4g}]"
             said.append(
@@ -177,15 +196,19 @@ def verify(
             watched = _looked_at(model, *given)
         with torch.random.fork_rng(devices=[]):
             have, seen = _executed(converted, args, kwargs)
-    rows = _rows(local.errors, seen)
+    distances = moved(converted)
+    rows = _rows(local.errors, seen, distances)
+    missing, changed = _weights(model, converted, held)
+    trained = _trained(distances, changed)
     exact = all(row.exact for row in rows if row.ok is not None)
     wide = functools.cache(lambda: _wide(model, args, kwargs, plain))
-    compared = outputs.compare(plain, have, exact, tol, wide)
+    bound = math.inf if trained else tol
+    compared = outputs.compare(plain, have, exact, bound, wide)
     failed = {
         **{row.site: local.errors[row.site].message for row in rows if row.ok is False},
         **_not_evaluated(rows, seen),
         **_nothing(rows, local.errors),
-        **_weights(model, converted, held),
+        **_apart(missing, [] if trained else changed),
     }
     if not failed and all(row.ok is None for row in rows):
         failed["sites"] = (
@@ -194,13 +217,13 @@ def verify(
             if rows
             else "nothing was compared: converted has no site, all of it stays as it was."
         )
-    if message := outputs.judged(compared, plain, have, tol, _worst(rows)):
+    if message := outputs.judged(compared, plain, have, bound, _worst(rows)):
         failed["output"] = message
     if not outputs.agree(plain, watched, tol, wide):
         failed = {"watching": _WATCHING, **failed}
     paired_metric = None if metric is None else paired.compare(metric, plain, have)
     missed = outputs.uncompared(plain)
-    return Certificate(rows, compared, paired_metric, failed, tol, beside(seen), missed)
+    return Certificate(rows, compared, paired_metric, failed, tol, beside(seen), missed, trained)
 
 
 _WATCHING = (
@@ -298,13 +321,37 @@ def _check_modules(model: nn.Module, converted: nn.Module) -> None:
 _NEVER, _EMPTY, _NOTHING = "never called", "no values", "nothing finite"
 
 
-def _rows(errors: Mapping[str, Error], seen: Audit) -> tuple[Row, ...]:
+def _trained(distances: Mapping[str, Mapping[str, float]], changed: list[str]) -> str:
+    """What of a network with gates that learn has moved, "" where none of the gates has."""
+    gates = [name for name, far in distances.items() if any(far.values())]
+    if not gates:
+        return ""
+    said = f"trained since it was converted: {len(gates)} of {len(distances)} sites that learn"
+    weights = f", and {len(changed)} weights, among them {changed[0]}" if changed else ""
+    return f"{said}{weights}; sites are compared as they were at their start"
+
+
+def _rows(
+    errors: Mapping[str, Error], seen: Audit, distances: Mapping[str, Mapping[str, float]]
+) -> tuple[Row, ...]:
     """One row for each site of the original that was reached, then those that no run reaches."""
     audited = {site.name: site for site in seen.sites}
-    rows = [_row(name, error, audited.get(name)) for name, error in errors.items()]
+    rows = [
+        replace(_row(name, error, audited.get(name)), **_learning(name, error, distances))
+        for name, error in errors.items()
+    ]
     idle = [site for site in seen.sites if not site.calls and site.name not in errors]
     never = [Row(s.name, s.kind, s.K, bool(s.exact), note=_NEVER) for s in idle]
     return (*rows, *never)
+
+
+def _learning(
+    name: str, error: Error, distances: Mapping[str, Mapping[str, float]]
+) -> dict[str, Any]:
+    if name not in distances or error.site.learns is None:
+        return {}
+    learns = error.site.learns.learned
+    return {"learns": learns, "moved": distances[name], "input_rms": error.input_rms}
 
 
 def _row(name: str, error: Error, seen: AuditedSite | None) -> Row:
@@ -400,11 +447,16 @@ def _worst(rows: tuple[Row, ...]) -> dict[str, str]:
     }
 
 
-def _weights(model: nn.Module, converted: nn.Module, held: Mapping[str, Tensor]) -> dict[str, str]:
-    """Whether the networks differ in what is no site: weights, buffers and what `held` has."""
+def _weights(
+    model: nn.Module, converted: nn.Module, held: Mapping[str, Tensor]
+) -> tuple[list[str], list[str]]:
+    """How the networks differ in what is no site: weights, buffers and what `held` has. First what
+    only one of them has, in words; then the names of those that are not the same."""
     gates = tuple(f"{n}." for n, m in converted.named_modules(remove_duplicate=False) if is_gate(m))
+    own_gates = set(_held_by_owners(converted))
     before, after = (
-        {n: t for n, t in _tensors(each) if not n.startswith(gates)} for each in (model, converted)
+        {n: t for n, t in _tensors(each) if not n.startswith(gates) and n not in own_gates}
+        for each in (model, converted)
     )
     own, other = {**before, **held}, {**dict(_held(converted)), **after}
     names = [n for n in own if not n.startswith(gates)]
@@ -413,12 +465,24 @@ def _weights(model: nn.Module, converted: nn.Module, held: Mapping[str, Tensor])
     changed = [
         n for n in names if n in other and not own[n].is_meta and not _same(own[n], other[n])
     ]
-    said = []
-    if changed:
-        said.append(f"{len(changed)} weights are not the original's, among them {changed[0]}.")
-    said += [f"converted has no {', '.join(lost[:3])}, which model has."] if lost else []
+    said = [f"converted has no {', '.join(lost[:3])}, which model has."] if lost else []
     said += [f"converted has {', '.join(more[:3])}, which model does not have."] if more else []
+    return said, changed
+
+
+def _apart(said: list[str], changed: list[str]) -> dict[str, str]:
+    """How the networks differ in what is no site, if they do."""
+    if changed:
+        some = f"{len(changed)} weights are not the original's, among them {changed[0]}."
+        said = [some, *said]
     return {"weights": " ".join(said)} if said else {}
+
+
+def _held_by_owners(model: nn.Module) -> Iterator[str]:
+    """The names of the tensors that modules hold for the gates of their calls."""
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name in gate_names(module):
+            yield f"{path}.{name}".removeprefix(".")
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -452,5 +516,17 @@ def _cells(row: Row) -> tuple[str, ...]:
     errors = (f"{e:.1e}" if e else "0" for e in (row.max, row.rms, row.rel_rms))
     ulp = "" if row.ulp is None else "bitwise" if row.bitwise else f"{row.ulp:.3g}"
     bound = f"{row.bound:g} ulp" if row.exact else f"{row.bound:.2g} rel"
-    what = "FAILED" if not row.ok else row.note or ("exact" if row.exact else "approximate")
+    kind = "learned" if row.learns else "exact" if row.exact else "approximate"
+    what = "FAILED" if not row.ok else row.note or kind
     return (row.site, row.kind, K, *errors, ulp, bound, str(row.calls), what)
+
+
+_MOVED = ("moved since", "kind", "|d log tau|", "|d theta|", "over inputs", "|ds|", "|dc|")
+
+
+def _moved(row: Row) -> tuple[str, ...]:
+    """How far a site has moved; its thresholds also over the RMS of what reaches it."""
+    far = row.moved or {}
+    tau, theta, s, c = (f"{far[k]:.2g}" if k in far else "" for k in ("log tau", "theta", "s", "c"))
+    over = f"{far['theta'] / row.input_rms:.2g} rms" if "theta" in far and row.input_rms else ""
+    return row.site, row.kind, tau, theta, over, s, c

@@ -25,17 +25,32 @@ from torch.utils.checkpoint import checkpoint
 
 from threshold_gating import kernels
 from threshold_gating.conversion import recomputing, sites
+from threshold_gating.conversion.learn import prefix_of
 from threshold_gating.conversion.plan import ConversionError, Site, calling_line
+from threshold_gating.nn.spec import Holder, Spec, at_start, attach, detach
 
 LEAVE = "*"  # in a plan: every call is left alone
 # Values and not keys are weak: a subclass keeps its base alive, so weak keys would never go.
-_OWNED: WeakValueDictionary[type, type] = WeakValueDictionary()
+_OWNED: WeakValueDictionary[tuple[type, bool], type] = WeakValueDictionary()
 
 
-def intercept_calls(module: nn.Module, plan: Mapping[str, Site | None] | None) -> None:
-    """Let the calls that `module.forward` makes be answered by `plan` (None: as they come)."""
+def intercept_calls(
+    module: nn.Module,
+    plan: Mapping[str, Site | None] | None,
+    device: Any = None,
+    double: bool = False,
+) -> None:
+    """Let the calls that `module.forward` makes be answered by `plan` (None: as they come).
+
+    What the gates of these calls learn are parameters of `module` then, if it has them not yet.
+    """
+    gates = gates_in(plan)
     module.__dict__["tg_sites"] = plan
-    module.__class__ = _of_base(type(module), _owned)
+    module.__class__ = _of_base(type(module), functools.partial(_owned, learns=bool(gates)))
+    if gates:
+        module.__dict__["tg_gates"] = gates
+    for prefix, spec in gates.items():
+        attach(module, prefix, spec, device, torch.float64 if double else torch.float32)
     if "forward" in module.__dict__:  # set on the instance, as accelerate does: wrap that one
         module.__dict__["forward"] = _Wrapped(module, module.__dict__["forward"])
 
@@ -43,11 +58,18 @@ def intercept_calls(module: nn.Module, plan: Mapping[str, Site | None] | None) -
 def release(module: nn.Module) -> None:
     base = getattr(type(module), "tg_base", None)
     if base is not None:
+        detach(module)
         module.__class__ = _of_base(type(module), lambda _: base)
         del module.__dict__["tg_sites"]
         forward = module.__dict__.get("forward")
         if isinstance(forward, _Wrapped):
             module.__dict__["forward"] = forward.original
+
+
+def gates_in(plan: Mapping[str, Site | None] | None) -> dict[str, Spec]:
+    """What the calls of a plan learn, by the prefix of the names of their tensors."""
+    found = {call: site.learns for call, site in (plan or {}).items() if site is not None}
+    return {prefix_of(call): spec for call, spec in found.items() if spec is not None}
 
 
 def unshare(model: nn.Module) -> None:
@@ -81,7 +103,7 @@ def _answered(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs:
     """
     if torch.compiler.is_compiling():
         _told_to_dynamo()
-    mode = Answering(module.__dict__["tg_sites"])
+    mode = Answering(module.__dict__["tg_sites"], module)
     mode.watch = module.__dict__.get("tg_watch")
     with mode:
         output = forward(*args, **kwargs)
@@ -109,9 +131,10 @@ def _told_to_dynamo() -> bool:
 _told_to_dynamo.__dict__["_dynamo_marked_constant"] = True
 
 
-def _owned(base: type) -> type:
-    """The subclass of `base` whose forward has its calls answered; one for each class."""
-    owned = _OWNED.get(base)
+def _owned(base: type, learns: bool = False) -> type:
+    """The subclass of `base` whose forward has its calls answered; one for each class, and one for
+    those that hold the tensors of gates."""
+    owned = _OWNED.get((base, learns))
     if owned is None:
 
         @functools.wraps(base.forward)  # type: ignore[attr-defined]
@@ -132,12 +155,13 @@ def _owned(base: type) -> type:
         if any(each.__module__ == "torch.fx.graph_module" for each in base.__mro__):
             body |= _GRAPH
         names = {k: getattr(base, k) for k in ("__module__", "__qualname__", "__doc__")}
-        owned = _OWNED[base] = type(base.__name__, (base,), {**body, **names})
+        bases = (Holder, base) if learns else (base,)
+        owned = _OWNED[base, learns] = type(base.__name__, bases, {**body, **names})
     return owned
 
 
 def _rebuild(base: type, plan: Any) -> Any:
-    owned: Any = _owned(base)
+    owned: Any = _owned(base, learns=bool(gates_in(plan)))
     module = owned.__new__(owned)
     module.__dict__["tg_sites"] = plan
     return module
@@ -225,10 +249,15 @@ def _are_alike(plan: Mapping[str, Site | None]) -> bool:
     """Whether all calls of one kind have one answer."""
     found: dict[str, Any] = {}
     for name, site in plan.items():
-        answer = None if site is None else (site.t, site.parameters)
+        answer = _answer_of(name, site)
         if found.setdefault(name.partition("#")[0], answer) != answer:
             return False
     return True
+
+
+def _answer_of(name: str, site: Site | None) -> Any:
+    """Equal for calls that have the same answer; one that learns is like no other."""
+    return site and (site.t, site.parameters, name if site.learns else "")
 
 
 _NEVER = object()
@@ -240,10 +269,13 @@ class Answering(TorchFunctionMode):
     watch: Callable[..., Any] | None = None  # evaluates each call, and tells of it
 
     def __init__(
-        self, plan: Mapping[str, Site | None] | None, counts: Mapping[str, int] | None = None
+        self,
+        plan: Mapping[str, Site | None] | None,
+        owner: nn.Module | None = None,
+        counts: Mapping[str, int] | None = None,
     ) -> None:
         super().__init__()
-        self.plan = plan
+        self.plan, self.owner = plan, owner
         self.counts: dict[str, int] = dict(counts or {})
         # Without gradients from the start there is no backward in which anything is run again.
         self.region = recomputing.region() if torch.is_grad_enabled() else _NEVER
@@ -268,8 +300,11 @@ class Answering(TorchFunctionMode):
         # nor about the arithmetic of the gates.
         with torch._C.DisableTorchFunction():
             if self.watch is not None:
-                return self.watch(kind, _evaluation(site, func), args, kwargs, site)
-            return func(*args, **kwargs) if site is None else answer(site, func, args, kwargs)
+                evaluate = _evaluation(site, func, self.owner)
+                return self.watch(kind, evaluate, args, kwargs, site)
+            if site is None:
+                return func(*args, **kwargs)
+            return answer(site, func, args, kwargs, self.owner)
 
     def _inside(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """A checkpointed region of a compiled graph, which is traced without this mode.
@@ -277,7 +312,7 @@ class Answering(TorchFunctionMode):
         It may change nothing outside of it, so its calls are not counted here; where calls of one
         kind have different instances, a later one would be taken for another.
         """
-        plan, counts = self.plan, dict(self.counts)
+        plan, owner, counts = self.plan, self.owner, dict(self.counts)
         if plan is not None and not _are_alike(plan):
             raise ConversionError(
                 "a checkpointed region is compiled in a network whose calls of one kind have "
@@ -286,7 +321,7 @@ class Answering(TorchFunctionMode):
             )
 
         def inside(*args: Any, **kwargs: Any) -> Any:
-            with Answering(plan, counts):
+            with Answering(plan, owner, counts):
                 return run(*args, **kwargs)
 
         return inside
@@ -295,8 +330,8 @@ class Answering(TorchFunctionMode):
         """Answer again what a checkpointed region in this run computes again."""
         where = None if self.region is _NEVER else recomputing.region()
         if where is not None and where is not self.region:
-            counts, plan = dict(self.counts), self.plan
-            recomputing.again(where, lambda: Answering(plan, counts))
+            counts, plan, owner = dict(self.counts), self.plan, self.owner
+            recomputing.again(where, lambda: Answering(plan, owner, counts))
             self.region = where
 
     def _site(self, kind: str, count: int, args: Any, kwargs: Any) -> Site | None:
@@ -330,8 +365,8 @@ class Answering(TorchFunctionMode):
         if torch.compiler.is_compiling() or f"{kind}#1" not in (self.plan or {}):
             return False  # a graph is one path, and one call has no other
         if kind not in self.unlike:
-            planned = self._planned(kind).values()
-            self.unlike[kind] = len({s and (s.t, s.parameters) for s in planned}) > 1
+            planned = self._planned(kind).items()
+            self.unlike[kind] = len({_answer_of(*each) for each in planned}) > 1
         return self.unlike[kind]
 
     def _planned(self, kind: str) -> dict[str, Site | None]:
@@ -406,8 +441,11 @@ def _has_functions(kind: type) -> bool:
     return foreign and getattr(own, "__func__", own) not in known
 
 
-def answer(site: Site, func: Any, args: Any, kwargs: Any) -> Any:
-    """What the gates say to a call of torch, written where the call would have written it."""
+def answer(site: Site, func: Any, args: Any, kwargs: Any, owner: nn.Module | None = None) -> Any:
+    """What the gates say to a call of torch, written where the call would have written it.
+
+    Of a gate that learns, `owner` has the tensors; without one it is as at its start.
+    """
     first: Any = args[0] if args else None
     if type(first) is not Tensor and _has_functions(type(first)):
         raise ConversionError(
@@ -431,7 +469,13 @@ def answer(site: Site, func: Any, args: Any, kwargs: Any) -> Any:
             f"{parameters}; convert it with inputs that take the same path.",
             site.name,
         )
-    evaluate = functools.partial(kernels.evaluate, site.t, op=site.op)
+    evaluate: Callable[[Tensor], Tensor]
+    if site.learns is None:
+        evaluate = functools.partial(kernels.evaluate, site.t, op=site.op)
+    else:
+        prefix = prefix_of(site.call)
+        holder = at_start(prefix, site.learns, x) if owner is None else owner
+        evaluate = functools.partial(site.learns.evaluate, holder, prefix)
     if inplace or asked:
         return kernels.overwritten(x, evaluate)
     y = evaluate(x)
@@ -439,9 +483,11 @@ def answer(site: Site, func: Any, args: Any, kwargs: Any) -> Any:
     return _written(y, out)
 
 
-def _evaluation(site: Site | None, func: Any) -> Callable[..., Any]:
+def _evaluation(site: Site | None, func: Any, owner: nn.Module | None) -> Callable[..., Any]:
     """`answer` as a function of what the call is given."""
-    return func if site is None else lambda *args, **kwargs: answer(site, func, args, kwargs)
+    if site is None:
+        return func  # type: ignore[no-any-return]
+    return lambda *args, **kwargs: answer(site, func, args, kwargs, owner)
 
 
 def _written(y: Any, out: Tensor | None) -> Any:

@@ -287,7 +287,9 @@ def _too_far(bad: Output, tol: float | None, worst: Mapping[str, str]) -> str:
     )
 
 
-def described(worst: Output | None, found: Sequence[Output], tol: float | None) -> str:
+def described(
+    worst: Output | None, found: Sequence[Output], tol: float | None, trained: bool = False
+) -> str:
     """The line of the table."""
     if worst is None:
         return "output: nothing to compare"
@@ -304,4 +306,6 @@ def described(worst: Output | None, found: Sequence[Output], tol: float | None) 
         allowed += f", the most; the original's own rounding is {worst.rounding:.2g}"
     elif worst.rounding is not None and worst.bound == 2 * worst.rounding:
         allowed += ", twice the original's own rounding"
+    if trained:
+        allowed = "it was trained, and is not held to the original's"
     return f"{place}: max {worst.max:.2e}, {error} ({allowed}), rms {worst.rms:.2e}"

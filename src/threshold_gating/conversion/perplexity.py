@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from threshold_gating import kernels
 from threshold_gating.conversion import audit, convert_
 from threshold_gating.conversion.checkpoint.schema import structure
-from threshold_gating.conversion.plan import Choice
+from threshold_gating.conversion.config import Choice
 
 COLUMNS = {
     "sm": "the network as it is",

@@ -9,6 +9,7 @@ import difflib
 import re
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, NamedTuple
@@ -18,12 +19,14 @@ from torch import Tensor, nn
 
 from threshold_gating import kernels, taxonomy
 from threshold_gating.conversion import recognise, sites
+from threshold_gating.conversion.config import Choice, GateConfig
+from threshold_gating.conversion.learn import Learner
 from threshold_gating.conversion.purity import obstacle, own_attributes, probing
 from threshold_gating.conversion.watch import Run, Visit, Watch, evaluating, fresh
 from threshold_gating.instance import TG
 from threshold_gating.nn.activation import Activation
+from threshold_gating.nn.spec import Spec
 
-Choice = TG | str | int | None
 Function = Callable[[Tensor], Tensor]
 # How transformers calls attention in kernels (those of its hub have a slash), and gates already.
 _CLOSED = ("flash_attention", "flex_attention", "tg")
@@ -42,7 +45,8 @@ class Site:
     """One place where a nonlinearity happens, and the instance that stands there.
 
     `t` is None where the nonlinearity is not one element-wise function (softmax, attention, GLU).
-    `sup` is the largest error of `t` over the line, 0.0 where it is exact.
+    `sup` is the largest error of `t` over the line, 0.0 where it is exact. `learns` is None where
+    nothing is learned; else the site starts as `t`.
     """
 
     name: str
@@ -53,6 +57,12 @@ class Site:
     parameters: tuple[Any, ...] = ()
     op: Callable[[Tensor], Tensor] | None = field(default=None, repr=False, compare=False)
     line: str = field(default="", repr=False, compare=False)  # of the code that makes the call
+    learns: Spec | None = None
+
+    @property
+    def call(self) -> str:
+        """The name of a call within its owner, "relu#0"."""
+        return self.name.rpartition(":")[2]
 
 
 ModuleSites = dict[nn.Module, list[Site | None]]
@@ -77,17 +87,29 @@ class Plan(NamedTuple):
         return self.calls is not None and not any(map(any, (*self.modules.values(), *calls)))
 
 
-def make_plan(model: nn.Module, given: Mapping[str, Choice] | None, inputs: Any) -> Plan:
-    """Find every nonlinearity of `model` and decide what stands there; `model` is not changed."""
+def make_plan(
+    model: nn.Module,
+    given: Mapping[str, Choice] | None,
+    inputs: Any,
+    default: GateConfig | None = None,
+) -> Plan:
+    """Find every nonlinearity of `model` and decide what stands there, and what of it learns, if
+    the `default` or a choice says so; `model` is not changed."""
     refuse(model)
-    chosen = Choices(given)
+    chosen = Choices(given, default)
+    if chosen.trains and inputs is None:
+        raise ConversionError(
+            "gates that learn need inputs=: sites, and where their channels are, are found from a "
+            "run; give a tensor, a tuple of arguments or a dict of keyword arguments."
+        )
     notes: list[str] = []
     modules = module_sites(model, chosen, notes)
     calls: dict[str, dict[str, Site | None]] | None = None
     if inputs is not None:
         calls = {}
-        watch = Watch(model, _collector(calls, chosen, notes), whole(modules))
-        with evaluating(model), watch:
+        learner = Learner(model, chosen) if chosen.trains else None
+        watch = Watch(model, _collector(calls, chosen, notes, learner), whole(modules))
+        with evaluating(model), learner.channels if learner else nullcontext(), watch:
             run(model, fresh(inputs))
         for module, made in modules.items():
             _name_calls(module, made, watch.running.calls[module], chosen)
@@ -96,8 +118,30 @@ def make_plan(model: nn.Module, given: Mapping[str, Choice] | None, inputs: Any)
         fused = (nn.TransformerEncoder, nn.TransformerEncoderLayer)
         names = [name for name, module in model.named_modules() if isinstance(module, fused)]
         calls.update({name: calls.get(name, {}) for name in names})
+        if learner:
+            _learn(learner, modules, calls, notes)
     chosen.check_used()
     return Plan(modules, calls, tuple(notes))
+
+
+def _learn(
+    learner: Learner,
+    modules: ModuleSites,
+    calls: dict[str, dict[str, Site | None]],
+    notes: list[str],
+) -> None:
+    """Give every site what it learns; the notes say what some cannot."""
+    for made in modules.values():
+        made[:] = [learner.decided(site) for site in made]
+    for found in calls.values():
+        found.update({call: learner.decided(site) for call, site in found.items()})
+    notes += learner.notes
+    if not learner.learns:
+        raise ConversionError(
+            "no site learns anything of what is asked: "
+            + ("; ".join(learner.notes) or "there is none whose config trains")
+            + "."
+        )
 
 
 def arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -153,8 +197,11 @@ def refuse(model: nn.Module) -> None:
 class Choices:
     """What the caller wants at which site, and whether every choice was used."""
 
-    def __init__(self, given: Mapping[str, Choice] | None) -> None:
+    def __init__(
+        self, given: Mapping[str, Choice] | None, default: GateConfig | None = None
+    ) -> None:
         self.given = dict(given or {})
+        self.default = default or GateConfig()
         self.used: set[str] = set()
         self.seen: dict[str, None] = {}  # the names of the sites, in their order
 
@@ -164,10 +211,29 @@ class Choices:
         key = self.deciding(name)
         if key is None:
             return default
-        if self.given[key] is None:
+        choice = self.given[key]
+        if choice is None:
             return None
-        t = instance_at(self.given[key], default, f, name)
+        if isinstance(choice, GateConfig):
+            choice = choice.init
+        t = default.t if choice is None else instance_at(choice, default, f, name)
         return default if t == default.t else sites.judged(t, f)
+
+    @property
+    def trains(self) -> bool:
+        """Whether anything is to be learned anywhere."""
+        given = [c.train for c in self.given.values() if isinstance(c, GateConfig)]
+        return any((self.default.train, *given))
+
+    def config(self, name: str) -> GateConfig:
+        """What a site learns, and how it is shared."""
+        key = self._key(name)
+        choice = None if key is None else self.given[key]
+        return choice.over(self.default) if isinstance(choice, GateConfig) else self.default
+
+    def names(self, name: str) -> bool:
+        """Whether the caller has named this very site, and not by a pattern."""
+        return name in self.given
 
     def leaves_alone(self, name: str) -> bool:
         """Whether a site is to stay as it is; asking uses no other choice."""
@@ -178,7 +244,9 @@ class Choices:
         """Whether a site that is not element-wise is left alone: the only choice there."""
         self.seen[name] = None
         key = self.deciding(name)
-        if key is not None and self.given[key] is not None and not key.startswith("re:"):
+        choice = None if key is None else self.given[key]
+        choice = choice.init if isinstance(choice, GateConfig) else choice
+        if key is not None and choice is not None and not key.startswith("re:"):
             raise ConversionError(
                 f"{name} is not one element-wise function, so no instance can be chosen for it; "
                 "give None to leave it alone.",
@@ -209,7 +277,7 @@ class Choices:
             )
 
 
-def instance_at(choice: Choice, default: sites.Recognised, f: Function, name: str) -> TG:
+def instance_at(choice: TG | str | int, default: sites.Recognised, f: Function, name: str) -> TG:
     if isinstance(choice, TG):
         return choice
     if isinstance(choice, str):
@@ -357,13 +425,18 @@ def _name_calls(module: nn.Module, made: list[Site | None], calls: int, chosen: 
 
 
 def _collector(
-    found: dict[str, dict[str, Site | None]], chosen: Choices, notes: list[str]
+    found: dict[str, dict[str, Site | None]],
+    chosen: Choices,
+    notes: list[str],
+    learner: Learner | None,
 ) -> Callable[[Visit], None]:
     """Collects calls as owner -> {"relu#0": site, or None to leave the call alone}; adds to the
     notes."""
 
     def collect(visit: Visit) -> None:
         owner, _, call = visit.name.rpartition(":")
+        if learner is not None:
+            learner.see(visit)
         if visit.is_call and call not in found.setdefault(owner, {}):
             found[owner][call] = _call_site(visit, chosen, notes)
 

@@ -6,7 +6,7 @@ agrees to the largest error of its instance over the line, and in the root mean 
 of the values that it really gives: an instance that is good over the line can be bad on small
 inputs. The original rounds, too: beyond these bounds it is evaluated in float64, and a site is not
 held to digits that the original has not. What is element-wise is also tried where the inputs of a
-network may not go, near its thresholds.
+network may not go, near its thresholds. A site that learns is compared as it was at its start.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,8 +25,10 @@ from torch.utils._pytree import tree_map
 from threshold_gating.conversion import aten_ops, sites
 from threshold_gating.conversion.audit import described, gate_of, is_gate
 from threshold_gating.conversion.intercept import LEAVE, answer, site_of_call
+from threshold_gating.conversion.learn import as_at_start
 from threshold_gating.conversion.plan import Site
 from threshold_gating.conversion.watch import Run, Told, Visit, Watch, fresh
+from threshold_gating.nn.spec import GateSpec
 
 # Ulp that an exact site may be off, in (float32 and float64, 16 bits), and why.
 LIMITS = {
@@ -55,6 +58,7 @@ class Error:
         self.name, self.site, self.tol = name, site, tol
         self.calls = self.elements = self.values = 0
         self.max = self.ulp = self.squares = self.size = 0.0
+        self.input, self.inputs = 0.0, 0
         self.ulps, self.grain = 0, 0.0  # what rounding is allowed, and that of values near 1
         self.bitwise, self.exceeds = True, False
         self.tried: Error | None = None  # at points of our own
@@ -75,6 +79,17 @@ class Error:
                 self.bitwise = self.bitwise and not d.any().item()
                 own = partial(_nth, wide, k)
                 self.exceeds = self._exceeds(d, y, z, own) or self.exceeds
+
+    def reached(self, args: Any, kwargs: Any) -> None:
+        """Note the size of what reaches the site."""
+        x = next(iter(floats((args, kwargs)))).double().nan_to_num(0, 0, 0)
+        self.input += x.square().sum().item()
+        self.inputs += x.numel()
+
+    @property
+    def input_rms(self) -> float:
+        """Of what reaches the site."""
+        return math.sqrt(self.input / self.inputs) if self.inputs else 0.0
 
     @property
     def rms(self) -> float:
@@ -223,8 +238,10 @@ class Local:
 
         def compare(want: Any) -> None:
             args, kwargs = fresh(given)
-            have = gate.forward(*args, **kwargs)
-            self._add(visit.name, site, want, have, original, gate.forward, given, module)
+            f = as_at_start(gate).forward
+            have = f(*args, **kwargs)
+            alone = as_at_start(gate, alone=True).forward
+            self._add(visit.name, site, want, have, original, alone, given, module)
 
         return compare
 
@@ -236,13 +253,17 @@ class Local:
             return None
         given = _kept(visit.args, {k: v for k, v in visit.kwargs.items() if k != "out"})
 
-        def gate(*args: Any, **kwargs: Any) -> Any:
+        def gate(site: Site, *args: Any, **kwargs: Any) -> Any:
             return answer(site, visit.f, args, kwargs)
 
         def compare(want: Any) -> None:
             args, kwargs = _kept(*given)
-            have = gate(*args, **kwargs)
-            self._add(visit.name, site, want, have, visit.f, gate, given, visit.kind)
+            have = gate(site, *args, **kwargs)
+            alone = site
+            if site.t is not None and site.learns is not None:  # points are of no channel
+                alone = replace(site, learns=GateSpec(site.t, site.learns.learned))
+            f = partial(gate, alone)
+            self._add(visit.name, site, want, have, visit.f, f, given, visit.kind)
 
         return compare
 
@@ -257,12 +278,14 @@ class Local:
         given: tuple[Any, Any],
         replaced: str | nn.Module,
     ) -> None:
-        """Note one call: what it gave and, once, what it gives elsewhere."""
+        """Note one call: what it gave and, once, what it gives elsewhere, by `gate`, which has no
+        channels."""
         args, kwargs = given
         error = self.errors.setdefault(name, Error(name, site, self.tol))
         error.calls += 1
         error.proven = error.proven and _is_proven(site, replaced, want)
         error.add(want, have, lambda: original(*widened(args), **widened(kwargs)))
+        error.reached(args, kwargs)
         if site.t is not None and error.tried is None:
             # by position or by name, as in the call; slopes and bounds are no tensors here
             named = {k: v for k, v in kwargs.items() if isinstance(v, Tensor)}
@@ -296,9 +319,13 @@ def _is_proven(site: Site, replaced: str | nn.Module, y: Any) -> bool:
     from threshold_gating.conversion.proof import holds_for_every_input  # it imports this module
 
     kinds = {(t.dtype, t.device.type) for t in floats(y)}
-    return site.t is not None and all(
-        holds_for_every_input(site.t, replaced, dtype, device) is not None
-        for dtype, device in kinds
+    return (
+        site.t is not None
+        and site.learns is None
+        and all(
+            holds_for_every_input(site.t, replaced, dtype, device) is not None
+            for dtype, device in kinds
+        )
     )
 
 

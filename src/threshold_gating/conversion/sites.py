@@ -155,8 +155,14 @@ def _softmax(
     return attention.softmax(input, axis, dtype)
 
 
-def _glu(input: Tensor, dim: int = -1) -> Tensor:
+def halves(input: Tensor, dim: int = -1) -> tuple[Tensor, Tensor]:
+    """The value and the gate of a gated linear unit."""
     a, b = input.chunk(2, dim)
+    return a, b
+
+
+def _glu(input: Tensor, dim: int = -1) -> Tensor:
+    a, b = halves(input, dim)
     return TAXONOMY["silu"](b, a)  # the gate of SiLU over another input
 
 

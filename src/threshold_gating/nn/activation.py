@@ -7,26 +7,36 @@ or the shape of a neuron's position otherwise.
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from threshold_gating import kernels, taxonomy
 from threshold_gating.instance import TG
+from threshold_gating.nn.spec import (
+    LEARNABLE,
+    SHARES,
+    Elementwise,
+    Holder,
+    Share,
+    attach,
+    group_of,
+    keeping_wide,
+    learned,
+    names_of,
+)
 from threshold_gating.primitive import Value
 
-Share = Literal["net", "layer", "channel", "head", "neuron"]
-SHARES = get_args(Share)
-LEARNABLE = ("tau", "theta", "s", "c")
+__all__ = ["LEARNABLE", "SHARES", "Activation", "Share", "keeping_wide", "names_of"]
+
 # What is fixed when an activation is made, and the argument that sets it.
 _FIXED = {"init": "init", "share": "share", "group": "channels", "learned": "train"}
 
 
-class Activation(nn.Module):
+class Activation(Elementwise, Holder):
     """y = sum_k g_k(x) (s_k x + c_k) for each element (Eq. 3): any activation, frozen or learned.
 
     Frozen (the default) it adds nothing to `state_dict`, so checkpoints of the original network
@@ -80,89 +90,33 @@ class Activation(nn.Module):
         record = init if isinstance(init, TG) else taxonomy.TAXONOMY[taxonomy.key_of(init)]
         self.init = record
         self.share, self.axis, self.inplace = share, axis, inplace
-        self.group = _group(share, channels)
-        self.learned = _learned(record, train)
+        self.group = group_of(share, channels)
+        self.learned = learned(record, train)
         self._structure = kernels.Structure.of(record, self.learned)
-        self._reset(device=device)
+        attach(self, "", self, device)
 
-    def _reset(self, device: Any) -> None:
-        """Make the tensors: parameters and their starts if learned, else what `init` says."""
-        learned, hard = self.learned, self.init.hard
-        constant = "v" if hard and learned else "c"
-        starts = {"tau0": "tau", "theta0": "theta", "s": "s", constant: "c"}
-        if hard:
-            del starts["tau0"]
-        for name, what in starts.items():
-            value = self._start(name, device, torch.float32)
-            if what in learned and name in ("s", constant):
-                setattr(self, name, nn.Parameter(value))
-            else:
-                self.register_buffer(name, value, persistent=what in learned)
-        if "tau" in learned:
-            self.rho = nn.Parameter(torch.zeros_like(self.tau0))
-        if "theta" in learned:
-            self.dtheta = nn.Parameter(torch.zeros_like(self.theta0))
-
-    def _start(self, name: str, device: Any, dtype: torch.dtype) -> Tensor:
-        t = self.init
-        if name == "tau0" and not isinstance(t.tau, tuple):
-            return torch.full(self.group, t.tau, device=device, dtype=dtype)
-        values = kernels.Structure.anchored_values(t)
-        rows = {"tau0": t.tau, "theta0": t.theta, "s": t.s, "c": t.c, "v": values}
-        column = torch.tensor(rows[name], device=device, dtype=dtype)
-        return column.view(-1, *(1 for _ in self.group)).repeat(1, *self.group)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Activation:
-        super()._apply(keeping_wide(fn), recurse)  # type: ignore[no-untyped-call]
-        # What `init` says is not in any checkpoint: make it anew, for `to_empty` left it unset and
-        # `double` would have kept only its float32 digits.
-        for name in self._non_persistent_buffers_set:
-            old = getattr(self, name)
-            setattr(self, name, self._start(name, old.device, old.dtype))
-        self._refine()
-        return self
-
-    @torch.no_grad()
-    def _refine(self) -> None:
-        """Give float64 values that are still at their start the digits that float32 had not."""
-        for name, value in [*self.named_parameters(), *self.named_buffers()]:
-            shared_out = type(value) not in (Tensor, nn.Parameter)
-            if value.dtype != torch.float64 or name in ("rho", "dtheta") or shared_out:
-                continue
-            rounded = self._start(name, value.device, torch.float32).double()
-            start = self._start(name, value.device, torch.float64)
-            value.copy_(torch.where(value == rounded, start, value))
-
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        if self.learned and hasattr(destination, "_metadata"):
-            destination._metadata.setdefault(prefix[:-1], {})["fixed"] = self._fixed()
-
-    def _load_from_state_dict(
-        self, state_dict: Any, prefix: str, local_metadata: Any, *others: Any
-    ) -> None:
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, *others)
-        own = self._fixed()
-        saved = local_metadata.get("fixed", own)  # files of before, and other formats, have it not
-        if self.learned and saved != own:
-            keys = [k for k in {**saved, **own} if saved.get(k) != own.get(k)]
-            apart = ", ".join(f"{k} = {saved.get(k)} and not {own.get(k)}" for k in keys)
-            errors: list[str] = others[-1]
-            errors.append(
-                f"{prefix[:-1] or 'Activation'} was saved with {apart}, which was not learned and "
-                "is no value of the state dict, so that it would be another function; make this "
-                "one with the init and axis of the other."
-            )
-
-    def _fixed(self) -> dict[str, Any]:
-        """What decides the function beside the values in a state dict. It stands in what torch
-        calls the metadata of a state dict, which has no key and need not be there."""
-        t = self.init
-        fixed = {k: v for k, v in t.to_dict().items() if k not in ("anchor", *self.learned)}
-        if t.hard and "c" in fixed:
-            # as `v`, which stays while theta moves
-            fixed["c"] = list(kernels.Structure.anchored_values(t))
-        return {**fixed, "K": t.K, "axis": None if self.group == (1,) else self.axis}
+    @classmethod
+    def of(cls, spec: Elementwise, tensors: Mapping[str, Tensor]) -> Activation:
+        """A gate as a module around tensors that somebody else holds."""
+        new = object.__new__(cls)
+        nn.Module.__init__(new)
+        vars(new).update(
+            name=taxonomy.name_of(spec.init),
+            init=spec.init,
+            share=spec.share,
+            axis=spec.axis,
+            inplace=False,
+            group=spec.group,
+            learned=spec.learned,
+            _structure=spec._structure,
+        )
+        for name, role in spec.roles().items():
+            t = tensors[name]
+            if role == "parameter" and isinstance(t, nn.Parameter):
+                new._parameters[name] = t
+            else:  # known, or made by a parametrization
+                new._buffers[name] = t
+        return new
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _FIXED and name in self.__dict__:
@@ -181,35 +135,16 @@ class Activation(nn.Module):
         return kernels.blend(x, self._structure, self._held, native=True, inplace=self.inplace)
 
     def _held(self, x: Tensor) -> tuple[Any, tuple[int, ...]]:
-        """The tensors of the gate, and the shape in which a group's values broadcast against x."""
-        tensors = self.tensors()
-        if x.dtype == torch.float64 and not self.learned and self.theta0.dtype != torch.float64:
-            # float32 has not all digits of 0.2
-            own = {name: self._start(name, x.device, x.dtype) for name in self._buffers}
-            tensors = self._structure.tensors(own, self)
-        shape_in = _shape_in if torch.compiler.is_compiling() else _kept_shape
-        return tensors, shape_in(self.share, self.group, self.axis, x.shape)
+        return self.held(self, "", x)
 
     def tensors(self) -> Any:
         """What `kernels` read of this gate, whole, as it is held."""
-        # looked up here, because attributes of a module take longer than the rest
-        return self._structure.tensors({**self._buffers, **self._parameters}, self)
+        return self._structure.tensors(self.tensors_of(self, ""), self)
 
     def values(self) -> tuple[Any, list[Tensor], list[Value], list[Value]]:
         """(tau, theta, s, c) now: structural numbers where they are known, else tensors."""
         tau, theta, s, c = self._structure.rows(self.tensors())
         return tau if isinstance(self.init.tau, tuple) else tau[0], theta, s, c
-
-    def reset_parameters(self) -> None:
-        """Return to `init`."""
-        with torch.no_grad():
-            for name, value in [*self.named_parameters(), *self.named_buffers()]:
-                at_zero = name in ("rho", "dtheta")
-                value.copy_(
-                    torch.zeros_like(value)
-                    if at_zero
-                    else self._start(name, value.device, value.dtype)
-                )
 
     @torch.no_grad()
     def set_values(self, tau: Any, theta: Any, s: Any = None, c: Any = None) -> None:
@@ -273,85 +208,6 @@ class Activation(nn.Module):
         if self.share not in ("net", "layer"):
             words += [f"share={self.share}", f"channels={'x'.join(map(str, self.group))}"]
         return ", ".join(words)
-
-
-def keeping_wide(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """`fn`, a cast or a move of a module's tensor, that moves gate tensors but never to 16 bits."""
-
-    def moved(t: Tensor) -> Tensor:
-        new = fn(t)
-        narrow = new.is_floating_point() and new.element_size() < 4
-        return t.detach().to(new.device) if narrow else new
-
-    return moved
-
-
-def _group(share: str, channels: int | Sequence[int] | None) -> tuple[int, ...]:
-    if share == "synapse":
-        raise ValueError(
-            "Activation: an activation acts before the weights and cannot differ per synapse; "
-            "share is 'net', 'layer', 'channel', 'head' or 'neuron'."
-        )
-    if share not in SHARES:
-        raise ValueError(f"Activation: share is one of {', '.join(SHARES)}; got {share!r}.")
-    if share in ("net", "layer"):
-        if channels is not None:
-            raise ValueError(f"Activation: share={share!r} takes no channels; got {channels}.")
-        return (1,)
-    if isinstance(channels, float):
-        raise ValueError(f"Activation: channels is a whole number or a shape; got {channels!r}.")
-    shape = (channels,) if isinstance(channels, int) else tuple(channels or ())
-    if not shape or min(shape) < 1 or (share != "neuron" and len(shape) > 1):
-        want = "their number" if share != "neuron" else "the shape of the positions, as (C, H, W)"
-        raise ValueError(f"Activation: share={share!r} needs channels, {want}; got {channels!r}.")
-    return shape
-
-
-def _shape_in(
-    share: str, group: tuple[int, ...], axis: int, sizes: Sequence[int]
-) -> tuple[int, ...]:
-    if share in ("net", "layer"):
-        return ()
-    before = axis + len(sizes) if axis < 0 else axis
-    after = len(sizes) - before - len(group)
-    if before < 0 or after < 0 or sizes[before : before + len(group)] != group:
-        raise ValueError(
-            f"Activation: {share} sharing of {group} at axis {axis} does not "
-            f"fit an input of shape {tuple(sizes)}; set channels and axis to match it."
-        )
-    return (1,) * before + group + (1,) * after
-
-
-_kept_shape = functools.lru_cache(4096)(_shape_in)  # on a GPU it would take as long as a kernel
-
-
-def names_of(caller: str, train: Any) -> tuple[str, ...]:
-    """What is learned, as names: of one, of several, or an error that says what there is."""
-    if isinstance(train, bool) or not isinstance(train, Iterable):
-        raise TypeError(
-            f"{caller}: train names what is learned, some of {', '.join(LEARNABLE)}, as in "
-            f'train=("tau", "theta"), or () for nothing; got {train!r}.'
-        )
-    return (train,) if isinstance(train, str) else tuple(train)
-
-
-def _learned(t: TG, train: Iterable[str]) -> tuple[str, ...]:
-    names = names_of("Activation", train)
-    if unknown := [n for n in names if n not in LEARNABLE]:
-        raise ValueError(f"Activation: train takes {', '.join(LEARNABLE)}; got {unknown[0]!r}.")
-    if t.hard and "tau" in names:
-        raise ValueError(
-            "Activation: a hard gate (tau = inf) has no sharpness to learn; train theta, s, c, or "
-            "start from a soft instance."
-        )
-    if t.K == 1 and {"tau", "theta"} & set(names):
-        raise ValueError("Activation: one branch (K = 1) has no gate to learn; train s, c only.")
-    if names and t.q is not None:
-        raise ValueError(
-            "Activation: instances with quadratic branches stay frozen; train one with affine "
-            "branches instead (for hardswish: 'hardswish_k3')."
-        )
-    return tuple(n for n in LEARNABLE if n in names)
 
 
 def _rows_like(w: Any, like: Tensor) -> Tensor:

@@ -122,7 +122,7 @@ def _separate(module: fx.GraphModule) -> None:
     for name in counts:
         part = module.get_submodule(name)
         assert isinstance(part, PerCall)
-        module.set_submodule(name, part.calls)
+        module.set_submodule(name, nn.ModuleList(part.calls))
 
 
 def _calls(module: fx.GraphModule, plans: dict[str, Any]) -> dict[fx.Node, Site | None]:

@@ -23,15 +23,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from threshold_gating.nn.activation import Activation
 from threshold_gating.nn.dense import TIERED
 from threshold_gating.nn.rnn import GRU, LSTM
+from threshold_gating.nn.spec import gate_names
 
 
 def gate_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters of gates and of the branches they choose from, by name; frozen ones too.
 
-    All of an `Activation` (also the child `gate` of tiers W, S and general), the constants `c` that
+    All of an `Activation` (also the child `gate` of tiers W, S and general) and of the gates that a
+    converted module holds for its calls (`tg_relu_0_rho`), the constants `c` that
     tier S shares in a whole layer, and `gate_..` of LSTM and GRU. Not `const` of the general tier:
     it has one entry for each weight of a branch, starts as a multiple of it and is trained like it.
 
@@ -108,10 +109,11 @@ def check_decay(
 
 
 def _own_gates(module: nn.Module) -> Iterator[nn.Parameter]:
+    held = set(gate_names(module, "parameter"))
     for name, p in module.named_parameters(recurse=False):
         constants = name == "c" and isinstance(module, tuple(TIERED.values()))
         recurrent = name.startswith("gate_") and isinstance(module, LSTM | GRU)
-        if isinstance(module, Activation) or constants or recurrent:
+        if name in held or constants or recurrent:
             yield p
 
 

@@ -11,7 +11,7 @@ import itertools
 import json
 import os
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
@@ -23,9 +23,11 @@ from threshold_gating.conversion.checkpoint import files, schema
 from threshold_gating.conversion.checkpoint.files import CheckpointError, load_weights
 from threshold_gating.conversion.checkpoint.schema import SCHEMA, Checkpoint
 from threshold_gating.conversion.intercept import intercept_calls
+from threshold_gating.conversion.learn import gate_parameters
 from threshold_gating.conversion.plan import refuse
 from threshold_gating.nn import rnn
 from threshold_gating.nn.activation import Activation
+from threshold_gating.nn.spec import found, gate_names
 
 __all__ = ["SCHEMA", "Checkpoint", "CheckpointError", "load", "load_weights", "save"]
 
@@ -49,7 +51,7 @@ def save(model: nn.Module, directory: str | os.PathLike[str], *, gates_only: boo
         raise CheckpointError(
             f"save: no gate in {type(model).__name__}; convert it first, or save its state_dict."
         )
-    stored, about["aliases"] = _once(_learned(model) if gates_only else model.state_dict())
+    stored, about["aliases"] = _once(schema.gate_state(model) if gates_only else model.state_dict())
     about["gates_only"] = gates_only
     name = files.GATES if gates_only else files.WEIGHTS
     directory.mkdir(parents=True, exist_ok=True)
@@ -81,12 +83,6 @@ def _current(directory: Path) -> Mapping[str, Any] | None:
         return schema.read(directory).weights
     except CheckpointError:
         return None
-
-
-def _learned(model: nn.Module) -> dict[str, Tensor]:
-    """What is learned of the gates, by the keys of the network's state_dict."""
-    each = (act.state_dict(prefix=prefix) for prefix, act in schema.activations(model))
-    return dict(itertools.chain.from_iterable(state.items() for state in each))
 
 
 def _once(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -155,7 +151,7 @@ def load(
             vars(module).update(attributes)
         apply.count_calls(inner)
         raise
-    for name, p in schema.gate_parameters(inner):
+    for name, p in gate_parameters(inner).items():
         p.requires_grad_(name in saved.trainable)
     return model
 
@@ -182,7 +178,7 @@ def _read(directory: Path, strict: bool) -> tuple[Checkpoint, Path, dict[str, Te
 
 def _rebuild(model: nn.Module, saved: Checkpoint) -> None:
     """Bring the gates on record, and no others, into `model`."""
-    on_meta = any(act.theta0.is_meta for _, act in schema.activations(model))
+    on_meta = any(t.is_meta for t in _gates(model))
     if not on_meta and schema.structure(model) == saved.structure:
         return  # it is so already
     apply.revert(model)
@@ -190,16 +186,20 @@ def _rebuild(model: nn.Module, saved: Checkpoint) -> None:
     at, places = dict(model.named_modules()), apply.places(model)
     for entry in saved.modules:
         module = at[entry.names[0]]
-        place = places[module]
-        if place.device.type == "meta":
-            place = place._replace(device=torch.device("cpu"))
-        _become(module, entry.holds, place)
+        _become(module, entry.holds, _real(places[module]))
     apply.count_calls(model)
     for entry in saved.owners:
-        intercept_calls(at[entry.names[0]], entry.holds)
+        owner = at[entry.names[0]]
+        intercept_calls(owner, entry.holds, *_real(places[owner]))
     for entry in saved.recurrent:
         at[entry.names[0]].__dict__["gates"] = dict(entry.holds)
     hub.guard(model)
+
+
+def _gates(model: nn.Module) -> Iterator[Tensor]:
+    """The tensors of gates, learned or not."""
+    for module in model.modules():
+        yield from (found(module, name) for name in gate_names(module))
 
 
 def _check_modules(model: nn.Module, saved: Checkpoint) -> None:
@@ -255,17 +255,21 @@ def _check_function(
         raise wrong(f"{entry.names[0]!r} is {type(module).__name__}, another function than saved,")
 
 
+def _real(place: apply.Place) -> apply.Place:
+    """Where gates are made: those of a network without memory yet have some."""
+    is_meta = place.device.type == "meta"
+    return place._replace(device=torch.device("cpu")) if is_meta else place
+
+
 def _become(module: nn.Module, calls: list[Any], place: apply.Place) -> None:
     """Let `module` be the gates on record; it overwrites its input if it did."""
     before = module if isinstance(module, Activation) else None
     if before is not None and _is_made_so(before, calls):
         return
-    over = before.inplace if before is not None else apply.is_inplace(module)
-    gates = [
-        schema.activation(site, make, place.device, over) if site else apply.left(module)
-        for site, make in calls
-    ]
-    apply.become(module, gates, [site for site, _ in calls], place)
+    stands = [schema.spec(site, make) if site else apply.left(module) for site, make in calls]
+    double = any(make["dtype"] == "float64" for site, make in calls if site)
+    place = place._replace(double=double)
+    apply.become(module, stands, [site for site, _ in calls], place)
     if before is not None:  # the network's own one is not there to come back
         del module.__dict__["replaced"]
 
@@ -281,7 +285,9 @@ def _fitting(
     """The tensors to load; all that the network needs, each as it needs it."""
     have: dict[str, Any] = model.state_dict(keep_vars=True)
     network, same = type(model).__name__, "load it into a network of the same architecture"
-    missing = [k for k in (_learned(model) if saved.gates_only else have) if k not in tensors]
+    missing = [
+        k for k in (schema.gate_state(model) if saved.gates_only else have) if k not in tensors
+    ]
     if missing and strict:
         raise CheckpointError(
             f"{path}: no tensor {missing[0]!r}, which {network} has ({len(missing)} missing); "

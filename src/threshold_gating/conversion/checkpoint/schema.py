@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -11,12 +12,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from threshold_gating import kernels
 from threshold_gating._version import __version__
 from threshold_gating.conversion import sites
-from threshold_gating.conversion.apply import Gate, PerCall
+from threshold_gating.conversion.apply import PerCall
 from threshold_gating.conversion.audit import jsonable
 from threshold_gating.conversion.checkpoint.files import (
     CONFIG,
@@ -27,13 +28,20 @@ from threshold_gating.conversion.checkpoint.files import (
     one_line,
     unreadable,
 )
+from threshold_gating.conversion.learn import (
+    elementwise_of_dict,
+    gate_parameters,
+    spec_of_dict,
+    spec_to_dict,
+)
 from threshold_gating.conversion.plan import Site
 from threshold_gating.conversion.purity import probing
 from threshold_gating.instance import TG
 from threshold_gating.nn import rnn
 from threshold_gating.nn.activation import Activation
+from threshold_gating.nn.spec import GateSpec, gate_names
 
-SCHEMA = 1
+SCHEMA = 2  # 1 where no call learns, so that earlier versions read it
 STRUCTURE = ("modules", "owners", "recurrent")
 _AS_THEY_COME = "as they come"
 
@@ -81,27 +89,29 @@ class Checkpoint:
 
 def describe(model: nn.Module) -> dict[str, Any]:
     """The config of a network, all but what it says of files."""
+    gates = structure(model)
+    answers = [call for owner in gates["owners"] for call in _calls_of(owner)]
     return {
-        "schema": SCHEMA,
+        "schema": SCHEMA if any("learns" in each for each in answers if each) else 1,
         "threshold_gating": __version__,
         "torch": str(torch.__version__),
         "model": f"{type(model).__module__}.{type(model).__qualname__}",
-        "trainable": [name for name, p in gate_parameters(model) if p.requires_grad],
-        **structure(model),
+        "trainable": [n for n, p in gate_parameters(model).items() if p.requires_grad],
+        **gates,
     }
+
+
+def _calls_of(owner: Mapping[str, Any]) -> list[Any]:
+    return [] if owner["calls"] == _AS_THEY_COME else list(owner["calls"].values())
 
 
 def structure(model: nn.Module) -> dict[str, Any]:
     """Where a network has gates and which, as JSON values."""
     found: dict[str, list[Any]] = {kind: [] for kind in STRUCTURE}
-    inside: set[nn.Module] = set()
     for module, (name, *also) in names_of(model).items():
         where = {"name": name, "also": also}
-        if module in inside:
-            continue
         if isinstance(module, Activation | PerCall):
-            gates: list[Any] = list(module.calls) if isinstance(module, PerCall) else [module]
-            inside.update(gates)
+            gates: list[Any] = module.calls if isinstance(module, PerCall) else [module]
             calls = [_call(gate, name) for gate in gates]
             replaced = vars(module).get("replaced")
             was = None if replaced is None else values_of(replaced)
@@ -111,7 +121,7 @@ def structure(model: nn.Module) -> dict[str, Any]:
             found["recurrent"].append({**where, "gates": instances})
         if "tg_sites" in vars(module):
             plan = vars(module)["tg_sites"]
-            answers = {call: site and _site_to_json(site) for call, site in (plan or {}).items()}
+            answers = {call: _answer(site) for call, site in (plan or {}).items()}
             answered = _AS_THEY_COME if plan is None else answers
             found["owners"].append({**where, "calls": answered})
     return found
@@ -132,17 +142,22 @@ def names_of(model: nn.Module) -> dict[nn.Module, list[str]]:
     return names
 
 
-def activations(model: nn.Module) -> Iterator[tuple[str, Activation]]:
-    """(prefix of its keys, activation) for each."""
-    for name, module in model.named_modules():
-        if isinstance(module, Activation):
-            yield (f"{name}." if name else ""), module
+def gate_state(model: nn.Module) -> dict[str, Tensor]:
+    """What is learned of the gates, and where it starts, by the keys of the network's state_dict.
+
+    Frozen gates have no keys."""
+    found: dict[str, Tensor] = {}
+    for path, module in model.named_modules():
+        own = {*gate_names(module, "parameter"), *gate_names(module, "start")}
+        state = module.state_dict(prefix=f"{path}." if path else "", keep_vars=True) if own else {}
+        keys = {f"{path}.{name}" if path else name for name in own}
+        found |= {k: t for k, t in state.items() if _key_of(k) in keys}
+    return found
 
 
-def gate_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The learned parameters of the gates by their keys."""
-    for prefix, act in activations(model):
-        yield from ((prefix + name, p) for name, p in act.named_parameters())
+def _key_of(key: str) -> str:
+    """The name of a tensor by its key; that of a parametrized one has more to it."""
+    return re.sub(r"parametrizations\.(\w+)\.original\d*$", r"\1", key)
 
 
 def _call(gate: nn.Module, name: str) -> dict[str, Any] | None:
@@ -160,23 +175,23 @@ def _site(act: Activation, name: str) -> Site:
 
 def make_of(act: Activation) -> dict[str, Any]:
     """How to make an activation again, but for its instance and what it has learned."""
-    alike = act.share in ("net", "layer")
-    channels = None if alike else list(act.group) if act.share == "neuron" else act.group[0]
-    dtype = str(act.theta0.dtype).removeprefix("torch.")
-    make = {"share": act.share, "channels": channels, "axis": act.axis, "dtype": dtype}
-    return {**make, "train": list(act.learned)}
+    return {**spec_to_dict(act), "dtype": str(act.theta0.dtype).removeprefix("torch.")}
 
 
-def activation(
-    site: Site, make: Mapping[str, Any], device: torch.device, inplace: bool = False
-) -> Activation:
-    """The activation of a site, made as it was."""
+def spec(site: Site, make: Mapping[str, Any]) -> GateSpec:
+    """What the activation of a site is, as it was made."""
     if site.t is None or make["dtype"] not in ("float32", "float64"):
         raise ValueError(f"there is no activation of {site.t} in {make['dtype']}.")
     _check_make(make)
-    options = {k: make[k] for k in ("share", "channels", "axis", "train")}
-    gate = Gate(site.t, **options, inplace=inplace, device=device)
-    return gate.to(getattr(torch, make["dtype"]))
+    return elementwise_of_dict(site.t, make)
+
+
+def _answer(site: Site | None) -> dict[str, Any] | None:
+    """What answers a call of an owner, with what it learns."""
+    if site is None:
+        return None
+    learns = {} if site.learns is None else {"learns": spec_to_dict(site.learns)}
+    return {**_site_to_json(site), **learns}
 
 
 def _site_to_json(site: Site) -> dict[str, Any]:
@@ -249,6 +264,10 @@ def _call_of_json(data: Any) -> Site:
     site = _site_of_json(data)
     if site.kind not in (sites.WHOLE if site.t is None else sites.KINDS):
         raise ValueError(f"calls of the kind {site.kind!r} are not known here.")
+    if data.get("learns") is not None:
+        learns = _part(data, "learns", dict)
+        _check_make(learns)
+        site = replace(site, learns=spec_of_dict(site.kind, site.t, learns))
     return site if site.t is None else replace(site, op=kernels.native(site.t))
 
 
@@ -365,7 +384,7 @@ def _module(path: Path, data: Any) -> Entry:
             raise ValueError("it has no call with an instance.")
         for site, make in calls:
             if site is not None:
-                activation(site, make, torch.device("meta"))  # it can be made
+                spec(site, make)  # it can be made
         return Entry(names, calls, None if data.get("was") is None else _part(data, "was", list))
 
 

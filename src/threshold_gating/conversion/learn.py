@@ -1,0 +1,302 @@
+"""What each site of a network learns: decided from a run, and everything that it cannot is said.
+
+`Learner` sees the inputs of every site while the network runs, and then gives each site its
+`learns`: which numbers, how many of each, and along which axis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import Tensor, nn
+
+from threshold_gating.conversion import sites
+from threshold_gating.conversion.channels import LOST, Channels
+from threshold_gating.conversion.config import GateConfig
+from threshold_gating.instance import TG
+from threshold_gating.nn.activation import Activation
+from threshold_gating.nn.spec import (
+    Elementwise,
+    GateSpec,
+    Spec,
+    found,
+    gate_names,
+    gates_of,
+    group_of,
+    learnable,
+    learned,
+)
+from threshold_gating.taxonomy import TAXONOMY
+
+if TYPE_CHECKING:
+    from threshold_gating.conversion.plan import Choices, Site
+    from threshold_gating.conversion.watch import Visit
+
+# Sites that are no element-wise function and learn nothing, and why.
+_FIXED = {
+    "prelu": "PReLU has a weight of its own, which learns as it did",
+    **dict.fromkeys(("maximum", "minimum"), "its threshold is data, the other input"),
+    **{f"{k}_by_tensors": "its thresholds are data" for k in sites.KINDS if "clamp" in k},
+    "rrelu": "in training it draws its slopes, and no gate is evaluated",
+}
+
+
+# Of what is no element-wise function and has an element-wise gate.
+_STARTS = {"glu": "silu"}
+
+
+class CannotLearnError(ValueError):
+    """Why a site learns nothing of what is asked of it."""
+
+
+class Seen(NamedTuple):
+    """What reached a site in one call: the shape of its input, and the axis of its channels."""
+
+    shape: tuple[int, ...]
+    axis: int | None
+
+
+class Learner:
+    """Decides what each site learns. `notes` say, after all sites, what some of them cannot."""
+
+    def __init__(self, model: nn.Module, chosen: Choices) -> None:
+        self.model, self.chosen = model, chosen
+        self.channels = Channels(model)
+        self.seen: dict[str, list[Seen]] = {}
+        self.why: dict[str, list[str]] = {}  # sites by what they cannot
+        self.learns = 0
+
+    def see(self, visit: Visit) -> None:
+        """Note what reaches a site."""
+        x = _input(visit)
+        if isinstance(x, Tensor):
+            at = Seen(tuple(x.shape), self.channels.axis(x))
+            self.seen.setdefault(visit.name, []).append(at)
+
+    def decided(self, site: Site | None) -> Site | None:
+        """The site with what it learns."""
+        if site is None:
+            return None
+        config = self.chosen.config(site.name)
+        if not config.train:
+            return site
+        try:
+            spec, why = self._spec(site, config)
+        except CannotLearnError as error:
+            spec, why = None, str(error)
+        if spec is None and self.chosen.names(site.name):
+            from threshold_gating.conversion.plan import ConversionError  # it imports this module
+
+            raise ConversionError(
+                f"{site.name} ({site.kind}) is to learn {', '.join(config.train)} and cannot: "
+                f"{why}.",
+                site.name,
+            )
+        if why:
+            does = f"learn {' and '.join(spec.learned)} only" if spec else "learn nothing"
+            self.why.setdefault(f"{does}: {why}", []).append(site.name)
+        self.learns += spec is not None
+        return replace(site, learns=spec)
+
+    @property
+    def notes(self) -> Iterator[str]:
+        """What some sites cannot learn, a sentence for each reason."""
+        for what, names in self.why.items():
+            some = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if names[3:] else "")
+            yield f"{some} {what}"
+
+    def _spec(self, site: Site, config: GateConfig) -> tuple[Spec | None, str]:
+        if site.kind in _FIXED:
+            raise CannotLearnError(_FIXED[site.kind])
+        t = site.t or TAXONOMY.get(_STARTS.get(site.kind, ""))
+        if t is None:
+            raise CannotLearnError("it is not one element-wise function")
+        names, why = learnable(t, config.train or ())
+        if not names:
+            raise CannotLearnError(why)
+        group, axis = self._group(site, config)
+        return GateSpec(t, names, _share(config), group, axis), why
+
+    def _group(self, site: Site, config: GateConfig) -> tuple[tuple[int, ...], int]:
+        """The shape of the sharing groups at a site, and where it lies in the input."""
+        share, calls = _share(config), self.seen.get(site.name, [])
+        if share == "layer":
+            return (1,), 1
+        if share == "head":
+            raise CannotLearnError(
+                f"it is element-wise and has no heads; share='head' is for attention, so give "
+                f"sites={{{site.name!r}: GateConfig(share='channel')}}, or share='channel' for "
+                "all, which gives attention a temperature for each head"
+            )
+        if not calls:
+            raise CannotLearnError(
+                "these inputs do not reach it, so that its channels are not known; give inputs "
+                "that do, or share='layer'"
+            )
+        found = {_channels(site.name, share, config.axis, seen) for seen in calls}
+        if len(found) > 1:
+            shapes = " and ".join(str(seen.shape) for seen in dict.fromkeys(calls))
+            raise CannotLearnError(
+                f"it is called with inputs of shapes {shapes} in one run, which have not the same "
+                f"channels; sites={{{site.name!r}: GateConfig(share='layer')}} has one gate for all"
+            )
+        return found.pop()
+
+
+def _share(config: GateConfig) -> Any:
+    return config.share or "layer"
+
+
+def _input(visit: Visit) -> Any:
+    """What the gates of a site read: its input, of a gated linear unit the second half."""
+    if visit.kind == "glu" and visit.is_call:
+        return sites.halves(*visit.args, **visit.kwargs)[1]
+    if visit.is_call and visit.kind in sites.WHOLE:
+        return (*visit.args, *visit.kwargs.values())[0]
+    return visit.x
+
+
+def _channels(name: str, share: str, axis: int | None, seen: Seen) -> tuple[tuple[int, ...], int]:
+    """(group, axis) for one shape of inputs."""
+    shape, dim = seen.shape, len(seen.shape)
+    if share == "neuron" and axis is None:
+        if dim < 2:
+            raise CannotLearnError(f"its input of shape {shape} has no axis behind the batch")
+        return shape[1:], 1
+    at = _axis(name, shape, seen.axis) if axis is None else axis
+    if not -dim <= at < dim:
+        raise CannotLearnError(f"its input of shape {shape} has no axis {at}")
+    if share == "neuron":
+        return shape[at % dim :], at
+    # from the end if it is the last: rows of a linear layer may have more axes in another run
+    at = at if at < 0 else -1 if at == dim - 1 and dim != 2 else at
+    return (shape[at],), at
+
+
+def _axis(name: str, shape: tuple[int, ...], known: int | None) -> int:
+    """The axis of the channels: as a layer before says, or where they usually are."""
+    dim = len(shape)
+    if known is not None and known != LOST:
+        return known
+    if dim == 2:
+        return -1
+    if known is None and dim in (4, 5):
+        return 1
+    before = (
+        "no layer with weights is before it"
+        if known is None
+        else (
+            "what is between it and the last layer with weights moves the channels out of one axis"
+        )
+    )
+    raise CannotLearnError(
+        f"its input has the shape {shape}, and {before}, so that the axis of the channels is not "
+        f"known; say it, as in sites={{{name!r}: GateConfig(axis=1)}}, or take share='layer'"
+    )
+
+
+def spec_to_dict(spec: Any) -> dict[str, Any]:
+    """What is learned as JSON values, but for the instance that it starts from."""
+    alike = spec.share in ("net", "layer")
+    channels = None if alike else list(spec.group) if spec.share == "neuron" else spec.group[0]
+    train = list(spec.learned)
+    return {"share": spec.share, "channels": channels, "axis": spec.axis, "train": train}
+
+
+def elementwise_of_dict(t: TG, data: Mapping[str, Any]) -> GateSpec:
+    """The gate that `spec_to_dict` has described, with the instance that it starts from."""
+    group = group_of(data["share"], data["channels"])
+    return GateSpec(t, learned(t, data["train"]), data["share"], group, data["axis"])
+
+
+def spec_of_dict(kind: str, t: TG | None, data: Mapping[str, Any]) -> Spec:
+    """What a call of this kind learns, as `spec_to_dict` has described it."""
+    if t is None and kind not in _STARTS:
+        raise ValueError(f"calls of the kind {kind!r} learn nothing.")
+    return elementwise_of_dict(t or TAXONOMY[_STARTS[kind]], data)
+
+
+def gate_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters of the gates of a network by their dotted names: those of `Activation`s and
+    those that modules hold for the calls they make. Not those of LSTM and GRU of this library, nor
+    of the tiers below A (`training.gate_parameters` has these, too)."""
+    found: dict[str, nn.Parameter] = {}
+    for path, module in model.named_modules():
+        for name in gate_names(module, "parameter"):
+            p = module._parameters.get(name)
+            if p is not None:
+                found[f"{path}.{name}" if path else name] = p
+    return found
+
+
+def learned_gates(model: nn.Module) -> Iterator[tuple[str, Activation]]:
+    """The element-wise gates of a network that learn, by the names of their sites.
+
+    One that is no module of its own is given as an `Activation` around the same tensors, so that
+    its `values`, `instances` and in-place changes are those of the network.
+    """
+    for path, module in model.named_modules():
+        for prefix, spec in gates_of(module).items():
+            if spec.learned and isinstance(spec, Elementwise):
+                yield site_name(path, prefix), view(module, prefix, spec)
+
+
+def moved(model: nn.Module) -> dict[str, dict[str, float]]:
+    """How far what is learned at each site of a converted network is from its start, by name."""
+    found = {}
+    for path, module in model.named_modules():
+        site = vars(module).get("site")
+        if isinstance(module, Activation) and (site is None or site.learns is None):
+            continue  # it is the network's own
+        for prefix, spec in gates_of(module).items():
+            if spec.learned:
+                found[site_name(path, prefix)] = spec.moved(module, prefix)
+    return found
+
+
+def as_at_start(gate: nn.Module, alone: bool = False) -> nn.Module:
+    """A gate of a converted network, a module, as it was before it learned anything; `alone`, as
+    one for all channels, so that it takes any shape."""
+    site = vars(gate).get("site")
+    if not isinstance(gate, Activation) or site is None or site.learns is None:
+        return gate
+    spec: Elementwise = GateSpec(gate.init, gate.learned) if alone else gate
+    device, dtype = gate.theta0.device, gate.theta0.dtype
+    new = type(gate).of(spec, {name: spec.start(name, device, dtype) for name in spec.roles()})
+    vars(new).update({k: v for k, v in vars(gate).items() if k in ("argument", "inplace")})
+    return new
+
+
+def view(
+    module: nn.Module, prefix: str, spec: Elementwise, kind: type[Activation] = Activation
+) -> Activation:
+    """A gate that a module holds, as an `Activation` around the same tensors."""
+    if isinstance(module, Activation):
+        return module
+    return kind.of(spec, {name: found(module, prefix + name) for name in spec.roles()})
+
+
+_CALL = "tg_call_"  # before the number of a call of a module that is called several times
+
+
+def prefix_of(call: str) -> str:
+    """Of the names of a call's tensors in its owner: "tg_relu_0_" for "relu#0"."""
+    return f"tg_{call.replace('#', '_')}_"
+
+
+def prefix_of_call(k: int) -> str:
+    """Of the names of the tensors of a module's k-th call in a run."""
+    return f"{_CALL}{k}_"
+
+
+def site_name(path: str, prefix: str) -> str:
+    """The name of the site whose tensors stand under `prefix` in the module `path`."""
+    if not prefix:
+        return path
+    if prefix.startswith(_CALL):
+        k = prefix.removeprefix(_CALL).rstrip("_")
+        return path if k == "0" else f"{path}#{k}"
+    kind, _, k = prefix.removeprefix("tg_").rstrip("_").rpartition("_")
+    return f"{path}:{kind}#{k}"
