@@ -13,7 +13,7 @@ import copy
 import functools
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from weakref import WeakValueDictionary
 
 import torch
@@ -25,9 +25,8 @@ from torch.utils.checkpoint import checkpoint
 
 from threshold_gating import kernels
 from threshold_gating.conversion import recomputing, sites
-from threshold_gating.conversion.learn import prefix_of
 from threshold_gating.conversion.plan import ConversionError, Site, calling_line
-from threshold_gating.nn.spec import Holder, Spec, at_start, attach, detach
+from threshold_gating.nn.spec import Elementwise, Holder, Spec, at_start, attach, detach
 
 LEAVE = "*"  # in a plan: every call is left alone
 # Values and not keys are weak: a subclass keeps its base alive, so weak keys would never go.
@@ -68,8 +67,7 @@ def release(module: nn.Module) -> None:
 
 def gates_in(plan: Mapping[str, Site | None] | None) -> dict[str, Spec]:
     """What the calls of a plan learn, by the prefix of the names of their tensors."""
-    found = {call: site.learns for call, site in (plan or {}).items() if site is not None}
-    return {prefix_of(call): spec for call, spec in found.items() if spec is not None}
+    return {s.prefix: s.learns for s in (plan or {}).values() if s is not None and s.learns}
 
 
 def unshare(model: nn.Module) -> None:
@@ -456,9 +454,7 @@ def answer(site: Site, func: Any, args: Any, kwargs: Any, owner: nn.Module | Non
     out = kwargs.pop("out", None) if "out" in kwargs else None
     inplace = sites.FUNCTIONS[func][1]
     if site.t is None:
-        gated = site.op or (func if kernels.takes_native() else sites.WHOLE[site.kind])
-        gated = _MADE.lstm if gated is torch.lstm else gated
-        y = gated(*args, **kwargs)
+        y = _as_a_whole(site, func, (*args, *kwargs.values()), owner)(*args, **kwargs)
         if inplace:
             return y if y is first else first.copy_(y)
         return _written(y, out)
@@ -473,14 +469,27 @@ def answer(site: Site, func: Any, args: Any, kwargs: Any, owner: nn.Module | Non
     if site.learns is None:
         evaluate = functools.partial(kernels.evaluate, site.t, op=site.op)
     else:
-        prefix = prefix_of(site.call)
-        holder = at_start(prefix, site.learns, x) if owner is None else owner
-        evaluate = functools.partial(site.learns.evaluate, holder, prefix)
+        holder = at_start(site.prefix, site.learns, x) if owner is None else owner
+        gate = cast(Elementwise, site.learns)
+        evaluate = functools.partial(gate.evaluate, holder, site.prefix)
     if inplace or asked:
         return kernels.overwritten(x, evaluate)
     y = evaluate(x)
     y = y.clone() if y is x else y  # an instance that changes nothing: torch gives a new tensor
     return _written(y, out)
+
+
+def _as_a_whole(
+    site: Site, func: Any, given: tuple[Any, ...], owner: nn.Module | None
+) -> Callable[..., Any]:
+    """What evaluates a call that is no element-wise function."""
+    if site.learns is not None:
+        if owner is None:
+            first = next(t for t in given if isinstance(t, Tensor))
+            owner = at_start(site.prefix, site.learns, first)
+        return functools.partial(sites.LEARNED[site.kind], site.learns, owner, site.prefix)
+    gated: Any = site.op or (func if kernels.takes_native() else sites.WHOLE[site.kind])
+    return _MADE.lstm if gated is torch.lstm else gated  # type: ignore[no-any-return]
 
 
 def _evaluation(site: Site | None, func: Any, owner: nn.Module | None) -> Callable[..., Any]:

@@ -16,10 +16,13 @@ from threshold_gating.conversion import sites
 from threshold_gating.conversion.channels import LOST, Channels
 from threshold_gating.conversion.config import GateConfig
 from threshold_gating.instance import TG
+from threshold_gating.nn import rnn
 from threshold_gating.nn.activation import Activation
+from threshold_gating.nn.attention import Temperature
 from threshold_gating.nn.spec import (
     Elementwise,
     GateSpec,
+    Share,
     Spec,
     found,
     gate_names,
@@ -28,6 +31,7 @@ from threshold_gating.nn.spec import (
     learnable,
     learned,
 )
+from threshold_gating.nn.unitwise import Units
 from threshold_gating.taxonomy import TAXONOMY
 
 if TYPE_CHECKING:
@@ -43,6 +47,11 @@ _FIXED = {
 }
 
 
+ATTENTION = {
+    *("softmax", "softmin", "scaled_dot_product_attention", "multi_head_attention_forward"),
+}
+RECURRENT = {function.__name__ for function in rnn.FUNCTIONS}
+_NO_THRESHOLD = "softmax has a temperature, tau, and thresholds that follow from its other logits"
 # Of what is no element-wise function and has an element-wise gate.
 _STARTS = {"glu": "silu"}
 
@@ -52,10 +61,12 @@ class CannotLearnError(ValueError):
 
 
 class Seen(NamedTuple):
-    """What reached a site in one call: the shape of its input, and the axis of its channels."""
+    """What reached a site in one call: the shape of its input, the axis of its channels, and what
+    else it takes to know its size (heads, the step of a recurrent call)."""
 
     shape: tuple[int, ...]
     axis: int | None
+    size: Any = None
 
 
 class Learner:
@@ -72,7 +83,7 @@ class Learner:
         """Note what reaches a site."""
         x = _input(visit)
         if isinstance(x, Tensor):
-            at = Seen(tuple(x.shape), self.channels.axis(x))
+            at = Seen(tuple(x.shape), self.channels.axis(x), _size(visit))
             self.seen.setdefault(visit.name, []).append(at)
 
     def decided(self, site: Site | None) -> Site | None:
@@ -110,18 +121,70 @@ class Learner:
     def _spec(self, site: Site, config: GateConfig) -> tuple[Spec | None, str]:
         if site.kind in _FIXED:
             raise CannotLearnError(_FIXED[site.kind])
-        t = site.t or TAXONOMY.get(_STARTS.get(site.kind, ""))
-        if t is None:
-            raise CannotLearnError("it is not one element-wise function")
+        if site.kind in ATTENTION:
+            return self._temperature(site, config)
+        if site.kind in RECURRENT:
+            return self._units(site, config)
+        t = site.t or TAXONOMY[_STARTS[site.kind]]
         names, why = learnable(t, config.train or ())
         if not names:
             raise CannotLearnError(why)
         group, axis = self._group(site, config)
         return GateSpec(t, names, _share(config), group, axis), why
 
+    def _temperature(self, site: Site, config: GateConfig) -> tuple[Spec, str]:
+        """One for each head where there are heads and not one for all is asked for."""
+        if "tau" not in (config.train or ()):
+            raise CannotLearnError(_NO_THRESHOLD)
+        why = "" if config.train == ("tau",) else _NO_THRESHOLD
+        if _share(config) == "layer":
+            return Temperature(), why
+        seen = self._one(site, [seen.size for seen in self._calls(site)], "heads")
+        if seen is not None:
+            return Temperature("head", (seen,)), why
+        no_heads = (
+            f"its input of shape {self._calls(site)[0].shape} shows no heads (batch, head, query, "
+            "key), so there is one temperature for all of it"
+        )
+        if _share(config) == "head":
+            raise CannotLearnError(f"{no_heads}: say share='layer' for it")
+        return Temperature(), f"{why}; {no_heads}" if why else no_heads
+
+    def _units(self, site: Site, config: GateConfig) -> tuple[Spec, str]:
+        """Values for each gate of the step, and for each unit if it is not one for a layer."""
+        if _share(config) == "head":
+            raise CannotLearnError("it is recurrent and has units, not heads; say share='channel'")
+        step = self._one(site, [seen.size for seen in self._calls(site)], "units and layers")
+        able = [learnable(t, config.train or ()) for _, t in step.gates]
+        names, why = next((each for each in able if each[1]), able[0])
+        if not names:
+            raise CannotLearnError(why)
+        per_unit = _share(config) != "layer"
+        group = (step.units,) if per_unit else (1,)
+        share: Share = "channel" if per_unit else "layer"
+        return Units(step.gates, names, step.layers, share, group), why
+
+    def _calls(self, site: Site) -> list[Seen]:
+        if site.name not in self.seen:
+            raise CannotLearnError(
+                "these inputs do not reach it, so that its channels are not known; give inputs "
+                "that do, or share='layer'"
+            )
+        return self.seen[site.name]
+
+    def _one(self, site: Site, each: list[Any], what: str) -> Any:
+        """What all calls of a site in a run have in common."""
+        if len(set(each)) > 1:
+            shapes = " and ".join(str(seen.shape) for seen in dict.fromkeys(self._calls(site)))
+            raise CannotLearnError(
+                f"it is called with inputs of shapes {shapes} in one run, which have not the same "
+                f"{what}; sites={{{site.name!r}: GateConfig(share='layer')}} has one gate for all"
+            )
+        return each[0]
+
     def _group(self, site: Site, config: GateConfig) -> tuple[tuple[int, ...], int]:
         """The shape of the sharing groups at a site, and where it lies in the input."""
-        share, calls = _share(config), self.seen.get(site.name, [])
+        share = _share(config)
         if share == "layer":
             return (1,), 1
         if share == "head":
@@ -130,19 +193,9 @@ class Learner:
                 f"sites={{{site.name!r}: GateConfig(share='channel')}}, or share='channel' for "
                 "all, which gives attention a temperature for each head"
             )
-        if not calls:
-            raise CannotLearnError(
-                "these inputs do not reach it, so that its channels are not known; give inputs "
-                "that do, or share='layer'"
-            )
-        found = {_channels(site.name, share, config.axis, seen) for seen in calls}
-        if len(found) > 1:
-            shapes = " and ".join(str(seen.shape) for seen in dict.fromkeys(calls))
-            raise CannotLearnError(
-                f"it is called with inputs of shapes {shapes} in one run, which have not the same "
-                f"channels; sites={{{site.name!r}: GateConfig(share='layer')}} has one gate for all"
-            )
-        return found.pop()
+        each = [_channels(site.name, share, config.axis, seen) for seen in self._calls(site)]
+        group, axis = self._one(site, each, "channels")
+        return group, axis
 
 
 def _share(config: GateConfig) -> Any:
@@ -156,6 +209,12 @@ def _input(visit: Visit) -> Any:
     if visit.is_call and visit.kind in sites.WHOLE:
         return (*visit.args, *visit.kwargs.values())[0]
     return visit.x
+
+
+def _size(visit: Visit) -> Any:
+    if visit.is_call and visit.kind in ATTENTION:
+        return sites.heads_of(visit.kind, visit.args, visit.kwargs)
+    return sites.step_of(visit.kind, visit.args) if visit.kind in RECURRENT else None
 
 
 def _channels(name: str, share: str, axis: int | None, seen: Seen) -> tuple[tuple[int, ...], int]:
@@ -198,11 +257,11 @@ def _axis(name: str, shape: tuple[int, ...], known: int | None) -> int:
 
 
 def spec_to_dict(spec: Any) -> dict[str, Any]:
-    """What is learned as JSON values, but for the instance that it starts from."""
+    """What is learned as JSON values, but for the instances that it starts from."""
     alike = spec.share in ("net", "layer")
     channels = None if alike else list(spec.group) if spec.share == "neuron" else spec.group[0]
-    train = list(spec.learned)
-    return {"share": spec.share, "channels": channels, "axis": spec.axis, "train": train}
+    train, layers = list(spec.learned), {"layers": spec.layers} if isinstance(spec, Units) else {}
+    return {"share": spec.share, "channels": channels, "axis": spec.axis, "train": train, **layers}
 
 
 def elementwise_of_dict(t: TG, data: Mapping[str, Any]) -> GateSpec:
@@ -213,6 +272,19 @@ def elementwise_of_dict(t: TG, data: Mapping[str, Any]) -> GateSpec:
 
 def spec_of_dict(kind: str, t: TG | None, data: Mapping[str, Any]) -> Spec:
     """What a call of this kind learns, as `spec_to_dict` has described it."""
+    if kind in ATTENTION and t is None:
+        if data["train"] != ["tau"]:
+            raise ValueError(f"{kind} learns tau; got {data['train']}.")
+        group = group_of(data["share"], data["channels"])
+        return Temperature(data["share"], group, data["axis"])
+    if kind in RECURRENT and t is None:
+        gates = tuple(rnn.SITES[kind.removesuffix("_cell")].items())
+        names = learned(gates[0][1], data["train"])
+        layers = data["layers"]
+        if type(layers) is not int or layers < 1:
+            raise ValueError(f"'layers' has to be a whole number from 1 on; got {layers!r:.40}.")
+        group = group_of(data["share"], data["channels"])
+        return Units(gates, names, layers, data["share"], group, data["axis"])
     if t is None and kind not in _STARTS:
         raise ValueError(f"calls of the kind {kind!r} learn nothing.")
     return elementwise_of_dict(t or TAXONOMY[_STARTS[kind]], data)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from threshold_gating import kernels, taxonomy
 from threshold_gating.conversion import recognise, sites
 from threshold_gating.conversion.config import Choice, GateConfig
-from threshold_gating.conversion.learn import Learner
+from threshold_gating.conversion.learn import Learner, prefix_of
 from threshold_gating.conversion.purity import obstacle, own_attributes, probing
 from threshold_gating.conversion.watch import Run, Visit, Watch, evaluating, fresh
 from threshold_gating.instance import TG
@@ -58,11 +58,12 @@ class Site:
     op: Callable[[Tensor], Tensor] | None = field(default=None, repr=False, compare=False)
     line: str = field(default="", repr=False, compare=False)  # of the code that makes the call
     learns: Spec | None = None
+    # Before the names of its tensors in its owner. A field, and not made from the name in a graph,
+    # which would be compiled again for each layer.
+    prefix: str = field(init=False, repr=False, compare=False)
 
-    @property
-    def call(self) -> str:
-        """The name of a call within its owner, "relu#0"."""
-        return self.name.rpartition(":")[2]
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "prefix", prefix_of(self.name.rpartition(":")[2]))
 
 
 ModuleSites = dict[nn.Module, list[Site | None]]

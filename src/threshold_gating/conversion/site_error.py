@@ -137,7 +137,8 @@ class Error:
         """The size below which a value has no digits of its own. A module whose pieces were read
         off adds up what its lines do, and either of them cancels where they cross 0."""
         t = self.site.t
-        if t is None or not t.hard or self.site.kind in sites.KINDS:
+        learns = self.site.learns is not None  # its branches are lines, too
+        if t is None or not t.hard or (self.site.kind in sites.KINDS and not learns):
             return _SMALLEST
         return max(_SMALLEST, *map(abs, t.c))
 

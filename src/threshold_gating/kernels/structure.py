@@ -120,6 +120,7 @@ class Structure(NamedTuple):
     fused: bool = True  # whether kernels compute it, and not the plain formulas alone
     native: Native | None = None  # torch's own op
     names: tuple[str | None, ...] = ()  # of the tensors in a module, in the order of `Tensors`
+    steep: Numbers = ()  # slopes of learned hard branches that are evaluated from their threshold
 
     @classmethod
     def of(cls, t: TG, learned: Sequence[str] = ()) -> Structure:
@@ -264,7 +265,17 @@ def of_instance(t: TG, learned: tuple[str, ...] = ()) -> Structure:
         _is_fused(t.K, t.form, t.q, points, t.clamp),
         None if learned else native_call(t),
         _names(t.hard, learned),
+        _steep(t) if anchored and "s" not in learned and "c" not in learned else (),
     )
+
+
+def _steep(t: TG) -> Numbers:
+    """The slopes of branches whose anchor is a zero at their own threshold: s (x - theta) keeps its
+    digits there, and is what the frozen instance computes."""
+    anchors, near = t.anchor or (None,) * t.K, Structure.nearest(t.theta)
+    parts = zip(anchors, t.s, near, strict=True)
+    found = tuple([s if at == (theta, 0.0) else None for at, s, theta in parts])
+    return found if any(s is not None for s in found) else ()
 
 
 def _names(hard: bool, learned: Sequence[str]) -> tuple[str | None, ...]:

@@ -13,17 +13,20 @@ and `literal` are the plain formula, `logits.attend`, in quadratic memory.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from threshold_gating import kernels
-from threshold_gating.logits import Top2, merge, softmax, thresholds, top2
+from threshold_gating.logits import Top2, _autocast_widens, merge, softmax, thresholds, top2
+from threshold_gating.nn.spec import Role, Share, distance, found
 from threshold_gating.primitive import wide
 
 __all__ = [
     "WAYS",
+    "Temperature",
     "Top2",
     "TreeOperations",
     "merge",
@@ -241,3 +244,72 @@ def _checked(
             f"got {attn_mask.dtype}."
         )
     return query, key, value
+
+
+@dataclass(frozen=True)
+class Temperature:
+    """What softmax and attention learn: tau = exp(rho) times the logits, for each head or for all.
+
+    It starts at 1, which changes no bit.
+    """
+
+    share: Share = "layer"
+    group: tuple[int, ...] = (1,)
+    axis: int = -3  # of the heads, in the logits
+    learned: tuple[str, ...] = ("tau",)
+
+    def roles(self) -> dict[str, Role]:
+        """One parameter, rho."""
+        return {"rho": "parameter"}
+
+    def start(self, name: str, device: Any, dtype: torch.dtype) -> Tensor:
+        """0 for each head."""
+        return torch.zeros(self.group, device=device, dtype=dtype)
+
+    def fixed(self) -> dict[str, Any]:
+        """Nothing: what is learned is all there is."""
+        return {}
+
+    def tau(self, holder: nn.Module, prefix: str, heads: int | None) -> Tensor:
+        """The temperatures now, one for each of `heads`; None for as many as there are."""
+        tau = kernels.Structure.sharpening(found(holder, prefix + "rho"))
+        if heads is None or self.group == (heads,):
+            return tau
+        if self.group != (1,):
+            raise ValueError(
+                f"attention: {self.group[0]} heads have a temperature of their own, and it is "
+                f"called with {heads}; convert a network with that many, or with share='layer'."
+            )
+        return tau.expand(heads)
+
+    def moved(self, holder: nn.Module, prefix: str) -> dict[str, float]:
+        """How far the furthest temperature is from 1, as a logarithm."""
+        tau = self.tau(holder, prefix, None)
+        return {"log tau": distance(tau, torch.ones_like(tau), "tau")}
+
+    def softmax(
+        self, holder: nn.Module, prefix: str, z: Tensor, dim: int, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """softmax(tau z), in the type that softmax(z) has."""
+        logits = z if dtype is None else z.to(dtype)
+        shape = [1] * z.dim()
+        heads = None
+        if self.share != "layer":
+            if z.dim() < -self.axis:
+                raise ValueError(
+                    f"softmax: {self.group[0]} heads at axis {self.axis} do not fit logits of "
+                    f"shape {tuple(z.shape)}."
+                )
+            heads = z.shape[self.axis]
+            shape[self.axis] = heads
+        tau = self.tau(holder, prefix, heads).view(shape)
+        p = softmax(_scaled(wide(logits), tau), dim)
+        return p if dtype is None and _autocast_widens(logits) else p.to(logits.dtype)
+
+
+def _scaled(z: Tensor, tau: Tensor) -> Tensor:
+    """tau z, where what is masked stays so: -inf has no part in the gradient of tau, and the least
+    number of a type does not become -inf, which would be NaN in a row of them."""
+    masked = z.isinf()
+    y = z.masked_fill(masked, 0.0) * tau.to(z.dtype)
+    return torch.where(masked | y.isinf(), z, y)

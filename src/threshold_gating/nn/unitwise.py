@@ -8,13 +8,16 @@ they are, so that a gate of the constant family stays in it, unless the family i
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from threshold_gating import kernels
 from threshold_gating.instance import TG
+from threshold_gating.kernels.structure import intercepts
+from threshold_gating.nn.spec import MEASURED, Role, Share, distance, found
 from threshold_gating.primitive import Value
 
 FAMILIES = ("constant", "free")
@@ -23,7 +26,10 @@ HELD_BY = {"tau": "rho", "theta": "dtheta", "s": "s", "c": "c"}
 
 
 class Learned(NamedTuple):
-    """A soft instance of two branches with tensors [H] for the numbers of `start` it learns."""
+    """An instance of two branches with tensors [H] for the numbers of `start` it learns.
+
+    A hard one keeps its values at the threshold, so that c moves with theta.
+    """
 
     start: TG
     tau: Value
@@ -68,7 +74,9 @@ def start(what: str, instances: Sequence[TG], units: int) -> Tensor:
     """Where the parameter of `what` starts: [sites, H], for the branches [sites, 2, H]."""
     if what in ("tau", "theta"):
         return torch.zeros(len(instances), units)
-    rows = torch.tensor([getattr(t, what) for t in instances])
+    anchored = kernels.Structure.anchored_values
+    values = [anchored(t) if what == "c" and t.hard else getattr(t, what) for t in instances]
+    rows = torch.tensor(values)
     return rows.unsqueeze(-1).repeat(1, 1, units)
 
 
@@ -78,19 +86,19 @@ def values(gates: Mapping[str, TG], held: Mapping[str, Tensor]) -> dict[str, Lea
     rows = {k: (sharpening(v) if k == "tau" else v).unbind(0) for k, v in held.items()}
     now = {}
     for k, (site, t) in enumerate(gates.items()):
-        if t.hard or t.K != 2 or t.q is not None:
+        if t.K != 2 or t.q is not None or (t.hard and "tau" in rows):
             raise ValueError(
                 f"a learned gate starts from a soft instance of two affine branches; {site!r} is "
                 f"{t!r}."
             )
         tau = _sharpness(t)
-        now[site] = Learned(
-            t,
-            tau * rows["tau"][k] if "tau" in rows else tau,
-            t.theta[0] + rows["theta"][k] if "theta" in rows else t.theta[0],
-            tuple(rows["s"][k].unbind(0)) if "s" in rows else t.s,
-            tuple(rows["c"][k].unbind(0)) if "c" in rows else t.c,
-        )
+        theta: Value = t.theta[0] + rows["theta"][k] if "theta" in rows else t.theta[0]
+        s: tuple[Value, ...] = tuple(rows["s"][k].unbind(0)) if "s" in rows else t.s
+        c: tuple[Value, ...] = tuple(rows["c"][k].unbind(0)) if "c" in rows else t.c
+        if t.hard:
+            values = c if "c" in rows else kernels.Structure.anchored_values(t)
+            c = tuple(intercepts(values, s, [theta]))
+        now[site] = Learned(t, tau * rows["tau"][k] if "tau" in rows else tau, theta, s, c)
     return now
 
 
@@ -109,3 +117,56 @@ def before(t: Learned, units: int) -> tuple[Tensor, Tensor]:
 
 def _sharpness(t: TG) -> float:
     return t.tau if isinstance(t.tau, float) else t.tau[0]
+
+
+@dataclass(frozen=True)
+class Units:
+    """What a recurrent call learns of the gates of its step: [layers and directions, gates, H].
+
+    `share` is "layer" (one value for each gate of a layer and direction, H = 1) or per unit.
+    """
+
+    gates: tuple[tuple[str, TG], ...]  # of one step, by name
+    learned: tuple[str, ...]
+    layers: int = 1  # times directions
+    share: Share = "layer"
+    group: tuple[int, ...] = (1,)
+    axis: int = -1
+
+    def roles(self) -> dict[str, Role]:
+        """A parameter for each of what is learned."""
+        return {HELD_BY[what]: "parameter" for what in self.learned}
+
+    def start(self, name: str, device: Any, dtype: torch.dtype) -> Tensor:
+        """The numbers of the instances, the same for all layers and units."""
+        what = next(what for what, held in HELD_BY.items() if held == name)
+        one = start(what, [t for _, t in self.gates], self.group[0])
+        return one.to(device, dtype).repeat(self.layers, *(1 for _ in one.shape))
+
+    def fixed(self) -> dict[str, Any]:
+        """The instances, but for what is learned."""
+        each = {name: t.to_dict() for name, t in self.gates}
+        return {n: {k: v for k, v in t.items() if k not in self.learned} for n, t in each.items()}
+
+    def moved(self, holder: nn.Module, prefix: str) -> dict[str, float]:
+        """How far the furthest of what is learned is from its start: log tau, theta, s, c."""
+        far = {}
+        for what in self.learned:
+            now = found(holder, prefix + HELD_BY[what])
+            then = self.start(HELD_BY[what], now.device, now.dtype)
+            if what == "tau":
+                now, then = kernels.Structure.sharpening(now), then.exp()
+            far[MEASURED.get(what, what)] = distance(now, then, what)
+        return far
+
+    def now(self, holder: nn.Module, prefix: str, units: int) -> list[dict[str, Learned]]:
+        """The gates of each layer and direction as they are, for layers of this many units."""
+        if self.group not in ((1,), (units,)):
+            raise ValueError(
+                f"{self.group[0]} units have gates of their own, and the layer has {units}; "
+                "convert a network of that size."
+            )
+        held = {what: found(holder, prefix + HELD_BY[what]) for what in self.learned}
+        wide = {what: t.expand(*t.shape[:-1], units) for what, t in held.items()}
+        known = dict(self.gates)
+        return [values(known, {w: t[k] for w, t in wide.items()}) for k in range(self.layers)]

@@ -52,6 +52,11 @@ def steps(x: Tensor, v: Tensor | None, structure: Structure, rows: Rows) -> Tens
 def plain(x: Tensor, v: Any, structure: Structure, rows: Rows) -> Tensor:
     """y by the formulas of the reference."""
     tau, theta, s, c = rows
+    anchor: Any = structure.anchor
+    if structure.steep:
+        parts = zip(structure.steep, Structure.nearest(theta), strict=True)
+        anchor = [None if known is None else (at, 0.0) for known, at in parts]
+        s = [w if known is None else known for known, w in zip(structure.steep, s, strict=True)]
     return primitive.blend(
         x,
         tau if len(tau) > 1 else tau[0],
@@ -62,7 +67,7 @@ def plain(x: Tensor, v: Any, structure: Structure, rows: Rows) -> Tensor:
         form=structure.form,
         owner=structure.owner,
         q=structure.q,
-        anchor=structure.anchor,
+        anchor=anchor,
         clamp=structure.clamp,
         centred=structure.gate == Gate.CENTRED,
     )
