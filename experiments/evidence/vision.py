@@ -7,10 +7,10 @@ import zipfile
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor, nn
 
+from experiments.cifar_resnet import pretrained
 from experiments.evidence.common import (
     DATA,
     Loaded,
@@ -21,49 +21,13 @@ from experiments.evidence.common import (
     strided,
 )
 
-
-class Block(nn.Module):
-    def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__()
-        self.stride = outputs // inputs
-        self.conv1 = nn.Conv2d(inputs, outputs, 3, self.stride, 1, bias=False)
-        self.bn1 = nn.BatchNorm2d(outputs)
-        self.conv2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
-        self.bn2 = nn.BatchNorm2d(outputs)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x)))))
-        if self.stride == 2:  # every second pixel, and zeros for the new channels
-            x = F.pad(x[:, :, ::2, ::2], (0, 0, 0, 0, x.shape[1] // 2, x.shape[1] // 2))
-        return F.relu(x + y)
-
-
-class ResNet(nn.Module):
-    """Three stages of n blocks, 6 n + 2 layers."""
-
-    def __init__(self, n: int) -> None:
-        super().__init__()
-        self.conv1, self.bn1 = nn.Conv2d(3, 16, 3, 1, 1, bias=False), nn.BatchNorm2d(16)
-        self.layer1, self.layer2, self.layer3 = (
-            nn.Sequential(Block(first, width), *(Block(width, width) for _ in range(n - 1)))
-            for first, width in ((16, 16), (16, 32), (32, 64))
-        )
-        self.linear = nn.Linear(64, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.layer3(self.layer2(self.layer1(F.relu(self.bn1(self.conv1(x))))))
-        return self.linear(x.mean((2, 3)))
-
-
 CIFAR = "cifar10/cifar10-test-png.zip"
 RESNET20 = "weights/cifar10-relu-resnet20-12fca82f.th"
 RESNET32 = "weights/cifar10-relu-resnet32-d509ac18.th"
 
 
 def cifar_resnet(n: int, weights: str, smoke: bool) -> Loaded:
-    state = torch.load(DATA / weights, weights_only=True, map_location="cpu")["state_dict"]
-    model = ResNet(n).eval()
-    model.load_state_dict({key.removeprefix("module."): value for key, value in state.items()})
+    model = pretrained(n, DATA / weights)
     with zipfile.ZipFile(DATA / CIFAR) as archive:
         names = sorted(name for name in archive.namelist() if name.endswith(".png"))
         classes = sorted({name.split("/")[-2] for name in names})
