@@ -173,6 +173,12 @@ class _Finder:
             self.paths.kept[name] = "it is not an element-wise function"
         elif visit.is_call and visit.kind in sites.KINDS:
             call = (visit.kind, visit.call.parameters)
+            if visit.gate is not None and visit.gate.learns:
+                self.paths.kept[name] = (
+                    "it learns gates of its own, which no layer can take over; promote the "
+                    "network before it is converted with train="
+                )
+                return None
             if visit.gate is not None:
                 return Source(name, visit.gate.t, 0.0, None, module, call)
             try:
