@@ -194,6 +194,43 @@ def test_calls_that_learn_are_written_and_judged_like_modules(tmp_path):
     assert sharp == pytest.approx(2 * scalars["gates/:silu#0/tau/mean"])
 
 
+class Sequences(nn.Module):
+    """Attention and a recurrent layer of torch, which learn by conversion."""
+
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.out = nn.LSTM(8, 6, batch_first=True), nn.Linear(6, 4)
+
+    def forward(self, x):
+        h, _ = self.lstm(x.unsqueeze(1).expand(-1, 3, -1))
+        y = F.scaled_dot_product_attention(h[:, None], h[:, None], h[:, None])
+        return self.out(F.silu(y[:, 0]))[:, 0]
+
+
+def test_temperatures_and_recurrent_calls_are_written_and_said_not_to_be_judged(tmp_path):
+    x = batch()[0]
+    with pytest.warns(UserWarning, match="attention#0 learn tau only"):
+        model = tg.convert(Sequences(), train=("tau", "theta"), inputs=x)
+    names = [s.name for s in tg.training.telemetry.learned_sites(model)]
+    assert len(names) == len(set(names))
+    with pytest.warns(GateWarning) as said:
+        watched(model, 4, WatchConfig(every=2, out=tmp_path, figures=0))
+    left = "not looked at for stuck channels: "
+    assert {str(w.message) for w in said} == {
+        f"{left}lstm:lstm#0: lstm is not one element-wise function.",
+        f"{left}:scaled_dot_product_attention#0: scaled_dot_product_attention is not one "
+        "element-wise function.",
+    }
+    written = next(row["scalars"] for row in rows(tmp_path) if row["step"] == 4)
+    moved = {name: tau for name, tau in written.items() if name.endswith("/tau/mean")}
+    assert any("scaled_dot_product_attention" in name for name in moved)
+    assert any(".f_" in name for name in moved)
+    assert any("silu" in name for name in moved)
+    gates = tg.training.gate_parameters(model)
+    assert gates
+    assert all(p.grad is not None for p in gates.values())
+
+
 def test_watching_changes_no_bit_of_a_run(tmp_path):
     plain, seen = network("silu", ("tau", "theta")), network("silu", ("tau", "theta"))
     seen.load_state_dict(plain.state_dict())
@@ -304,7 +341,9 @@ def test_a_run_goes_on_where_looking_fails_and_the_site_is_named(monkeypatch):
         raise RuntimeError("no memory")
 
     monkeypatch.setattr(observing, "look", broken)
-    with pytest.warns(GateWarning, match="1 is not looked at .* RuntimeError: no memory"):
+    with pytest.warns(
+        GateWarning, match="not looked at for stuck channels: 1: .* RuntimeError: no memory"
+    ):
         watch = watched(network(), 3, WatchConfig(every=2))
     assert watch.step == 3
 

@@ -197,8 +197,10 @@ class GateWatch:
                 self._writer.add_scalar(f"gates/{name}/flat", share, self.step)
                 stuck = self._health.stuck(name)
                 self._writer.add_scalar(f"gates/{name}/stuck", float(stuck), self.step)
-        for name, why in observation.unjudged.items():
-            self._say_once(f"{name} is not looked at for stuck channels: {why}.")
+        for why in sorted(set(observation.unjudged.values())):
+            names = [name for name, reason in observation.unjudged.items() if reason == why]
+            some = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if names[8:] else "")
+            self._say_once(f"not looked at for stuck channels: {some}: {why}.")
         if not observation.seen and not observation.unjudged:
             self._say_once(
                 "no gate was seen in an observed step, so that nothing is known of stuck channels: "
@@ -206,7 +208,8 @@ class GateWatch:
             )
 
     def _draw(self, sites: list[telemetry.LearnedSite]) -> None:
-        far = [(telemetry.distance(self._drawn[s.name], s.values()), s) for s in sites]
+        drawable = [s for s in sites if s.start is not None]
+        far = [(telemetry.distance(self._drawn[s.name], s.values()), s) for s in drawable]
         moved = sorted((f for f in far if f[0] > self.config.moved), key=lambda f: -f[0])
         if moved[self.config.figures :]:
             later = ", ".join(site.name for _, site in moved[self.config.figures :])

@@ -115,6 +115,8 @@ def family_report(model: nn.Module, tol: float = TOLERANCE) -> FamilyReport:
 
     found = {}
     for site in learned_sites(model):
+        if site.start is None:
+            continue  # a temperature of attention is in no family
         start = taxonomy.family(site.start, tol)
         left: list[int] = []
         words = [start] * site.groups

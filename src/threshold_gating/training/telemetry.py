@@ -16,10 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from threshold_gating import primitive
-from threshold_gating.conversion.learn import learned_gates
+from threshold_gating.conversion.learn import learned_gates, site_name
 from threshold_gating.instance import TG
 from threshold_gating.nn.activation import Activation
+from threshold_gating.nn.attention import Temperature
 from threshold_gating.nn.rnn import GRU, LSTM
+from threshold_gating.nn.spec import gates_of
+from threshold_gating.nn.unitwise import Learned, Units
 from threshold_gating.primitive import Value
 from threshold_gating.training.families import TOLERANCE, Slopes
 
@@ -38,11 +41,14 @@ class Writer(Protocol):
 
 
 class LearnedSite(NamedTuple):
-    """A learned gate as it is: tensors [G] for what is learned or held, numbers where known."""
+    """A learned gate as it is: tensors [G] for what is learned or held, numbers where known.
+
+    `start` is None for a temperature of attention, which is no function of one number.
+    """
 
     name: str
     learned: tuple[str, ...]
-    start: TG
+    start: TG | None
     tau: Sequence[Value]
     theta: Sequence[Value]
     s: Sequence[Value]
@@ -69,6 +75,7 @@ class LearnedSite(NamedTuple):
         found = _spread(self.name, rows)
         if "s" in self.learned:
             slopes = [w for w in self.s if isinstance(w, Tensor)]
+            assert self.start is not None  # a temperature has no slopes
             left = Slopes.of(self.name, self.start, slopes, tol).left(tol)
             found[f"{self.name}/left_family"] = float(left.sum())
         return found
@@ -85,6 +92,7 @@ class LearnedSite(NamedTuple):
             [column(w) for w in row] for row in (self.tau, self.theta, self.s, self.c)
         )
         t, taus = self.start, tau if len(tau) > 1 else tau[0]
+        assert t is not None  # a temperature is not drawn
         z = x.double().unsqueeze(1).expand(-1, len(groups))
         return primitive.blend(z, taus, theta, s, c, form=t.form, owner=t.owner, clamp=t.clamp)
 
@@ -95,15 +103,28 @@ class LearnedSite(NamedTuple):
 
 
 def learned_sites(model: nn.Module) -> Iterator[LearnedSite]:
-    """Every learned gate of a network: activations, calls, tiers, recurrent layers."""
+    """Every learned gate of a network: activations, calls, tiers, recurrent layers, attention."""
     for name, act in learned_gates(model):
         yield _of_activation(name or type(act).__name__.lower(), act)
     for name, module in model.named_modules():
         at = name or type(module).__name__.lower()
         if isinstance(module, LSTM | GRU):
             for gate, t in module.learned_gates().items():
-                rows = [_numbers(w) for w in ((t.tau,), (t.theta,), t.s, t.c)]
-                yield LearnedSite(f"{at}.{gate}", module.learning.train, t.start, *rows)
+                yield _of_unit(f"{at}.{gate}", module.learning.train, t)
+        for prefix, spec in gates_of(module).items():
+            at = site_name(name, prefix)
+            if isinstance(spec, Temperature):
+                tau = _numbers([spec.tau(module, prefix, None)])
+                yield LearnedSite(at, spec.learned, None, tau, (), (), ())
+            elif isinstance(spec, Units):
+                for k, gates in enumerate(spec.now(module, prefix, *spec.group)):
+                    for gate, t in gates.items():
+                        yield _of_unit(f"{at}.{gate}_{k}", spec.learned, t)
+
+
+def _of_unit(at: str, learned: tuple[str, ...], t: Learned) -> LearnedSite:
+    rows = [_numbers(w) for w in ((t.tau,), (t.theta,), t.s, t.c)]
+    return LearnedSite(at, learned, t.start, *rows)
 
 
 def _of_activation(at: str, act: Activation) -> LearnedSite:
@@ -238,6 +259,7 @@ def figure(site: LearnedSite, step: int) -> Any:
     from matplotlib.figure import Figure  # with no window and no state of its own
 
     t = site.start
+    assert t is not None  # a temperature is not drawn
     taus = t.tau if isinstance(t.tau, tuple) else (t.tau,)
     width = max(2.0, 4.0 / min(taus))
     now = torch.cat(
