@@ -45,10 +45,6 @@ _sigmoid, _tanh = torch.ops.aten.sigmoid.default, torch.ops.aten.tanh.default
 _logsigmoid, _clamp = torch.ops.aten.log_sigmoid.default, torch.ops.aten.clamp.default
 _softmax = torch.ops.aten.softmax.int
 _minimum = torch.ops.aten.minimum.default
-# exp underflows to exactly 0 beyond these. Of thresholds in order the arguments fall from positive
-# to negative, so clamping each there changes no gate. Without it their running sum reaches
-# inf - inf for finite x (GELU with K = 5 at 1e38), and the gradient of a saturated gate 0 * inf.
-_UNDERFLOW = {torch.float32: 104.0, torch.float64: 746.0}
 
 
 def gates(
@@ -350,10 +346,22 @@ def _arguments(
     """u_k = tau_k (x - theta_k), within the range where a gate can move."""
     shifted = [x if _is_number(t, 0) else x - t for t in thresholds]
     scaled = [z if _is_number(t, 1) else t * z for t, z in zip(taus, shifted, strict=False)]
-    bound = _UNDERFLOW[x.dtype]
+    bound = _underflow(x.dtype)
     if form == "softmax" and not _are_in_order(thresholds):
         bound = torch.finfo(x.dtype).max / (4 * len(thresholds))  # so that no sum of them overflows
     return [_clamp(u, -bound, bound) for u in scaled]
+
+
+def _underflow(dtype: torch.dtype) -> float:
+    """Beyond this exp underflows to exactly 0.
+
+    Of thresholds in order the arguments fall from positive to negative, so clamping each there
+    changes no gate. Without it their running sum reaches inf - inf for finite x (GELU with K = 5 at
+    1e38), and the gradient of a saturated gate 0 * inf.
+    """
+    # A number of a module's is one that may change to torch.compile(dynamic=True), which then mixes
+    # up the graphs of gates inside and outside of a checkpointed region; a literal is not.
+    return 746.0 if dtype == torch.float64 else 104.0
 
 
 def _are_in_order(thresholds: Sequence[Value]) -> bool:

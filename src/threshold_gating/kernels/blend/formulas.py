@@ -17,7 +17,7 @@ import os
 import triton
 import triton.language as tl
 
-from threshold_gating.kernels.structure import RHO_BOUND, Gate, Role, Weights
+from threshold_gating.kernels.structure import Gate, Role, Weights, rho_bound
 
 # `structure.Gate`, how gates are evaluated
 TWO, CENTRED = tl.constexpr(int(Gate.TWO)), tl.constexpr(int(Gate.CENTRED))
@@ -36,7 +36,7 @@ SMALL, MIRRORED = tl.constexpr(int(Weights.SMALL)), tl.constexpr(int(Weights.MIR
 IN_MEMORY, ZERO, PLUS_ONE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 LOG2E = tl.constexpr(1.4426950408889634)
-BOUND = tl.constexpr(RHO_BOUND)
+BOUND = tl.constexpr(rho_bound())
 _LARGEST_EXPONENT = tl.constexpr(60.0)  # of the weights' exponents, see `tiles`
 _MOST = tl.constexpr(1e37)  # of an argument: no sum of seven overflows
 _LARGEST = tl.constexpr(3.39e38)  # of a branch: no mean of such ones overflows
