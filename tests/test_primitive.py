@@ -457,3 +457,27 @@ def test_soft_gates_are_traced_whole_with_their_derivatives(key):
     have, want = torch.compile(t, fullgraph=True, backend="eager")(x), t(x)
     torch.testing.assert_close(have, want)
     torch.testing.assert_close(*(torch.autograd.grad(y.sum(), x)[0] for y in (have, want)))
+
+
+class Gated(torch.nn.Module):
+    """An instance at x or at -x, its numbers as tensors, which a converted network holds."""
+
+    def __init__(self, t, mirrored):
+        super().__init__()
+        for name, sign in (("tau", 1), ("theta", -1), ("s", -1), ("c", 1)):
+            row = torch.tensor(getattr(t, name))
+            self.register_buffer(name, sign * row.flip(0) if mirrored else row)
+
+    def forward(self, x):
+        return blend(x, self.tau, self.theta, self.s, self.c)
+
+
+@pytest.mark.parametrize("mirrored", [False, True])
+@pytest.mark.parametrize("key", ["selu", "elu"])
+def test_the_gradient_of_an_exported_gate_keeps_its_digits_however_sharp_it_is(key, mirrored):
+    net = Gated(TAXONOMY[key], mirrored)
+    x = torch.cat([torch.linspace(-3, 3, 121), net.theta]).requires_grad_()
+    graph = torch.export.export(net, (x.detach(),), strict=False).module()
+    want, have = (torch.autograd.grad(f(x).sum(), x)[0] for f in (net, graph))
+    # the same products in another order; a tau of 4e6 times what did not cancel was 0.25
+    torch.testing.assert_close(have, want, rtol=1e-5, atol=1e-5)

@@ -414,6 +414,8 @@ class Trial:
                 return Failure(f"{stage} value", f"{at} output {k}: {said}")
         # A gradient at NaN is whatever a comparison with NaN leaves: torch's own ops do not agree.
         nan = kind in ("nan", "all nan") or any(y.isnan().any() for y in a.values)
+        # Behind a running variance that overflowed it is infinity times 0: NaN or 0 by rounding.
+        nan = nan or any(not y.isfinite().all() for y in a.buffers.values())
         at_a_kink = kind in ("grid", "zero") and "the gradient at" in self.said  # and says so
         if noise.scale("gradient") < _SATURATED and not at_a_kink and not nan:
             for key, y in a.gradients.items():
@@ -549,13 +551,7 @@ class Trial:
             if "Unsafe side effect" in str(b.error):
                 b = _run_graph(made, _in_parts, copy.deepcopy(gated).eval(), x)
             if b.error is not None:
-                # Where a graph breaks, the reentrant kind of checkpoint runs as it is, and wants
-                # `backward` and not `grad`, which is how gradients are asked for here.
-                if "use_reentrant=True" in str(b.error):
-                    continue
-                # Gradients of a transposed input that meet one written in place on their way have
-                # other strides than aot_eager noted; so it is with torch's own in-place relu6.
-                if "view size is not compatible" in str(b.error) and "inplace=True" in made.source:
+                if _is_torchs(str(b.error), made.source):
                     continue
                 plain = (copy.deepcopy(first), self.made.net().eval())
                 if all(_run_graph(made, way, net, x).error is None for net in plain):
@@ -669,6 +665,27 @@ class Trial:
                 thread.join()
         if wrong and "stateful" not in self.parts:
             self.fail("threads", f"{len(wrong)} of 32 outputs differ from those of one thread")
+
+
+def _is_torchs(error: str, source: str) -> bool:
+    """Whether a graph of gates fails where torch's own functions would, compiled in its place."""
+    # Where a graph breaks, the reentrant kind of checkpoint runs as it is, and wants `backward` and
+    # not `grad`, which is how gradients are asked for here.
+    if "use_reentrant=True" in error:
+        return True
+    over = "inplace=True" in source
+    # Gradients of a transposed input that meet one written in place on their way have other strides
+    # than aot_eager noted; so it is with torch's own in-place relu6.
+    if "view size is not compatible" in error and over:
+        return True
+    # Dynamo leaves a network with a recurrent layer and compiles what that calls one by one, all but
+    # torch.nn itself, so gates and not nn.SiLU.
+    left = re.search(r"nn\.(GRU|LSTM|RNN)\(", source) is not None
+    # A graph that overwrites its input and keeps it, as torch.compile(F.silu)(x, inplace=True) does.
+    if "modified by an inplace operation" in error and over and left:
+        return True
+    # torch 2.11, not 2.13: numbers that vary, in what is compiled while a call is being answered.
+    return "MetaProxy" in error and left
 
 
 def _in_parts(net: nn.Module) -> Any:

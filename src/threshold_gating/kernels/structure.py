@@ -24,10 +24,15 @@ Numbers = tuple[float | None, ...]  # None stands for a row of a tensor
 Shape = tuple[int, ...]
 MOST_BRANCHES = 8
 DIGITS = (0.0, 1.0, -1.0)  # numbers that compiled kernels and graphs may know
-# tau = tau0 exp(rho) for |rho| up to this: 1100 times softer or sharper than the start; further
-# out tau would leave float32.
-RHO_BOUND = 7.0
 _clamp, _sort = torch.ops.aten.clamp.default, torch.ops.aten.sort.stable
+
+
+def rho_bound() -> float:
+    """tau = tau0 exp(rho) for |rho| up to this: 1100 times softer or sharper than the start.
+
+    Further out tau would leave float32. A function, so that it is a literal to torch.compile.
+    """
+    return 7.0
 
 
 class Gate(IntEnum):
@@ -163,7 +168,7 @@ class Structure(NamedTuple):
     def sharpening(rho: Tensor) -> Tensor:
         """tau / tau0 of a learned gate: exp(rho), 1 at rho = 0 and positive for every rho."""
         # the op itself: a converted network around us answers torch.clamp
-        bounded: Tensor = _clamp(rho, -RHO_BOUND, RHO_BOUND)
+        bounded: Tensor = _clamp(rho, -rho_bound(), rho_bound())
         return bounded.exp()
 
     @staticmethod
@@ -234,7 +239,8 @@ def in_order(tensors: Tensors) -> Tensors:
 
 def _sharpening(rho: float) -> float:
     # comparisons that NaN passes, as it does the clamp of torch
-    return math.exp(-RHO_BOUND if rho < -RHO_BOUND else RHO_BOUND if rho > RHO_BOUND else rho)
+    bound = rho_bound()
+    return math.exp(-bound if rho < -bound else bound if rho > bound else rho)
 
 
 def _flat(w: Tensor) -> list[Any]:

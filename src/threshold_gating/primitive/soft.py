@@ -22,10 +22,6 @@ _sigmoid, _tanh = torch.ops.aten.sigmoid.default, torch.ops.aten.tanh.default
 _logsigmoid, _clamp = torch.ops.aten.log_sigmoid.default, torch.ops.aten.clamp.default
 _softmax = torch.ops.aten.softmax.int
 _minimum = torch.ops.aten.minimum.default
-# exp underflows to exactly 0 beyond these. Of thresholds in order the arguments fall from positive
-# to negative, so clamping each there changes no gate. Without it their running sum reaches
-# inf - inf for finite x (GELU with K = 5 at 1e38), and the gradient of a saturated gate 0 * inf.
-_UNDERFLOW = {torch.float32: 104.0, torch.float64: 746.0}
 
 
 def arguments(
@@ -34,10 +30,22 @@ def arguments(
     """u_k = tau_k (x - theta_k), within the range where a gate can move."""
     shifted = [x if is_number(t, 0) else x - t for t in thresholds]
     scaled = [z if is_number(t, 1) else t * z for t, z in zip(taus, shifted, strict=False)]
-    bound = _UNDERFLOW[x.dtype]
+    bound = _underflow(x.dtype)
     if form == "softmax" and not are_in_order(thresholds):
         bound = torch.finfo(x.dtype).max / (4 * len(thresholds))  # so that no sum of them overflows
     return [_clamp(u, -bound, bound) for u in scaled]
+
+
+def _underflow(dtype: torch.dtype) -> float:
+    """Beyond this exp underflows to exactly 0.
+
+    Of thresholds in order the arguments fall from positive to negative, so clamping each there
+    changes no gate. Without it their running sum reaches inf - inf for finite x (GELU with K = 5 at
+    1e38), and the gradient of a saturated gate 0 * inf.
+    """
+    # A number of a module's is one that may change to torch.compile(dynamic=True), which then mixes
+    # up the graphs of gates inside and outside of a checkpointed region; a literal is not.
+    return 746.0 if dtype == torch.float64 else 104.0
 
 
 def are_in_order(thresholds: Sequence[Value]) -> bool:
@@ -79,15 +87,12 @@ def _exported_gates(u: Sequence[Tensor]) -> list[Tensor]:
     """The gates for a graph that keeps no backward of ours: its steps have the right derivative.
 
     Where x is on a threshold two logits are the largest, and torch's derivative of that is no
-    common shift. So the gates are constants to autograd, times 1 with the slope of log g_k:
-    l_k - sum_j g_j l_j. Of first order, as in `logits`; a second derivative is not in it.
+    common shift. So the gates are constants to autograd, and what it sees is how they move, at 0.
+    Of first order, as in `logits`; a second derivative is not in it.
     """
     gates = [g.detach() for g in _Gates.forward(*u)]
-    rises = [torch.zeros_like(u[0])]
-    for z in u:
-        rises.append(rises[-1] + (z - z.detach()))  # 0
-    mean = sum((g * rise for g, rise in zip(gates[1:], rises[1:], strict=True)), rises[0])
-    return [g * (1 + rise - mean) for g, rise in zip(gates, rises, strict=True)]
+    moves = _moved(gates, [z - z.detach() for z in u])
+    return [g + move for g, move in zip(gates, moves, strict=True)]
 
 
 def relative_logits(u: Sequence[Tensor]) -> list[Tensor]:
@@ -243,14 +248,18 @@ class _Gates(_Function):
 
     @staticmethod
     def tangent(ctx: Any, *du: Tensor) -> tuple[Tensor, ...]:
-        g = ctx.saved_tensors
-        moves = zip(du, *_sides(g), strict=True)
-        rows = [(d * lower, d * upper) for d, lower, upper in moves]
-        none = torch.zeros_like(g[0])
-        # each threshold lifts the branches above it by the mass below, and lowers those below it
-        lifts = [none, *_running([lift for lift, _ in rows])]
-        falls = [*_running([fall for _, fall in rows[::-1]])[::-1], none]
-        return tuple([gk * (a - b) for gk, a, b in zip(g, lifts, falls, strict=True)])
+        return tuple(_moved(ctx.saved_tensors, du))
+
+
+def _moved(g: Sequence[Tensor], du: Sequence[Tensor]) -> list[Tensor]:
+    """How the gates move with their arguments. Each threshold lifts the branches above it by the
+    mass below, and lowers those below it by the mass above: no two of these terms cancel where a
+    gate is shut, whatever tau is."""
+    rows = [(d * lower, d * upper) for d, lower, upper in zip(du, *_sides(g), strict=True)]
+    none = torch.zeros_like(g[0])
+    lifts = [none, *_running([lift for lift, _ in rows])]
+    falls = [*_running([fall for _, fall in rows[::-1]])[::-1], none]
+    return [gk * (a - b) for gk, a, b in zip(g, lifts, falls, strict=True)]
 
 
 def _sides(w: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from functorch.compile import make_boxed_func
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
+from torch.utils.checkpoint import checkpoint
 
 import threshold_gating as tg
 from threshold_gating.conversion import intercept
@@ -214,3 +215,38 @@ def test_compiled_for_a_gpu_gates_have_the_gradients_of_the_reference(key, share
         for have, want in zip(*found[::-1], strict=True):
             # float32 in another order, and convolutions in TF32 by one algorithm or another
             torch.testing.assert_close(have, want, rtol=1e-3, atol=1e-3)
+
+
+class Checkpointed(nn.Module):
+    """One part computed again for the backward pass, and one behind it that is not."""
+
+    def __init__(self, first, second):
+        super().__init__()
+        self.first, self.second = first, second
+
+    def forward(self, x):
+        return self.second(checkpoint(self.first, x, use_reentrant=False))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: tg.Activation("silu", train=("tau", "theta", "s", "c")),
+        lambda: tg.Activation("gelu", train=("tau", "theta", "s", "c")),
+        lambda: tg.Linear(6, 6, share="channel"),
+    ],
+)
+def test_gates_inside_and_outside_of_a_checkpointed_region_are_one_graph_for_every_size(make):
+    torch._dynamo.reset()
+    net = Checkpointed(nn.Sequential(make()), make())
+    compiled = torch.compile(net, backend="aot_eager", fullgraph=True, dynamic=True)
+    for rows in (4, 5):
+        x = torch.randn(rows, 6)
+        found = []
+        for f in (net, compiled):
+            net.zero_grad()
+            y = f(x)
+            y.square().sum().backward()
+            found.append([y.detach(), *(p.grad.clone() for p in net.parameters())])
+        for have, want in zip(*found[::-1], strict=True):
+            torch.testing.assert_close(have, want, rtol=1e-4, atol=1e-5)  # sums in another order

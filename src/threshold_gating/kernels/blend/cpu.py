@@ -13,13 +13,13 @@ from threshold_gating.kernels.blend import tiles
 from threshold_gating.kernels.blend.arithmetic import Scratch, Sums
 from threshold_gating.kernels.layout import Sizes, flat, like, placed
 from threshold_gating.kernels.structure import (
-    RHO_BOUND,
     Role,
     Rows,
     Shape,
     Structure,
     Tensors,
     Wanted,
+    rho_bound,
 )
 
 # Elements of a tile: K = 2 has some eight tiles in flight, more branches some twenty. Smaller ones
@@ -132,7 +132,7 @@ class Plan(NamedTuple):
             )
         ]
         if rho is not None and grads[0] is not None:
-            grads[0] = torch.where(rho.abs() <= RHO_BOUND, grads[0], 0.0)
+            grads[0] = torch.where(rho.abs() <= rho_bound(), grads[0], 0.0)
         return grads
 
 

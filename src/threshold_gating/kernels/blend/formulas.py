@@ -17,7 +17,7 @@ import triton.language as tl
 
 from threshold_gating.kernels.instructions import LOG2E, constants, exp2, inverse
 from threshold_gating.kernels.layout import Layout
-from threshold_gating.kernels.structure import RHO_BOUND, Gate, Role, Weights
+from threshold_gating.kernels.structure import Gate, Role, Weights, rho_bound
 
 TWO, CENTRED, ONE_TAU, OWN_TAUS, HARD = constants(Gate)
 ALONE, READ, TIMES = constants(Role)
@@ -27,7 +27,7 @@ FITTING, OVERFLOWING, SMALL, MIRRORED = constants(Weights)
 # digits of a code (base 4, one for each row): in memory, or a number of `structure.DIGITS`
 IN_MEMORY, ZERO, PLUS_ONE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
-BOUND = tl.constexpr(RHO_BOUND)
+BOUND = tl.constexpr(rho_bound())
 _LARGEST_EXPONENT = tl.constexpr(60.0)  # of the weights' exponents, see `tiles`
 _MOST = tl.constexpr(1e37)  # of an argument: no sum of seven overflows
 _LARGEST = tl.constexpr(3.39e38)  # of a branch: no mean of such ones overflows
