@@ -121,7 +121,8 @@ class Learner:
             yield f"{_some(names)}: {what}"
         if self.sizes:
             each = [f"{name} {size}" for name, size in self.sizes.items()]
-            yield f"inputs of another size are refused where positions have gates: {_some(each)}"
+            said = "where each position has a gate, inputs of another size are refused"
+            yield f"{said}: {_some(each)}"
 
     def _spec(self, site: Site, config: GateConfig) -> tuple[Spec | None, str]:
         if site.kind in _FIXED:
