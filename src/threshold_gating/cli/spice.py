@@ -6,6 +6,7 @@ import argparse
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -127,7 +128,9 @@ def _write(args: argparse.Namespace, netlist: Netlist) -> None:
 
 
 def _pair(args: argparse.Namespace) -> Pair:
-    set_of = args.models or ("sky130-binned" if _plain(args) else "sky130")
+    # The binned models have no other transistor and no mirror of every size.
+    plain = args.transistor == "nfet" and args.tail != "real"
+    set_of = args.models or ("sky130-binned" if plain else "sky130")
     tail = number(args.bias or "10n")
     spec = Pair(
         set_of, args.transistor, tail=tail, real=args.tail == "real", supply=args.supply or 0
@@ -137,22 +140,19 @@ def _pair(args: argparse.Namespace) -> Pair:
     return replace(spec, tail=tail_for(spec, args.tau)) if args.tau else spec
 
 
-def _plain(args: argparse.Namespace) -> bool:
-    return args.transistor == "nfet" and args.tail != "real"
-
-
 def tail_for(spec: Pair, tau: float) -> float:
     """The tail current at which a pair has a tau, from a sweep of tails; refused where none has."""
     fits = measure.over_tails(spec, TAILS)
     points = [(fit.tau, tail) for fit, tail in zip(fits, TAILS, strict=True)]
-    for (high, a), (low, b) in zip(points, points[1:], strict=False):
+    for (high, a), (low, b) in pairwise(points):
         if low <= tau <= high:
             share = (high - tau) / (high - low) if high > low else 0.0
             return float(a * (b / a) ** share)
     low, high = points[-1][0], points[0][0]
     raise ValueError(
-        f"tau {tau:g} per volt is not what this pair can do: from {low:.3g} (at {TAILS[-1]:g} A) to "
-        f"{high:.4g} (at {TAILS[0]:g} A) at 27 C. A larger tau per unit of x needs more volts per unit."
+        f"tau {tau:g} per volt is not what this pair can do: from {low:.3g} (at {TAILS[-1]:g} A) "
+        f"to {high:.4g} (at {TAILS[0]:g} A) at 27 C. A larger tau per unit of x needs more volts "
+        "per unit."
     )
 
 
@@ -321,7 +321,7 @@ def _made(cell: steering.Cell, made: Netlist, current: float | None) -> list[Row
 
 
 def copies(made: Netlist) -> int:
-    """How often the current x is copied: transistors whose gate is a mirror of x, less its diodes."""
+    """How often the current x is copied: transistors on a mirror of x, less its two diodes."""
     gates = [line.split()[2] for line in made.elements if line[0] == "x"]
     return max(sum(gate in ("mx", "px") for gate in gates) - 2, 0)
 
@@ -351,7 +351,10 @@ def _families(args: argparse.Namespace, tell: Any) -> Answer:
         result.append({"family": family, "activation": name, "K": t.K, "devices": count})
         result[-1] |= {"area": steering.area(made), "current": answer.current, **m._asdict()}
     tails = "real" if args.tail != "ideal" else "ideal"
-    title = f"Table 3 as circuits, {tails} tails, I_b = {args.bias or '100n'}A, swing {args.swing or 0.2:g} V"
+    title = (
+        f"Table 3 as circuits, {tails} tails, I_b = {args.bias or '100n'}A, "
+        f"swing {args.swing or 0.2:g} V"
+    )
     return Answer([(title, rows)], {"families": result})
 
 
@@ -367,12 +370,15 @@ def _lse(args: argparse.Namespace, tree: lse.Tree) -> Answer:
             (kind, str(each.inputs), str(count["nfet"]), str(count.get("pfet", 0)), *numbers)
         )
         result.append({"circuit": kind, "inputs": each.inputs, "devices": count, **law._asdict()})
-    title = f"log sum exp, {tree.tail:g} A a tail, {args.celsius:g} C: v(out) = gain LSE(tau v) / tau + shift"
+    title = (
+        f"log sum exp, {tree.tail:g} A a tail, {args.celsius:g} C: "
+        "v(out) = gain LSE(tau v) / tau + shift"
+    )
     return Answer([(title, rows)], {"lse": result})
 
 
 def _tradeoff(args: argparse.Namespace, tell: Any) -> Answer:
-    """What tau costs: the nearer the curve to a logistic one, the more a network sees of mismatch."""
+    """The nearer the curve to a logistic one, the more a network sees of mismatch."""
     rows: list[Row] = [
         ("tail (A)", "tau (1/V)", "off logistic", "sigma(theta) mV", "tau sigma(theta)")
     ]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,7 +43,7 @@ class Response(NamedTuple):
     current: float
 
 
-def response(cell: Cell, copies: int = 1, **conditions: object) -> Response:
+def response(cell: Cell, copies: int = 1, **conditions: Any) -> Response:
     """Sweep x over the span of the cell, slowly."""
     outputs = ["i(vo)", *(f"i(vo{k})" for k in range(1, copies))]
     made = netlist(cell, copies, **conditions)
@@ -83,8 +84,9 @@ _UNTRIMMED = (0.0, 0.0, 1.0, 0.0)
 
 
 def _match(height: float, wanted: Tensor, y: Tensor, trimmed: Tensor, p: Tensor) -> Match:
-    off = [(a - y).abs().max().item() / height for a in (wanted, trimmed)]
-    return Match(*off, *(p[0].exp().item(), p[1].item(), p[2].item(), p[3].item()))
+    error, left = ((a - y).abs().max().item() / height for a in (wanted, trimmed))
+    tau, theta, gain, offset = p.tolist()
+    return Match(error, left, math.exp(tau), theta, gain, offset)
 
 
 def _model(cell: Cell, x: Tensor, p: Tensor) -> Tensor:

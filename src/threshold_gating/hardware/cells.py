@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 from threshold_gating.hardware import models as pdk
 from threshold_gating.hardware.spice import Netlist
@@ -85,7 +86,7 @@ def device(
 
 
 def pair(
-    spec: Pair, *, copies: int = 1, drive: str = "0", one_sided: bool = False, **conditions: object
+    spec: Pair, *, copies: int = 1, drive: str = "0", one_sided: bool = False, **conditions: Any
 ) -> Netlist:
     """Pairs side by side on one input `vd`; `i(v1)`, `i(v2)` are the currents of the first.
 
@@ -112,12 +113,12 @@ def pair(
         else:
             lines += [f"it{tag} s{tag} 0 {spec.tail:.6g}"]
     made = Netlist(f"differential pair, {describe(spec)}", tuple(lines), models=spec.models)
-    return replace(made, **conditions)  # type: ignore[arg-type]
+    return replace(made, **conditions)
 
 
 def mirror(tail: float) -> tuple[float, float]:
     """Width and length of the mirror that makes a tail current."""
-    return MIRROR if tail <= WIDE else (max(MIRROR[0], tail / WIDE), 1.0)
+    return MIRROR if tail <= WIDE else (max(MIRROR[0], round(tail / WIDE, 6)), 1.0)
 
 
 def describe(spec: Pair) -> str:

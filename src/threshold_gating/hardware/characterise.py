@@ -38,7 +38,7 @@ def measured(
     tell: Callable[..., None] = lambda *_: None,
 ) -> dict[str, Preset]:
     """Measure presets, one after the other."""
-    out = {}
+    out: dict[str, Preset] = {}
     for name in names:
         if name not in PRESETS:
             raise ValueError(f"no preset {name!r}; there are {', '.join(PRESETS)}.")
@@ -93,8 +93,8 @@ def _sources(spec: Pair, moving: Pair, reach: float, pairs: int) -> dict[str, So
     sweep = f"{program}, dc sweep of +-{measure.SWING:g} V at 27 C"
     draws = f"{program}, Monte Carlo mismatch of {pairs} pairs, seed {SEED}"
     step = (
-        f"{program}, step of one input over +-{measure.EDGE:g} / tau to {measure.WITHIN:.0%} of the "
-        "tail, slower edge, tail from a mirror, no load"
+        f"{program}, step of one input over +-{measure.EDGE:g} / tau to {measure.WITHIN:.0%} of "
+        "the tail, slower edge, tail from a mirror, no load"
     )
     area = "drawn gates (emitters) of the pair and of its tail transistor"
     rows = {
@@ -106,10 +106,7 @@ def _sources(spec: Pair, moving: Pair, reach: float, pairs: int) -> dict[str, So
         "temperature": ("C, 1/V", f"{program}, the same sweep at each temperature"),
         "sigma_theta": ("V", draws),
         "sigma_tau": ("1", f"{draws}, relative to the mean"),
-        "noise": (
-            "V rms",
-            f"{program}, noise at balance, 1 Hz to {bandwidth:.3g} Hz, referred to the input",
-        ),
+        "noise": ("V rms", f"{program}, input-referred at balance, 1 Hz to {reach:.3g} Hz"),
         "settling": ("s", step),
         "energy": ("J", "tail x supply x settling"),
         "swing": ("V", "range of the sweep"),

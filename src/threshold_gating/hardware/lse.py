@@ -8,7 +8,7 @@ with no integrator. Wells are tied to sources, or the body effect would divide e
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ SPREAD = 0.1  # volts that they go to either side
 
 @dataclass(frozen=True)
 class Tree:
-    """A tree for a power of two of inputs (or one stage for all of them), tail in A, sizes in um."""
+    """A tree of pairs (or one stage for all inputs); the tail in A, sizes in um."""
 
     inputs: int = 8
     tail: float = 10e-9
@@ -45,7 +45,7 @@ class Tree:
             )
 
 
-def netlist(tree: Tree, **conditions: object) -> Netlist:
+def netlist(tree: Tree, **conditions: Any) -> Netlist:
     """The tree on inputs vi0, vi1, ...; v(out) is log sum exp, lower by a constant."""
     lines = [f"vdd vdd 0 {tree.supply:g}", f"ib vdd mb {tree.tail:.6g}"]
     lines += [device("mb", "nfet", "mb mb 0 0", tree.models, MIRROR)]
@@ -68,7 +68,7 @@ def netlist(tree: Tree, **conditions: object) -> Netlist:
         stage += 1
     title = f"log sum exp of {tree.inputs}, {'one stage' if tree.flat else 'a tree of pairs'}"
     made = Netlist(title, tuple(lines), models=tree.models)
-    return replace(made, **conditions)  # type: ignore[arg-type]
+    return replace(made, **conditions)
 
 
 def _sum(tree: Tree, source: str, gates: list[str]) -> list[str]:
@@ -99,7 +99,7 @@ class Law(NamedTuple):
     error: float
 
 
-def measure(tree: Tree, vectors: int = 48, seed: int = 0, **conditions: object) -> Law:
+def measure(tree: Tree, vectors: int = 48, seed: int = 0, **conditions: Any) -> Law:
     """The law of a tree, from random inputs within the spread and from one that leads alone."""
     draw = torch.Generator().manual_seed(seed)
     v = torch.rand(vectors, tree.inputs, generator=draw, dtype=torch.float64) * 2 - 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -128,7 +128,7 @@ SIDES = ("i(v1)", "i(v2)")
 _SIDES = ("i(v1", "i(v2")
 
 
-def transfer(spec: Pair, swing: float = SWING, **conditions: object) -> tuple[Tensor, Tensor]:
+def transfer(spec: Pair, swing: float = SWING, **conditions: Any) -> tuple[Tensor, Tensor]:
     """The curve of a pair: differential input in volts, and the share of the tail current."""
     spec.check_swing(swing)
     return shares(run(pair(spec, **conditions), Analysis(sweep(swing), SIDES))[0])
@@ -184,7 +184,7 @@ def settling(spec: Pair, tau: float) -> float:
     The other input stands still, so the common source has to follow; junctions of the drawn
     diffusions are counted, whatever the drains drive is not.
     """
-    v, span = EDGE / tau, 200e-15 / spec.tail  # a guess of 200 fC; doubled until it is enough
+    v, span = EDGE / tau, 50e-15 / spec.tail  # a guess of 50 fC; the time is to fill part of it
     for _ in range(12):
         edge = span / 500
         points = [(0, -v), (span, -v), (span + edge, v), (2 * span, v), (2 * span + edge, -v)]
@@ -193,9 +193,9 @@ def settling(spec: Pair, tau: float) -> float:
         plot = run(netlist, Analysis(f"tran {edge:.6g} {3 * span:.6g} 0 {edge:.6g}", SIDES))[0]
         late = max(_late(plot, spec.tail, start, span, edge) for start in (span, 2 * span))
         if late < span / 2:
-            if late > span / 20:
+            if late > span / 8:
                 return late
-            span /= 5
+            span /= 3
         else:
             span *= 2
     raise RuntimeError(f"a step did not settle: {spec}")

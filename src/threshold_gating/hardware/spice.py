@@ -169,35 +169,45 @@ def run(netlist: Netlist, *analyses: Analysis, timeout: float = 600) -> list[Plo
     program = ngspice()
     if program is None:
         raise SpiceError(f"{INSTALL}.")
-    commands = []
+    commands: list[str] = []
+    files: list[list[tuple[str, tuple[str, ...]]]] = []  # of each analysis: names and their vectors
     for k, (command, keep, before) in enumerate(analyses):
-        commands += [*before, command, f"write {k}.raw {' '.join(keep)}"]
+        parts = [keep[n : n + _AT_ONCE] for n in range(0, len(keep), _AT_ONCE)]
+        files.append([(f"{k}_{n}.raw", part) for n, part in enumerate(parts)])
+        commands += [*before, command, *(f"write {f} {' '.join(part)}" for f, part in files[-1])]
     with tempfile.TemporaryDirectory(prefix="tg-spice-") as folder:
-        Path(folder, "deck.cir").write_text(netlist.deck(commands), "utf-8")
-        words = [program, "-n", "-b", "deck.cir"]
-        env = {**os.environ, "OMP_NUM_THREADS": "1"}
-        try:
-            done = subprocess.run(
-                words, cwd=folder, env=env, capture_output=True, text=True, timeout=timeout
-            )
-        except subprocess.TimeoutExpired:
-            raise SpiceError(
-                f"ngspice took longer than {timeout:g} s on {netlist.title}."
-            ) from None
-        said = done.stdout + done.stderr
-        files = [Path(folder, f"{k}.raw") for k in range(len(analyses))]
+        said = _run(program, Path(folder), netlist.deck(commands), netlist.title, timeout)
+        every = [Path(folder, name) for parts in files for name, _ in parts]
         # ngspice ends with 0 whatever happened: what it wrote and said is looked at.
         bad = [line.strip() for line in said.splitlines() if _BAD.search(line)]
-        if bad or not all(path.is_file() for path in files):
-            raise SpiceError(
-                f"ngspice failed on {netlist.title}: {' / '.join(bad[:4]) or said[-300:]}"
-            )
-        return [_plot(path, a.keep) for path, a in zip(files, analyses, strict=True)]
+        if bad or not all(path.is_file() for path in every):
+            words = " / ".join(bad[:4]) or said[-300:].strip()
+            raise SpiceError(f"ngspice failed on {netlist.title}: {words}")
+        return [
+            {key: v for name, keep in parts for key, v in _plot(Path(folder, name), keep).items()}
+            for parts in files
+        ]
+
+
+_AT_ONCE = 200  # vectors; `write` refuses a thousand
+
+
+def _run(program: str, folder: Path, deck: str, title: str, timeout: float) -> str:
+    (folder / "deck.cir").write_text(deck, "utf-8")
+    words = [program, "-n", "-b", "deck.cir"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    try:
+        done = subprocess.run(
+            words, cwd=folder, env=env, capture_output=True, text=True, timeout=timeout
+        )
+    except subprocess.TimeoutExpired:
+        raise SpiceError(f"ngspice took longer than {timeout:g} s on {title}.") from None
+    return done.stdout + done.stderr
 
 
 _BAD = re.compile(
     r"(?i)^\s*(fatal|error)|singular matrix|no convergence|timestep too small|doanalyses|"
-    r"could not find a valid modelname|no such vector|run simulation.s. aborted"
+    r"could not find a valid modelname|no such vector|is not available or has|run simulation.s. aborted"
 )
 
 

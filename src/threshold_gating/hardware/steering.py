@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from threshold_gating.hardware import devices
 from threshold_gating.hardware.cells import LENGTHS, MIRROR, WIDTHS, device
@@ -65,7 +66,7 @@ class Cell:
 
     @cached_property
     def taus(self) -> tuple[float, ...]:
-        """Sharpness of every threshold, per unit of x; a hard gate gets all that the swing gives."""
+        """Sharpness of every threshold per unit of x; a hard gate gets what the swing gives."""
         t = self.instance
         if t.hard:
             return (self.swing * self.tau / self.span,) * (t.K - 1)
@@ -153,8 +154,9 @@ def _check_rails(cell: Cell) -> None:
     low = round(DEPTH * COMMON, 6)
     if high <= 0:
         raise ValueError(
-            f"a supply of {cell.supply:g} V leaves no room: gates stand at {COMMON:g} V and a mirror "
-            f"above them needs {SATURATION:g} V; give {COMMON + SATURATION + cell.swing:g} V or more."
+            f"a supply of {cell.supply:g} V leaves no room: gates stand at {COMMON:g} V and a "
+            f"mirror above them needs {SATURATION:g} V; give "
+            f"{COMMON + SATURATION + cell.swing:g} V or more."
         )
     if cell.supply > 1.95:
         raise ValueError(
@@ -190,7 +192,7 @@ def _check_reach(cell: Cell) -> None:
         low, high = RATIOS
         if ratio and not low <= ratio <= high:
             raise ValueError(
-                f"{cell.name}: a branch has the slope {s:g}, a current mirror of ratio {ratio:.3g}; "
+                f"{cell.name}: a branch has the slope {s:g}, a mirror of ratio {ratio:.3g}; "
                 f"from {low:g} to {high:g} is possible, so slopes from "
                 f"{low * cell.x_unit / cell.unit:.3g} on (the constant c = {c:g})."
             )
@@ -199,19 +201,19 @@ def _check_reach(cell: Cell) -> None:
 # The netlist
 
 
-def netlist(cell: Cell, copies: int = 1, **conditions: object) -> Netlist:
+def netlist(cell: Cell, copies: int = 1, **conditions: Any) -> Netlist:
     """Cells side by side on one ramp of x from -span to span; `i(vo)` is the first one's output."""
     lines = [f"vdd vdd 0 {cell.supply:g}"]
     for copy in range(copies):
         lines += _one(cell, str(copy) if copy else "")
     kind = "real tails" if cell.real else "ideal tails"
     notes = (
-        f"x from {-cell.span:.6g} to {cell.span:.6g} in {RAMP:g} s; y = (i(vo) - {cell.base:.6g}) / "
-        f"{cell.unit:.6g}",
+        f"x from {-cell.span:.6g} to {cell.span:.6g} in {RAMP:g} s; "
+        f"y = (i(vo) - {cell.base:.6g}) / {cell.unit:.6g}",
     )
     title = f"branch cell {cell.name}, K = {cell.instance.K}, {cell.device}, {kind}"
     made = Netlist(title, tuple(lines), models=cell.models, notes=notes)
-    return replace(made, **conditions)  # type: ignore[arg-type]
+    return replace(made, **conditions)
 
 
 def _one(cell: Cell, tag: str) -> list[str]:
