@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from threshold_gating.cli.spice import FAMILIES
+from threshold_gating.cli.spice_tables import FAMILIES
 from threshold_gating.hardware import steering
 from threshold_gating.hardware.cells import MIRROR
 from threshold_gating.hardware.steering import Cell
