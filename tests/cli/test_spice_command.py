@@ -73,7 +73,7 @@ def test_tau_is_turned_into_a_tail_and_what_no_pair_has_is_refused(monkeypatch):
     assert spice.tail_for(Pair(), 28.0) == pytest.approx(spice.TAILS[1])
     assert spice.TAILS[1] < spice.tail_for(Pair(), 27.0) < spice.TAILS[2]
     with pytest.raises(
-        ValueError, match=r"tau 50 per volt .* from 12 \(at 3e-05 A\) to 30 \(at 1e-09"
+        ValueError, match=r"tau 50 per volt .* from 10 \(at 0\.0001 A\) to 30 \(at 1e-09"
     ):
         spice.tail_for(Pair(), 50.0)
 

@@ -66,7 +66,8 @@ def test_the_curve_of_a_preset_is_within_half_a_percent_of_the_transistors(pdk, 
     v, g = measure.transfer(Pair(tail=preset.tail))
     off = (preset.gate(v) - g).abs().max().item()
     assert off < 0.005
-    assert off == pytest.approx(preset.deviation, abs=2e-5)  # tau of a preset has four digits
+    # tau of a preset has four digits: half a unit of the last moves a gate by 0.22 x 1.7e-4.
+    assert off == pytest.approx(preset.deviation, abs=4e-5)
 
 
 def test_tau_of_a_weak_pair_falls_with_temperature(pdk):
