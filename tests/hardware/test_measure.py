@@ -89,7 +89,7 @@ def test_a_bipolar_pair_is_logistic_at_37_15_per_volt(pdk):
     assert fit.deviation < 1e-4
 
 
-def test_mismatch_of_a_weak_pair_follows_the_area_law_and_its_seed(pdk):
+def test_mismatch_of_a_weak_pair_is_that_of_theory_and_repeats_with_its_seed(pdk):
     first, again, other = (measure.mismatch(Pair(), 3, seed) for seed in (3, 3, 4))
     assert first == again != other
     many = measure.mismatch(Pair(), 100, seed=3)

@@ -208,7 +208,8 @@ def _measured_cell(args: argparse.Namespace, cell: steering.Cell, tell: Any) -> 
     spread = cell_error.matches(cell, many)
     tell("branch current", 0.8)
     tails = cell_error.over_branch(cell)
-    rows = [_head("condition"), _line(f"{args.celsius:g} C", at)]
+    rows = [_head("condition")]
+    rows += [] if args.celsius in CELSIUS and not args.corner else [_line(_here(args), at)]
     rows += [_line(f"{t:g} C", m) for t, m in zip(CELSIUS, warm, strict=True)]
     for share, word in ((0.5, "median"), (0.95, "95 %")):
         worst = [_quantile([m[k] for m in spread], share) for k in (0, 1)]
@@ -255,6 +256,10 @@ def _titled(cell: steering.Cell) -> str:
         f"{cell.name} from {cell.device} pairs with {tails} tails: K = {cell.instance.K}, I_b = "
         f"{cell.bias * 1e9:g} nA, |x| <= {cell.span:.3g} at {cell.swing:g} V"
     )
+
+
+def _here(args: argparse.Namespace) -> str:
+    return ", ".join(filter(None, (f"{args.celsius:g} C", args.corner)))
 
 
 def _head(first: str) -> Row:
