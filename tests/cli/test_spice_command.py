@@ -44,7 +44,7 @@ def test_without_ngspice_run_prints_the_netlist_and_says_what_is_missing(tg, mon
 def test_a_cell_is_measured_in_a_table_of_a_hundred_columns(tg, pdk, monkeypatch, tmp_path):
     monkeypatch.setattr(spice, "CELSIUS", (27.0,))
     tails = [cell_error.Tail(2e-8, 28.5, 1e-7)]  # its steps take long, and have tests of their own
-    monkeypatch.setattr(cell_error, "over_branch", lambda cell: tails)
+    monkeypatch.setattr(cell_error, "over_branch", lambda cell, **conditions: tails)
     picture = tmp_path / "silu.svg"
     code, out, err = tg(
         "spice", "silu", "--run", "--tail", "ideal", "--draws", "3", "--plot", str(picture)
@@ -89,6 +89,10 @@ def test_tau_is_turned_into_a_tail_and_what_no_pair_has_is_refused(monkeypatch):
         (["silu", "--corner", "xx"], "no corner 'xx'"),
         (["silu", "--draws", "1"], "--draws must be 2 or more"),
         (["silu", "--plot", "a.svg"], "give --run too"),
+        (["presets", "--bias", "1u"], "--bias has no effect on presets, which takes --draws"),
+        (["tradeoff", "--celsius", "85"], "--celsius has no effect on tradeoff"),
+        (["families", "--corner", "ss"], "--corner has no effect on families"),
+        (["lse", "--transistor", "npn"], "--transistor has no effect on lse"),
         (["sillu"], "sillu"),
         (["leaky_relu"], "a mirror of ratio 0.01"),
         (["pair", "--bias", "1"], "the tail current in A must be from 1e-10 to 0.0001"),

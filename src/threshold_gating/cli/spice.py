@@ -38,6 +38,7 @@ def spice(args: argparse.Namespace) -> int:
         raise UsageError(f"--draws must be 2 or more; got {args.draws}.")
     if args.plot and not args.run:
         raise UsageError("--plot draws what was measured: give --run too.")
+    _check_options(args)
     try:
         netlist, run = _task(args)
     except ValueError as error:
@@ -60,6 +61,29 @@ def spice(args: argparse.Namespace) -> int:
         _picture(answer, args.plot)
     show(args, answer.result, "\n\n".join(_text(*table) for table in answer.tables))
     return 0
+
+
+# What each task takes beside --run, -o, --plot and --json; any other option would be ignored.
+_CELL = {"tail", "bias", "swing", "supply", "transistor"}
+_AT = {"corner", "celsius"}
+_TAKEN = {
+    "presets": {"draws"},
+    "tradeoff": {"draws", "seed", "models"},
+    "families": _CELL,
+    "lse": {"bias", "supply", *_AT},
+    "pair": {*_CELL, *_AT, "tau", "models", "draws", "seed"},
+}
+_UNSET = {"transistor": "nfet", "corner": "", "celsius": 27.0, "seed": 1}
+
+
+def _check_options(args: argparse.Namespace) -> None:
+    taken = _TAKEN.get(args.what, {*_CELL, *_AT, "draws", "seed", "models", "tau"})
+    for name in sorted({*_CELL, *_AT, "tau", "models", "draws", "seed"} - taken):
+        if getattr(args, name) != _UNSET.get(name):
+            raise UsageError(
+                f"--{name} has no effect on {args.what}, which takes "
+                f"{', '.join(f'--{each}' for each in sorted(taken))}."
+            )
 
 
 def _task(args: argparse.Namespace) -> tuple[Netlist | None, Callable[[Any], Answer]]:
@@ -138,15 +162,15 @@ def _measured_pair(args: argparse.Namespace, spec: Pair, tell: Any) -> Answer:
     v, g = measure.transfer(spec, args.swing or measure.SWING, **conditions(args))
     fit, own = measure.own_curve(v, g)
     tell("temperature", 0.2)
-    warm = measure.over_temperature(spec, CELSIUS)
+    warm = measure.over_temperature(spec, CELSIUS, corner=args.corner)
     corners = pdk.chosen(spec.models).corners
-    process = measure.over_corners(spec, corners)
+    process = measure.over_corners(spec, corners, celsius=args.celsius)
     tell("mismatch", 0.4)
-    spread = measure.mismatch(spec, args.draws or DRAWS, args.seed)
+    spread = measure.mismatch(spec, args.draws or DRAWS, args.seed, **conditions(args))
     tell("settling", 0.7)
-    settled = measure.settling(spec, fit.tau)
+    settled = measure.settling(spec, fit.tau, **conditions(args))
     bandwidth = characterise.bandwidth(settled)
-    hiss = measure.noise(spec, bandwidth)
+    hiss = measure.noise(spec, bandwidth, **conditions(args))
     seen = f"{spread.pairs} pairs, {spec.models}"
     rows: list[Row] = [
         ("tau", f"{fit.tau:.2f}", "1/V", "logistic fit"),
@@ -201,15 +225,15 @@ def _measured_cell(args: argparse.Namespace, cell: steering.Cell, tell: Any) -> 
     answer = cell_error.response(cell, **conditions(args))
     at = cell_error.match(cell, answer.x, answer.y[0])
     tell("temperature", 0.2)
-    warm = cell_error.over_temperature(cell, CELSIUS)
+    warm = cell_error.over_temperature(cell, CELSIUS, corner=args.corner)
     tell("mismatch", 0.3)
     draws = args.draws or DRAWS
     many = cell_error.response(cell, draws, seed=args.seed, **conditions(args))
     spread = cell_error.matches(cell, many)
     tell("branch current", 0.8)
-    tails = cell_error.over_branch(cell)
+    tails = cell_error.over_branch(cell, **conditions(args))
     rows = [_head("condition")]
-    rows += [] if args.celsius in CELSIUS and not args.corner else [_line(_here(args), at)]
+    rows += [] if args.celsius in CELSIUS else [_line(f"{args.celsius:g} C", at)]
     rows += [_line(f"{t:g} C", m) for t, m in zip(CELSIUS, warm, strict=True)]
     for share, word in ((0.5, "median"), (0.95, "95 %")):
         worst = [_quantile([m[k] for m in spread], share) for k in (0, 1)]
@@ -222,7 +246,7 @@ def _measured_cell(args: argparse.Namespace, cell: steering.Cell, tell: Any) -> 
         (f"{t.current * 1e9:.3g} nA", f"{t.tau:.2f}", f"{t.settling * 1e9:.3g} ns") for t in tails
     ]
     tables = [
-        (_titled(cell), rows),
+        (_titled(cell) + (f", corner {args.corner}" if args.corner else ""), rows),
         ("A pair over the swing of its branch: the tail is the signal", moves),
         ("What it is made of", _made(cell, made, answer.current)),
     ]
@@ -256,10 +280,6 @@ def _titled(cell: steering.Cell) -> str:
         f"{cell.name} from {cell.device} pairs with {tails} tails: K = {cell.instance.K}, I_b = "
         f"{cell.bias * 1e9:g} nA, |x| <= {cell.span:.3g} at {cell.swing:g} V"
     )
-
-
-def _here(args: argparse.Namespace) -> str:
-    return ", ".join(filter(None, (f"{args.celsius:g} C", args.corner)))
 
 
 def _head(first: str) -> Row:
