@@ -36,6 +36,7 @@ ALLOWED = {
     "conversion": _CONVERSION,
     "training": _CONVERSION,
     "theory": _THEORY,
+    "hardware": _THEORY | {"hardware"},
     "show": _THEORY,
     "cli": None,  # anything
     "__main__": None,

@@ -1,0 +1,1 @@
+"""Analog hardware: measured transistors, cells of them, and what they do to a network."""
