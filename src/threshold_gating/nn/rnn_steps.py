@@ -25,7 +25,7 @@ from threshold_gating.nn.unitwise import Learned
 from threshold_gating.primitive import Value
 
 State = tuple[Tensor, ...]
-Instance = TG | Learned
+Instance = TG | Learned | Callable[[Tensor], Tensor]  # the last: a gate that evaluates itself
 Gates = Mapping[str, Instance]
 
 _SIGMOID, _TANH = taxonomy.TAXONOMY["sigmoid"], taxonomy.TAXONOMY["tanh"]
@@ -60,8 +60,10 @@ _Build = Callable[[_Weights, Gates], _Cell]
 
 
 def _blend(t: Instance, x: Tensor) -> Tensor:
-    if not isinstance(t, Learned):
+    if isinstance(t, TG):
         return kernels.blend(x, t)
+    if not isinstance(t, Learned):
+        return t(x)
     centred = kernels.Structure.is_centred(t.start)
     return kernels.blend(x, t.tau, (t.theta,), t.s, t.c, clamp=t.start.clamp, centred=centred)
 
