@@ -1,4 +1,4 @@
-"""Trained networks on simulated analog hardware: what each imperfection costs, and what tuning gives.
+"""Trained networks on simulated analog hardware: what each imperfection costs, what tuning gives.
 
 What it should show, if it works: how far thresholds, offsets, noise, sharpness, temperature,
 converters and drift may be off before a network that others trained loses accuracy; which of its
@@ -31,11 +31,12 @@ from experiments.evidence.run import CASES, missing
 from threshold_gating.hardware import devices
 from threshold_gating.hardware.analog import Simulation, simulate
 from threshold_gating.hardware.crossbar import Crossbar
-from threshold_gating.hardware.pairs import Errors
+from threshold_gating.hardware.physical import Errors
 from threshold_gating.hardware.retune import cancel, distance, divergence, retune, storage
 
 SAMPLES = {"resnet20": 1000, "mobilenet-v2": 50, "char-lstm": 20, "memory-gru": 20}
 TILE = 128
+STEPS = 30  # of tuning, 32 samples each
 PCM = {"drift": 0.05, "drift_sigma": 0.02}  # of phase-change cells, as aihwkit has them
 TIMES = {"1 hour": 3600.0, "1 day": 86400.0, "1 month": 2.6e6, "1 year": 3.2e7}
 
@@ -98,7 +99,9 @@ def figures(simulation: Simulation, net: Network, what: str) -> Row:
     low, high = values.min().item(), values.max().item()
     row = {"what": what, "mean": values.mean().item(), "low": low, "high": high}
     seconds = time.monotonic() - start
-    print(f"  {what:<44} {row['mean']:>9.3f}   {low:.3f} to {high:.3f}   {seconds:.0f} s", flush=True)
+    print(
+        f"  {what:<44} {row['mean']:>9.3f}   {low:.3f} to {high:.3f}   {seconds:.0f} s", flush=True
+    )
     return row
 
 
@@ -120,7 +123,9 @@ def errors(net: Network, draws: int) -> Iterator[Row]:
     for sharpness in (4, 8, 16):
         yield measured(net, f"tau RMS = {sharpness}", 1, sharpness=sharpness, **ideal())
     for share in ("layer", "neuron"):
-        yield measured(net, f"theta 0.2, one gate a {share}", draws, share=share, **ideal(theta=0.2))
+        yield measured(
+            net, f"theta 0.2, one gate a {share}", draws, share=share, **ideal(theta=0.2)
+        )
 
 
 def presets(net: Network, draws: int) -> Iterator[Row]:
@@ -188,20 +193,20 @@ def tuning(net: Network, draws: int) -> Iterator[Row]:
     cases = {
         "offset 0.2 RMS, tau RMS = 8": dict(sharpness=8.0, **ideal(offset=0.2)),
         "theta 0.4 RMS, tau RMS = 8": dict(sharpness=8.0, **ideal(theta=0.4)),
-        "sky130-weak": {"preset": "sky130-weak", "level": devices.preset("sky130-weak").supply / 2},
+        "sky130-weak at its swing": {"preset": "sky130-weak"},
     }
     for what, given in cases.items():
-        for share in ("layer", "channel"):
-            simulation = simulate(net.gated, inputs=net.inputs, draws=draws, share=share, **given)
-            name = f"{what}, one gate a {share}"
-            yield figures(simulation, net, name)
-            retune(simulation, net.gated, batches, steps=60, loss=loss)
-            row = figures(simulation, net, f"{name}, tuned")
+        simulation = simulate(net.gated, inputs=net.inputs, draws=draws, **given)
+        yield figures(simulation, net, what)
+        for part in (("theta",), ("tau", "theta")):
+            simulation.redraw(0)
+            retune(simulation, net.gated, batches, steps=STEPS, what=part, loss=loss)
+            row = figures(simulation, net, f"{what}, {' and '.join(part)} tuned")
             yield {**row, **storage(simulation, 8)._asdict()}
 
 
 def _some(t: Any) -> Any:
-    return t[:: max(1, len(t) // 64)] if isinstance(t, Tensor) and t.dim() and len(t) > 64 else t
+    return t[:: max(1, len(t) // 32)] if isinstance(t, Tensor) and t.dim() and len(t) > 32 else t
 
 
 def bits(net: Network, draws: int) -> Iterator[Row]:
@@ -218,7 +223,17 @@ def bits(net: Network, draws: int) -> Iterator[Row]:
 
 SECTIONS = {
     f.__name__: f
-    for f in (errors, presets, millivolts, temperature, converters, cells, sensitivity, tuning, bits)
+    for f in (
+        errors,
+        presets,
+        millivolts,
+        temperature,
+        converters,
+        cells,
+        sensitivity,
+        tuning,
+        bits,
+    )
 }
 
 

@@ -24,6 +24,7 @@ COMMANDS = {
     "verify": "convert",
     "evaluate": "evaluate",
     "prove": "prove",
+    "simulate": "simulate",
     "env": "env",
     "demo": "demo",
 }

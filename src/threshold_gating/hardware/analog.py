@@ -31,8 +31,8 @@ from threshold_gating.conversion.watch import Run, Running, evaluating, fresh
 from threshold_gating.hardware import devices
 from threshold_gating.hardware.crossbar import LAYERS, Array, Crossbar, put_on_crossbar
 from threshold_gating.hardware.drawn import stacked
-from threshold_gating.hardware.pairs import SHARES, AnalogGate, Chip, Errors, Share
-from threshold_gating.hardware.report import LayerRow, Report, SiteRow
+from threshold_gating.hardware.physical import SHARES, AnalogGate, Chip, Errors, Share
+from threshold_gating.hardware.report import ChipRow, LayerRow, Report, SiteRow, compared
 from threshold_gating.hardware.wholes import Elementwise, whole
 from threshold_gating.nn.activation import Activation
 from threshold_gating.nn.dense import _Tiered
@@ -129,7 +129,9 @@ def _chip(
             f"preset: {', '.join(devices.presets())}."
         )
     if level is not None and sharpness is not None:
-        raise ValueError("simulate: level and sharpness both set how sharp hard gates are; give one.")
+        raise ValueError(
+            "simulate: level and sharpness both set how sharp hard gates are; give one."
+        )
     if sharpness is not None and not 0 < sharpness < math.inf:
         raise ValueError(f"simulate: sharpness is tau times an RMS, above 0; got {sharpness!r}.")
     if pair is None:
@@ -144,7 +146,9 @@ def _chip(
             f"{pair.swing:g} to {pair.supply:g} V."
         )
     if level is not None and not 0 < level <= rail:
-        raise ValueError(f"simulate: level must be above 0 and up to the rail, {rail:g} V; got {level:g}.")
+        raise ValueError(
+            f"simulate: level must be above 0 and up to the rail, {rail:g} V; got {level:g}."
+        )
     return Chip(pair, given.of(pair), share, temperature, level, sharpness, rail)
 
 
@@ -224,15 +228,15 @@ class _Body(nn.Module):
 class AnalogModule(nn.Module):
     """An activation of the network on physical gates: a set for each call in a run, or one."""
 
-    def __init__(self, name: str, act: Activation, chip: Chip, calls: int) -> None:
+    def __init__(
+        self, name: str, act: Activation, chip: Chip, calls: int, reused: bool = False
+    ) -> None:
         super().__init__()
         self.name, self.turn = name, 0
         kind = act.name or "gate"
-        names = [name, *(f"{name}#{k}" for k in range(1, calls))]
+        names = [name, *(f"{name}#{k}" for k in range(1, 1 if reused else calls))]
         self.gates = nn.ModuleList(AnalogGate(each, kind, act, chip) for each in names)
-        self.inplace, self.reused = act.inplace, calls == 0
-        if self.reused:
-            self.gates.append(AnalogGate(name, kind, act, chip))
+        self.inplace, self.reused = act.inplace, reused
 
     def forward(self, *args: Tensor, **named: Tensor) -> Tensor:
         (x,) = (*args, *named.values())
@@ -256,7 +260,9 @@ def _place_modules(
     network = body.network
     names = {m: name for name, m in reversed(list(network.named_modules()))}
     left = [
-        f"{name} ({type(m).__name__})" for m, name in names.items() if isinstance(m, _Tiered | _Gated)
+        f"{name} ({type(m).__name__})"
+        for m, name in names.items()
+        if isinstance(m, _Tiered | _Gated)
     ]
     inside = {part for m in names if isinstance(m, _Tiered) for part in m.modules()}
     made: dict[nn.Module, nn.Module] = {}
@@ -269,7 +275,7 @@ def _place_modules(
                 if not calls:
                     left.append(f"{name} (not reached)")
                 elif chosen(name):
-                    made[part] = AnalogModule(name, part, chip, 0 if reuse else calls)
+                    made[part] = AnalogModule(name, part, chip, calls, reuse)
             if part in made:
                 parent._modules[key] = made[part]
     return left
@@ -406,6 +412,17 @@ class Simulation(nn.Module):
         """`metric` of each chip, with a progress bar: of a network, a number."""
         return torch.tensor([metric(self.chip(k)) for k in bar(range(self.draws), what)])
 
+    @torch.no_grad()
+    def compare(self, ideal: nn.Module, inputs: Any) -> list[ChipRow]:
+        """How far each chip's output is from that of `ideal`, on inputs as `tg.convert` takes."""
+        args, kwargs = arguments(inputs)
+        with evaluating(ideal):
+            aim = ideal(*fresh(args), **fresh(kwargs))
+        return [
+            compared(k, self.chip(k)(*fresh(args), **fresh(kwargs)), aim)
+            for k in bar(range(self.draws), "chips")
+        ]
+
     def run_one(self, k: int, args: Any, kwargs: Any) -> Any:
         held = {name: t[k] for name, t in stacked(self.body).items()}
         return functional_call(self.body, held, args, kwargs)
@@ -476,7 +493,8 @@ def _mapped_inputs(simulation: Simulation, args: Any, kwargs: Any) -> Any:
 def _looped(simulation: Simulation, args: Any, kwargs: Any) -> Any:
     """One chip after the other."""
     each = [
-        simulation.run_one(k, fresh(args), fresh(kwargs)) if simulation.draws > 1
+        simulation.run_one(k, fresh(args), fresh(kwargs))
+        if simulation.draws > 1
         else simulation.run_one(k, args, kwargs)
         for k in range(simulation.draws)
     ]

@@ -135,6 +135,10 @@ class Products:
 class Array(Drawn):
     """The cells of one layer, drawn for each chip, and what was seen of its inputs and sums."""
 
+    error: Tensor
+    drifting: Tensor
+    broken: Tensor
+
     def __init__(self, name: str, settings: Crossbar) -> None:
         super().__init__()
         self.name, self.settings = name, settings
@@ -155,7 +159,7 @@ class Array(Drawn):
 
     def multiply(self, layer: _OnCrossbar, x: Tensor) -> Tensor:
         """The product of a layer, column by column of every tile."""
-        weight = wide(layer.weight).flatten(1).unflatten(0, (layer.groups, -1))  # (G, O, R)
+        weight = torch.unflatten(wide(layer.weight).flatten(1), 0, (layer.groups, -1))  # (G, O, R)
         v, top = self._voltages(x)
         cells = weight if self.watching else self.weights(weight)
         partial, size = self._products(layer, v, cells)  # (..., G, T, O)
@@ -267,7 +271,7 @@ class Array(Drawn):
         height, width = s.rows or g.shape[-1], s.columns or g.shape[-2]
         tiles = _tiled(g, height)  # (2, ..., O, T, rows)
         count = tiles.shape[-3]
-        columns = F.pad(tiles, (0, 0, 0, 0, 0, -count % width)).unflatten(-3, (-1, width))
+        columns = torch.unflatten(F.pad(tiles, (0, 0, 0, 0, 0, -count % width)), -3, (-1, width))
         along = torch.einsum("jl,...ltr->...jtr", _shared(width, g), columns.sum(0))
         down = torch.einsum("ik,...jtk->...jti", _shared(height, g), columns)
         drop = s.wire * s.g_max * (along + down).flatten(-4, -3)[..., :count, :, :]
@@ -286,8 +290,8 @@ class Array(Drawn):
             raise ValueError(
                 f"Crossbar: at {self.name} wires of {s.wire:g} ohm a cell take "
                 f"{self.worst_drop:.0%} of a cell's voltage, and IR drop is simulated to first "
-                f"order, up to {LARGEST_DROP:.0%}; wires up to {fits:.2g} ohm, smaller tiles (rows, "
-                "columns) or a lower g_max would work."
+                f"order, up to {LARGEST_DROP:.0%}; wires up to {fits:.2g} ohm, smaller tiles "
+                "(rows, columns) or a lower g_max would work."
             )
 
 
@@ -299,12 +303,13 @@ def _shared(n: int, like: Tensor) -> Tensor:
 
 def _tiled(rows: Tensor, height: int) -> Tensor:
     """(..., R) as (..., T, height), the last tile filled up with rows that are not driven."""
-    return F.pad(rows, (0, -rows.shape[-1] % height)).unflatten(-1, (-1, height))
+    return torch.unflatten(F.pad(rows, (0, -rows.shape[-1] % height)), -1, (-1, height))
 
 
 def _rounded(x: Tensor, step: Any) -> Tensor:
     """To multiples of a step; its gradient is that of x."""
-    return x + (torch.round(x / step) * step - x).detach()
+    off: Tensor = torch.round(x / step) * step - x
+    return x + off.detach()
 
 
 # Layers
@@ -314,8 +319,8 @@ class _OnCrossbar(nn.Module):
     """A layer whose product is that of its `array`."""
 
     array: Array
-    weight: Tensor
-    bias: Tensor | None
+    weight: Any
+    bias: Any
     groups: int = 1
     behind: int = 0  # axes behind that of the outputs
 
@@ -337,7 +342,7 @@ class _OnCrossbar(nn.Module):
 
     def columns(self, y: Tensor) -> Tensor:
         """What `whole` gives as (..., G, O)."""
-        return y.movedim(-1 - self.behind, -1).unflatten(-1, (self.groups, -1))
+        return torch.unflatten(y.movedim(-1 - self.behind, -1), -1, (self.groups, -1))
 
     def assembled(self, y: Tensor) -> Tensor:
         """(..., G, O) as the layer's output."""
@@ -360,7 +365,7 @@ class _Conv(_OnCrossbar):
     kernel_size: tuple[int, ...]
     dilation: tuple[int, ...]
     stride: tuple[int, ...]
-    padding_mode: str
+    padding_mode: Any
     _reversed_padding_repeated_twice: list[int]
 
     def _padded(self, x: Tensor) -> Tensor:
@@ -380,7 +385,7 @@ class _Conv(_OnCrossbar):
         for k, (size, dilation, stride) in enumerate(steps, channel + 1):
             x = x.unfold(k, dilation * (size - 1) + 1, stride)[..., ::dilation]
         x = x.movedim(channel, channel + n)  # behind the positions
-        return x.unflatten(channel + n, (self.groups, -1)).flatten(channel + n + 1)
+        return torch.unflatten(x, channel + n, (self.groups, -1)).flatten(channel + n + 1)
 
 
 class CrossbarConv1d(_Conv, nn.Conv1d):
@@ -415,5 +420,6 @@ def put_on_crossbar(layer: nn.Module, name: str, settings: Crossbar) -> Array:
     layer.__class__ = LAYERS[type(layer)]
     layer.add_module("array", array)
     weight: Any = layer.weight
-    array.check(weight.detach().flatten(1).unflatten(0, (getattr(layer, "groups", 1), -1)))
+    groups = getattr(layer, "groups", 1)
+    array.check(torch.unflatten(weight.detach().flatten(1), 0, (groups, -1)))
     return array

@@ -6,9 +6,12 @@ import math
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
 if TYPE_CHECKING:
     from threshold_gating.hardware.crossbar import Array
-    from threshold_gating.hardware.pairs import AnalogGate
+    from threshold_gating.hardware.physical import AnalogGate
 
 
 @dataclass(frozen=True)
@@ -114,8 +117,11 @@ class Report:
         return self.table()
 
 
-SITE_HEADER = ("site", "kind", "K", "gates", "RMS", "mV/unit", "RMS mV", "max mV", "tau RMS", "theta/RMS")
-SITE_WIDTHS = (-28, -10, 2, 7, 8, 8, 7, 8, 8, 10)
+SITE_HEADER = (
+    *("site", "kind", "K", "gates", "RMS", "mV/unit", "RMS mV", "max mV", "tau RMS"),
+    "dtheta",
+)
+SITE_WIDTHS = (-26, -9, 2, 6, 8, 8, 8, 9, 7, 7)
 
 
 def site_cells(row: SiteRow) -> tuple[str, ...]:
@@ -148,3 +154,36 @@ def _row(cells: tuple[str, ...], widths: tuple[int, ...]) -> str:
         short = cell if len(cell) <= room else f"…{cell[1 - room :]}"
         parts.append(short.ljust(room) if width < 0 else short.rjust(room))
     return " ".join(parts).rstrip()
+
+
+@dataclass(frozen=True)
+class ChipRow:
+    """What one chip gives, against the ideal network on the same inputs."""
+
+    chip: int
+    error: float  # RMS of the difference over the RMS of the ideal outputs
+    largest: float  # max|d| / max|y|
+    same: float | None  # share of rows whose largest entry is the same; None: no rows
+
+
+def compared(chip: int, output: Any, ideal: Any) -> ChipRow:
+    """The floating-point tensors of two outputs; rows lie along the last axis of the first."""
+    pairs = [
+        (a.detach().double(), b.detach().double())
+        for a, b in zip(pytree.tree_leaves(output), pytree.tree_leaves(ideal), strict=True)
+        if isinstance(a, Tensor) and a.is_floating_point()
+    ]
+    if not pairs:
+        raise ValueError("simulate: the network gives no floating-point tensor to compare.")
+    apart = sum((a - b).square().sum().item() for a, b in pairs)
+    size = sum(b.square().sum().item() for _, b in pairs)
+    most = max((a - b).abs().max().item() for a, b in pairs)
+    top = max(b.abs().max().item() for _, b in pairs)
+    a, b = pairs[0]
+    rows = a.dim() > 1 and a.shape[-1] > 1
+    same = (a.argmax(-1) == b.argmax(-1)).double().mean().item() if rows else None
+    return ChipRow(chip, _over(math.sqrt(apart), math.sqrt(size)), _over(most, top), same)
+
+
+def _over(a: float, b: float) -> float:
+    return a / b if b else math.inf if a else 0.0

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from threshold_gating.conversion.plan import arguments
 from threshold_gating.hardware.analog import Simulation, bar
-from threshold_gating.hardware.pairs import AnalogGate
+from threshold_gating.hardware.physical import AnalogGate
 
 TRIMS = ("tau", "theta")
 Loss = Callable[[Any, Any], Tensor]  # of the output of a chip and that of the ideal network
@@ -49,7 +49,7 @@ def cancel(simulation: Simulation, bits: int | None = None, span: float = 3.0) -
     if bits is not None and bits not in range(1, 25):
         raise ValueError(f"cancel: bits must be from 1 to 24, or None; got {bits}.")
     for gate in simulation.body.gates():
-        drawn = gate.devices
+        drawn: Any = gate.devices
         if hasattr(drawn, "theta"):
             sigma = gate.sigmas_theta()
             drawn.trim_theta.copy_(-sigma * _coded(drawn.theta, bits, span))
@@ -69,13 +69,15 @@ def _coded(numbers: Tensor, bits: int | None, span: float) -> Tensor:
 
 def distance(output: Any, ideal: Any) -> Tensor:
     """Mean squared difference over the mean square of the ideal output."""
-    return F.mse_loss(output, ideal) / ideal.square().mean()
+    far: Tensor = F.mse_loss(output, ideal) / ideal.square().mean()
+    return far
 
 
 def divergence(output: Tensor, ideal: Tensor) -> Tensor:
     """Of the class probabilities: Kullback and Leibler's, from logits along the last axis."""
     p, q = ideal.log_softmax(-1), output.log_softmax(-1)
-    return (p.exp() * (p - q)).sum(-1).mean()
+    far: Tensor = (p.exp() * (p - q)).sum(-1).mean()
+    return far
 
 
 def retune(
@@ -125,7 +127,9 @@ def _trims(gates: Iterable[AnalogGate], what: Sequence[str], rate: float) -> lis
     for gate in gates:
         for name in what:
             trim = getattr(gate.devices, f"trim_{name}").requires_grad_(True)
-            groups.append({"params": [trim], "lr": rate * (gate.seen.rms if name == "theta" else 1)})
+            groups.append(
+                {"params": [trim], "lr": rate * (gate.seen.rms if name == "theta" else 1)}
+            )
     return groups
 
 

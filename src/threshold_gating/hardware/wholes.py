@@ -20,7 +20,7 @@ from threshold_gating import kernels
 from threshold_gating.conversion import sites
 from threshold_gating.conversion.plan import ConversionError
 from threshold_gating.hardware.drawn import normal
-from threshold_gating.hardware.pairs import AnalogGate, Chip
+from threshold_gating.hardware.physical import AnalogGate, Chip
 from threshold_gating.logits import attention_logits
 from threshold_gating.nn.rnn_steps import FUNCTIONS, SITES
 from threshold_gating.primitive import wide
@@ -85,7 +85,7 @@ class KeyGates(AnalogGate):
             levels.append(above)
         outside = torch.full_like(levels[-1], _OFF)
         for level in reversed(levels[:-1]):
-            other = level.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+            other = torch.unflatten(level, -1, (-1, 2)).flip(-1).flatten(-2)
             outside = self._cell(outside.repeat_interleave(2, -1), other, "down", down)
             down += outside.shape[-1]
         # Of a single key nothing is outside: its gate is open.
@@ -121,7 +121,9 @@ class Softmax(nn.Module):
     ) -> Tensor:
         if rest and isinstance(rest[-1], torch.dtype):
             dtype = rest[-1]
-        axis = (0 if input.dim() in (0, 1, 3) else 1) if dim is None else dim  # F.softmax's old rule
+        axis = (
+            (0 if input.dim() in (0, 1, 3) else 1) if dim is None else dim
+        )  # F.softmax's old rule
         z = input if dtype is None else input.to(dtype)
         return self.gates.softmax(-z if self.kind == "softmin" else z, axis)
 
@@ -182,7 +184,8 @@ class Glu(nn.Module):
     def forward(self, input: Tensor, dim: int = -1) -> Tensor:
         with torch._C.DisableTorchFunction():
             a, b = wide(input).chunk(2, dim)
-            return self.gate(b, v=a).to(input.dtype)
+            y: Tensor = self.gate(b, v=a)
+            return y.to(input.dtype)
 
 
 class Prelu(nn.Module):
@@ -197,7 +200,8 @@ class Prelu(nn.Module):
             per_channel = weight.numel() > 1
             behind = (1 for _ in input.shape[2:])
             slope = weight.view(-1, *behind) if per_channel else weight.view(())
-            return self.gate(input, s=(wide(slope), 1.0))
+            y: Tensor = self.gate(input, s=(wide(slope), 1.0))
+            return y
 
 
 class Extreme(nn.Module):
@@ -211,7 +215,8 @@ class Extreme(nn.Module):
     def forward(self, input: Tensor, other: Tensor) -> Tensor:
         with torch._C.DisableTorchFunction():
             apart = self.side * (input - other)
-            return other + self.side * self.gate(apart)
+            above: Tensor = self.gate(apart)
+            return other + self.side * above
 
 
 class Recurrent(nn.Module):

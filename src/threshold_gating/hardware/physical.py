@@ -64,9 +64,7 @@ class Errors:
     def of(self, preset: Preset | None) -> Errors:
         """With the preset's figures where none were given."""
         own = preset is not None and self.unit == "volt"
-        known = (
-            {"theta": "sigma_theta", "noise": "noise", "tree": "sigma_theta"} if own else {}
-        )
+        known = {"theta": "sigma_theta", "noise": "noise", "tree": "sigma_theta"} if own else {}
         if preset is not None:
             known["tau"] = "sigma_tau"
         found = {name: getattr(preset, key) for name, key in known.items()}
@@ -224,7 +222,9 @@ class AnalogGate(nn.Module):
                 return self._blend(z, values, v, LOGISTIC).to(x.dtype)
             moved = self._input(z)
             branches = moved if v is None else v
-            return self._blend(moved, self._analog(z, values), branches, self.chip.shape).to(x.dtype)
+            return self._blend(moved, self._analog(z, values), branches, self.chip.shape).to(
+                x.dtype
+            )
 
     def _values(self, x: Tensor) -> Values:
         """The parameters as they should be."""
@@ -233,10 +233,9 @@ class AnalogGate(nn.Module):
             taus = t.tau if isinstance(t.tau, tuple) else (t.tau,) * (t.K - 1)
             return Values(list(taus), list(t.theta), list(t.s), list(t.c))
         tau, *rest = self.gate.values()
-        taus = list(tau) if isinstance(tau, list | tuple) else [tau] * (self.t.K - 1)
-        shape = self.gate._held(x)[1]
-        theta, s, c = ([_viewed(w, shape) for w in row] for row in rest)
-        return Values([_viewed(w, shape) for w in taus], theta, s, c)
+        each: Any = tau if isinstance(tau, list | tuple) else [tau] * (self.t.K - 1)
+        shape, rows = self.gate._held(x)[1], (each, *rest)
+        return Values(*([_viewed(w, shape) for w in row] for row in rows))
 
     def _per_gate(self, key: str, x: Tensor) -> Any:
         """Numbers of the devices, (..., *group), as they broadcast against x; None: none drawn."""
@@ -303,7 +302,9 @@ class AnalogGate(nn.Module):
     def _analog(self, x: Tensor, values: Values) -> Values:
         """The parameters that the devices have."""
         chip, errors = self.chip, self.chip.errors
-        drawn = {k: self._per_gate(k, x) for k in ("theta", "tau", "tail", "trim_theta", "trim_tau")}
+        drawn = {
+            k: self._per_gate(k, x) for k in ("theta", "tau", "tail", "trim_theta", "trim_tau")
+        }
         taus, thetas = [], []
         for j, (tau, theta) in enumerate(zip(values.tau, values.theta, strict=True)):
             soft = not self.t.hard
@@ -322,7 +323,7 @@ class AnalogGate(nn.Module):
         s, c = values.s, values.c
         if drawn["tail"] is not None:
             gains = [1 + errors.tail * row for row in drawn["tail"]]
-            s, c = ([w if _is_zero(w) else w * g for w, g in zip(row, gains, strict=True)] for row in (s, c))
+            s, c = (list(map(_scaled, row, gains)) for row in (s, c))
         return Values(taus, thetas, s, c)
 
     def _blend(self, x: Tensor, values: Values, v: Any, shape: Shape) -> Tensor:
@@ -346,5 +347,6 @@ def _viewed(w: Any, shape: Sequence[int]) -> Any:
     return w.view(shape) if isinstance(w, Tensor) and shape else w
 
 
-def _is_zero(w: Any) -> bool:
-    return not isinstance(w, Tensor) and w == 0
+def _scaled(w: Any, gain: Tensor) -> Any:
+    """A slope or an intercept; one that is 0 stays a number, which kernels know."""
+    return w if not isinstance(w, Tensor) and w == 0 else w * gain
