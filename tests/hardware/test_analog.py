@@ -210,6 +210,34 @@ def test_a_network_that_decides_by_its_values_runs_chip_by_chip():
     assert chips.why_no_vmap
 
 
+def test_gradients_reach_the_inputs_from_the_first_run_on():
+    _, gated, x = small()
+    for draws in (1, 3):
+        chips = simulate(gated, "sky130-weak", inputs=x, draws=draws)
+        given = x.clone().requires_grad_()
+        chips(given).sum().backward()
+        assert given.grad.abs().sum() > 0
+
+
+def test_a_layer_that_has_gates_of_its_own_stays_ideal():
+    model, x = nn.Sequential(nn.Tanh(), tg.Linear(4, 4), nn.SiLU()), torch.randn(3, 4)
+    gated = tg.convert(model, inputs=x)
+    with pytest.warns(UserWarning, match=r"stays ideal: 1 \(Linear\)"):
+        chips = simulate(gated, "sky130-weak", inputs=x)
+    assert [row.name for row in chips.report().sites] == ["0", "2"]
+
+
+def test_attention_with_fixed_thresholds_is_not_taken_for_softmax():
+    class Fixed(nn.Module):
+        def forward(self, q):
+            return F.scaled_dot_product_attention(q, q, q)
+
+    q = torch.randn(1, 2, 5, 4)
+    fixed = tg.conversion.fixed_thresholds(Fixed(), [q])
+    with pytest.raises(ValueError, match="no site of the network can be analog"):
+        simulate(fixed, "sky130-weak", inputs=q)
+
+
 def test_measure_and_compare_go_chip_by_chip():
     _, gated, x = small()
     chips = simulate(gated, "sky130-weak", inputs=x, draws=3, errors=Errors(noise=0.0))

@@ -82,6 +82,20 @@ def test_a_single_key_has_an_open_gate_and_a_masked_one_a_closed_one():
     assert module(z, -1).tolist() == [[1.0, 0.0, 0.0]]
 
 
+def test_only_comparisons_are_seen_in_calibration():
+    """Not masked keys, and not the one key of the first row."""
+    q = torch.randn(1, 1, 3, 4)
+    module = ready(
+        whole("site", "scaled_dot_product_attention", IDEAL, nn.Identity()), q, q, q, is_causal=True
+    )
+    z = (q @ q.mT)[0, 0] / 2
+    u = [z[1, 0] - z[1, 1], z[1, 1] - z[1, 0]]
+    u += [z[2, k] - torch.cat([z[2, :k], z[2, k + 1 :]]).logsumexp(0) for k in range(3)]
+    seen = module.gates.seen
+    assert seen.count == 5
+    assert seen.rms == pytest.approx(torch.stack(u).square().mean().sqrt().item(), rel=1e-5)
+
+
 def test_rows_may_be_shorter_than_those_seen_and_not_longer():
     module = ready(whole("site", "softmax", IDEAL, nn.Identity()), LOGITS, -1)
     torch.testing.assert_close(module(LOGITS[..., :3], -1), LOGITS[..., :3].softmax(-1))

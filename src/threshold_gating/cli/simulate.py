@@ -50,7 +50,8 @@ def simulate(args: argparse.Namespace) -> int:
     }
     show(args, result, _text(report, found, alone))
     if args.html is not None:
-        args.html.write_text(page.page(args.network, report, found, alone, _facts(report, named)))
+        text = page.page(args.network, report, found, alone, _facts(report, named))
+        args.html.write_text(text, "utf-8")
         say(f"Written to {args.html.resolve()}")
     for note in [*notes, *named.notes]:
         say(note)

@@ -27,7 +27,7 @@ from torch.utils import _pytree as pytree
 
 from threshold_gating import kernels
 from threshold_gating.conversion.plan import ConversionError, Site, arguments, run
-from threshold_gating.conversion.watch import Run, Running, evaluating, fresh
+from threshold_gating.conversion.watch import Run, Running, evaluating, fresh, undisturbed
 from threshold_gating.hardware import devices
 from threshold_gating.hardware.crossbar import LAYERS, Array, Crossbar, put_on_crossbar
 from threshold_gating.hardware.drawn import stacked
@@ -38,7 +38,10 @@ from threshold_gating.nn.activation import Activation
 from threshold_gating.nn.dense import _Tiered
 from threshold_gating.nn.rnn import _Gated
 
-_FEATURES_LAST = (nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.Embedding)
+_FEATURES_LAST = (
+    *(nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.Embedding, nn.MultiheadAttention),
+    *(nn.RNNBase, nn.RNNCellBase),
+)
 _FEATURES_FIRST = (
     *(nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
     *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.GroupNorm),
@@ -271,7 +274,8 @@ def _place_modules(
             continue
         for key, part in list(parent._modules.items()):
             if isinstance(part, Activation) and part not in made:
-                name, calls = names[part], running.calls[part]
+                site = vars(part).get("site")
+                name, calls = site.name if site else names[part], running.calls[part]
                 if not calls:
                     left.append(f"{name} (not reached)")
                 elif chosen(name):
@@ -290,9 +294,11 @@ def _place_calls(body: _Body, chip: Chip, chosen: _Chosen) -> list[str]:
             if site is None:
                 continue
             answer: Any = None
-            if site.t is not None:
+            if site.t is None and site.op is not None:  # fixed thresholds, say: a gate of its own
+                module: nn.Module | None = None
+            elif site.t is not None:
                 gate = AnalogGate(site.name, site.kind, site.t, chip)
-                module: nn.Module | None = gate
+                module = gate
                 answer = Elementwise(gate, site.parameters)
             else:
                 module = answer = whole(site.name, site.kind, chip, owner)
@@ -388,19 +394,22 @@ class Simulation(nn.Module):
             array.draw(seed, self.draws, layer.weight.detach())
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self.runs_by:
-            return _WAYS[self.runs_by](self, args, kwargs)
-        for way in _WAYS if self.draws > 1 else ("loop",):
+        if not self.runs_by:
+            self.runs_by, self.why_no_vmap = self._way(args, kwargs)
+        return _WAYS[self.runs_by](self, args, kwargs)
+
+    def _way(self, args: Any, kwargs: Any) -> tuple[str, str]:
+        """The fastest way that this network runs in, tried on copies; why not a faster one."""
+        said = ""
+        for way in ("vmap", "vmap, inputs repeated") if self.draws > 1 else ():
             try:
-                y = _WAYS[way](self, fresh(args), fresh(kwargs))
-            except Exception as error:
-                if way == "loop":
-                    raise
-                self.why_no_vmap = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+                with undisturbed(self.body):
+                    _WAYS[way](self, fresh(args), fresh(kwargs))
+            except Exception as error:  # whatever the network does that a transform does not take
+                said = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
             else:
-                self.runs_by = way
-                return y
-        raise AssertionError("the last way returns or raises")
+                return way, said
+        return "loop", said
 
     def chip(self, k: int) -> nn.Module:
         """The network on the k-th chip."""
@@ -492,10 +501,12 @@ def _mapped_inputs(simulation: Simulation, args: Any, kwargs: Any) -> Any:
 
 def _looped(simulation: Simulation, args: Any, kwargs: Any) -> Any:
     """One chip after the other."""
+
+    def own(t: Any) -> Any:  # a network may overwrite what it is given
+        return t.clone() if isinstance(t, Tensor) else t
+
     each = [
-        simulation.run_one(k, fresh(args), fresh(kwargs))
-        if simulation.draws > 1
-        else simulation.run_one(k, args, kwargs)
+        simulation.run_one(k, *pytree.tree_map(own, (args, kwargs)))
         for k in range(simulation.draws)
     ]
     return pytree.tree_map(_stack, *each)

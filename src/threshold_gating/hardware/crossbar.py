@@ -190,6 +190,11 @@ class Array(Drawn):
         s, bits = self.settings, self._bits("dac")
         if self.watching or not (bits or s.sinh or s.read or s.output or s.adc_range):
             return x, 1.0
+        if not self.seen.largest_input:
+            raise ValueError(
+                f"simulate: the layer {self.name} saw nothing but zeros in calibration, so that "
+                "its voltages are not known; give inputs that reach it."
+            )
         v = x / self.seen.largest_input
         if bits:
             v = _rounded(v.clamp(-1.0, 1.0), 2.0 / (2**bits - 2))

@@ -121,7 +121,7 @@ class Seen:
         self.count += z.numel()
         self.squares += z.square().sum().item()
         self.largest = max(self.largest, z.abs().max().item() if z.numel() else 0.0)
-        self.shape, self.axis = tuple(x.shape), axis
+        self.shape, self.axis = tuple(x.shape), axis if x.dim() > 1 else -1
 
     @property
     def rms(self) -> float:

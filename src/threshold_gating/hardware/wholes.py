@@ -8,6 +8,7 @@ LSTM, GRU, RNN: a gate for each nonlinearity of a step, used again in every step
 
 from __future__ import annotations
 
+import math
 import types
 from collections.abc import Callable
 from typing import Any
@@ -70,8 +71,12 @@ class KeyGates(AnalogGate):
             rows = wide(z).movedim(dim, -1)
             live = rows > _OFF
             rows = torch.where(live, rows, _OFF)
-            apart = torch.where(live, rows - self._thresholds(rows), 0.0)
-            p = torch.where(live, self(apart), 0.0)
+            theta = self._thresholds(rows)
+            gated = live & (theta > _OFF / 2)  # a single key has nothing to be compared with
+            # What is not gated counts for nothing where it is seen, and is 0 or 1.
+            nothing = math.nan if self.watching else 0.0
+            p = self(torch.where(gated, rows - theta, nothing))
+            p = torch.where(gated, p, live.to(p.dtype))
             return p.movedim(-1, dim).to(z.dtype)
 
     def _thresholds(self, z: Tensor) -> Tensor:
@@ -88,7 +93,6 @@ class KeyGates(AnalogGate):
             other = torch.unflatten(level, -1, (-1, 2)).flip(-1).flatten(-2)
             outside = self._cell(outside.repeat_interleave(2, -1), other, "down", down)
             down += outside.shape[-1]
-        # Of a single key nothing is outside: its gate is open.
         return outside[..., :n]
 
     def _cell(self, a: Tensor, b: Tensor, key: str, start: int) -> Tensor:
