@@ -128,6 +128,23 @@ def errors(net: Network, draws: int) -> Iterator[Row]:
         )
 
 
+def attention(net: Network, draws: int) -> Iterator[Row]:
+    """Thresholds of the element-wise sites and of attention by themselves, and its trees."""
+    sites = simulate(net.gated, None, inputs=net.inputs).report().sites
+    keys = [row.name for row in sites if "attention" in row.kind or "softmax" in row.kind]
+    if not keys:
+        return
+    others = [row.name for row in sites if row.name not in keys]
+    print("  RMS of z - theta:", ", ".join(f"{r.rms:.2f}" for r in sites if r.name in keys))
+    for size in (0.1, 0.2):
+        yield measured(
+            net, f"theta {size:g}, not attention", draws, only=others, **ideal(theta=size)
+        )
+    for size in (0.01, 0.03):
+        yield measured(net, f"theta {size:g}, attention", draws, only=keys, **ideal(theta=size))
+    yield measured(net, "cells of the tree 0.01, attention", draws, only=keys, **ideal(tree=0.01))
+
+
 def presets(net: Network, draws: int) -> Iterator[Row]:
     """Whole devices, in volts; the swing and the rail as the voltage of the largest input."""
     for name, preset in devices.presets().items():
@@ -221,20 +238,8 @@ def bits(net: Network, draws: int) -> Iterator[Row]:
             yield {**figures(simulation, net, what), **storage(simulation, n or 0)._asdict()}
 
 
-SECTIONS = {
-    f.__name__: f
-    for f in (
-        errors,
-        presets,
-        millivolts,
-        temperature,
-        converters,
-        cells,
-        sensitivity,
-        tuning,
-        bits,
-    )
-}
+_EVERY = (errors, attention, presets, millivolts, temperature, converters, cells, sensitivity)
+SECTIONS = {section.__name__: section for section in (*_EVERY, tuning, bits)}
 
 
 def main() -> int:

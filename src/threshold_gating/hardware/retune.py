@@ -63,8 +63,9 @@ def _coded(numbers: Tensor, bits: int | None, span: float) -> Tensor:
     inside = numbers.clamp(-span, span)
     if bits is None:
         return inside
-    step = 2 * span / 2**bits
-    return ((inside / step).floor().clamp(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) + 0.5) * step
+    step, half = 2 * span / 2**bits, 2 ** (bits - 1)
+    code = (inside / step).floor().clamp(-half, half - 1)
+    return (code + 0.5) * step
 
 
 def distance(output: Any, ideal: Any) -> Tensor:
