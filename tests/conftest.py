@@ -119,6 +119,18 @@ def tg(capsys):
     return run
 
 
+@pytest.fixture
+def pdk(monkeypatch):
+    """Transistor models and ngspice; tests of them are skipped where one of the two is not there."""
+    if shutil.which("ngspice") is None:
+        pytest.skip("ngspice is not installed")
+    if not os.environ.get("TG_PDK"):
+        beside = Path(__file__).parents[2] / "shared" / "data" / "hardware"
+        if not beside.is_dir():
+            pytest.skip("no transistor models: TG_PDK is not set")
+        monkeypatch.setenv("TG_PDK", str(beside))
+
+
 @pytest.fixture(scope="session")
 def programs():
     """The folder of the programs that tests run elsewhere than in their own process."""

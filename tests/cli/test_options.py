@@ -52,7 +52,11 @@ def test_an_option_of_several_commands_is_the_same_in_each(option):
 
 
 def test_what_is_written_is_named_by_o_or_out():
-    assert list(taken("-o")) == list(taken("--out")) == ["explain", "convert", "calibrate", "demo"]
+    assert (
+        list(taken("-o"))
+        == list(taken("--out"))
+        == ["explain", "convert", "calibrate", "spice", "demo"]
+    )
 
 
 def test_a_number_of_branches_is_checked_in_the_same_way_everywhere():

@@ -24,6 +24,7 @@ COMMANDS = {
     "verify": "convert",
     "evaluate": "evaluate",
     "prove": "prove",
+    "spice": "spice",
     "simulate": "simulate",
     "env": "env",
     "demo": "demo",

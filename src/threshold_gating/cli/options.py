@@ -23,6 +23,8 @@ TABLES = ("text", "markdown")
 COLUMNS = ("sm", "lse", "act", "both")
 DTYPES = ("float32", "float16", "bfloat16")
 BACKENDS = ("auto", "reference", "triton")
+TAILS = ("ideal", "real")
+TRANSISTORS = ("nfet", "npn")
 SHARED_GATES = ("layer", "channel", "neuron")
 
 
@@ -33,7 +35,7 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(metavar="COMMAND")
     for add in (_table, _explain, _convert, _calibrate, _audit, _verify):
         add(commands)
-    for add in (_evaluate, _prove, _simulate, _env, _demo):
+    for add in (_evaluate, _prove, _spice, _simulate, _env, _demo):
         add(commands)
     for each in commands.choices.values():
         each.add_argument(
@@ -229,6 +231,64 @@ def _prove(commands: Any) -> None:
     _weights(of_network)
 
 
+def _spice(commands: Any) -> None:
+    parser = _command(commands, "spice", "write gates as transistors, and measure them by ngspice")
+    parser.epilog = dedent(_SPICE_EXAMPLES)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument(
+        "what",
+        metavar="WHAT",
+        help="an activation (silu), pair, lse, families (Table 3), tradeoff or presets",
+    )
+    parser.add_argument("--run", action="store_true", help="measure: needs ngspice and TG_PDK")
+    _out(parser, "FILE", "write the netlist there (presets: their JSON)", type=Path)
+    parser.add_argument(
+        "--plot", type=_picture, metavar="FILE", help="draw what was measured, .png or .svg"
+    )
+    parser.add_argument(
+        "--tail", choices=TAILS, help="of current sources or mirrors (default: real; pair: ideal)"
+    )
+    parser.add_argument(
+        "--bias",
+        metavar="A",
+        help="current of a pair or branch, as 100n (default: 100n; pair: 10n)",
+    )
+    either = parser.add_mutually_exclusive_group()
+    either.add_argument(
+        "--tau", type=_finite, metavar="T", help="pair: find the bias for T per volt"
+    )
+    either.add_argument(
+        "--swing",
+        type=_finite,
+        metavar="V",
+        help="volts at a gate for the largest |x| (default: 0.2)",
+    )
+    parser.add_argument(
+        "--supply", type=_finite, metavar="V", help="supply (default: the process's)"
+    )
+    parser.add_argument("--transistor", choices=TRANSISTORS, default="nfet", help="(default: nfet)")
+    parser.add_argument("--models", metavar="SET", help="set of models (default: sky130)")
+    parser.add_argument(
+        "--corner", default="", metavar="NAME", help="tt, ff, ss, ... (default: tt)"
+    )
+    parser.add_argument(
+        "--celsius", type=_finite, default=27.0, metavar="C", help="temperature (default: 27)"
+    )
+    parser.add_argument(
+        "--draws", type=int, metavar="N", help="of mismatch (default: 100; presets: 1000)"
+    )
+    parser.add_argument("--seed", type=int, default=1, metavar="N", help="of mismatch (default: 1)")
+
+
+_SPICE_EXAMPLES = """
+    examples:
+      tg spice silu -o silu.cir                 the netlist; ngspice reads it
+      tg spice silu --run                       error over x, temperature and mismatch
+      tg spice pair --bias 1u --run             tau, curve, spread, speed and noise of a pair
+      tg spice tradeoff --run --plot t.svg      what tau costs, from 1 nA to 100 uA
+"""
+
+
 def _simulate(commands: Any) -> None:
     words = "run a network on simulated analog gates and crossbars, chip by chip"
     parser = _of_network(commands, "simulate", words)
@@ -248,7 +308,7 @@ def _simulate(commands: Any) -> None:
         help="what one physical gate serves (default: channel)",
     )
     parser.add_argument(
-        "--temperature", type=_finite, default=27.0, metavar="C", help="in C (default: 27)"
+        "--celsius", type=_finite, default=27.0, metavar="C", help="temperature (default: 27)"
     )
     parser.add_argument(
         "--level",

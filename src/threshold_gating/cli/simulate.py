@@ -62,7 +62,7 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
     """What `hardware.analog.simulate` is given, checked before a network is loaded."""
     try:
         preset = devices.preset(args.preset)
-        preset.tau_at(args.temperature)
+        preset.tau_at(args.celsius)
         given: dict[str, Any] = {k: v for k in _CELLS if (v := getattr(args, k)) is not None}
         if "seconds" in given:
             given |= PHASE_CHANGE
@@ -74,7 +74,7 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
         "seed": args.seed,
         "draws": args.draws,
         "share": args.share,
-        "temperature": args.temperature,
+        "temperature": args.celsius,
         "level": args.level,
         "rail": args.rail,
         "crossbar": crossbar,

@@ -1,0 +1,456 @@
+"""`tg spice`: gates as netlists of transistors, and what ngspice measures of them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from threshold_gating.cli.printing import UsageError, missing, progress, say, show
+from threshold_gating.hardware import cell_error, characterise, devices, lse, measure, steering
+from threshold_gating.hardware import models as pdk
+from threshold_gating.hardware.cells import Pair, describe, pair
+from threshold_gating.hardware.spice import INSTALL, Netlist, SpiceError, ngspice, number
+from threshold_gating.instance import TG
+from threshold_gating.taxonomy import TAXONOMY, key_of
+
+DRAWS = 100
+CELSIUS = (-40.0, 27.0, 125.0)
+TAILS = tuple(float(f"{mantissa}e{exponent}") for exponent in range(-9, -4) for mantissa in (1, 3))
+# Table 3 of the paper. A slope of 0.01 is below the mismatch of a mirror; elu needs c = 4e5.
+FAMILIES: dict[str, dict[str, TG]] = {
+    "multiplicative, exact": {
+        "relu": TAXONOMY["relu"],
+        "leaky_relu 0.1": TG(tau=float("inf"), theta=(0.0,), s=(0.1, 1.0), c=(0.0, 0.0)),
+        "silu": TAXONOMY["silu"],
+    },
+    "multiplicative, approx.": {
+        "gelu_k2": TAXONOMY["gelu_k2"],
+        "elu_k3_one_tau": TAXONOMY["elu_k3_one_tau"],
+        "mish": TAXONOMY["mish"],
+    },
+    "saturating": {"hardtanh": TAXONOMY["hardtanh"], "relu6": TAXONOMY["relu6"]},
+    "constant": {"sigmoid": TAXONOMY["sigmoid"], "tanh": TAXONOMY["tanh"]},
+}
+
+Row = Sequence[str]
+
+
+class Answer(NamedTuple):
+    """What a command has to say: tables with their titles, and the same as JSON; curves to draw."""
+
+    tables: list[tuple[str, list[Row]]]
+    result: dict[str, Any]
+    draw: Callable[[Any], None] | None = None
+
+
+def spice(args: argparse.Namespace) -> int:
+    """`tg spice`."""
+    if args.draws is not None and args.draws < 2:
+        raise UsageError(f"--draws must be 2 or more; got {args.draws}.")
+    if args.plot and not args.run:
+        raise UsageError("--plot draws what was measured: give --run too.")
+    try:
+        netlist, run = _task(args)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    if netlist is not None and (args.out or not args.run):
+        _write(args, netlist)
+    if not args.run:
+        say(_how_to_run())
+        return 0
+    try:
+        with progress(f"spice {args.what}") as tell:
+            answer = run(tell)
+    except (SpiceError, pdk.ModelsMissingError) as error:
+        if netlist is not None and not args.out and args.json is None:
+            print(netlist.text(), end="")
+        raise UsageError(f"{error} The netlist needs no simulator: leave out --run.") from error
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    if args.plot:
+        _picture(answer, args.plot)
+    show(args, answer.result, "\n\n".join(_text(*table) for table in answer.tables))
+    return 0
+
+
+def _task(args: argparse.Namespace) -> tuple[Netlist | None, Callable[[Any], Answer]]:
+    """The netlist of what was asked for, and what to measure of it."""
+    if args.what == "presets":
+        return None, lambda tell: _presets(args, tell)
+    if args.what == "tradeoff":
+        return None, lambda tell: _tradeoff(args, tell)
+    if args.what == "families":
+        return None, lambda tell: _families(args, tell)
+    if args.what == "lse":
+        tree = lse.Tree(tail=number(args.bias or "10n"), supply=args.supply or 1.8)
+        return lse.netlist(tree, **_conditions(args)), lambda tell: _lse(args, tree)
+    if args.what == "pair":
+        spec = _pair(args)
+        return pair(spec, **_conditions(args)), lambda tell: _measured_pair(args, spec, tell)
+    if args.tau:
+        raise ValueError("--tau is of a pair; the tau of a cell is that of its activation.")
+    cell = _cell(args, key_of(args.what))
+    return steering.netlist(cell, **_conditions(args)), lambda tell: _measured_cell(
+        args, cell, tell
+    )
+
+
+def _conditions(args: argparse.Namespace) -> dict[str, Any]:
+    return {"corner": args.corner, "celsius": args.celsius}
+
+
+def _how_to_run() -> str:
+    lacking = [] if ngspice() else [INSTALL]
+    try:
+        pdk.paths("sky130", "tt")
+    except pdk.ModelsMissingError as error:
+        lacking.append(str(error))
+    return "; ".join([f"Run it with {'ngspice FILE'}, or measure it with --run", *lacking]) + "."
+
+
+def _write(args: argparse.Namespace, netlist: Netlist) -> None:
+    if args.out is None:
+        show(args, {"netlist": netlist.text(), "devices": netlist.count()}, netlist.text().rstrip())
+        return
+    try:
+        args.out.write_text(netlist.text(), "utf-8")
+    except OSError as error:
+        raise UsageError(f"{args.out} cannot be written: {error.strerror}.") from error
+    say(f"wrote {args.out}")
+
+
+# A pair
+
+
+def _pair(args: argparse.Namespace) -> Pair:
+    # The binned models have no other transistor and no mirror of every size.
+    plain = args.transistor == "nfet" and args.tail != "real"
+    set_of = args.models or ("sky130-binned" if plain else "sky130")
+    tail = number(args.bias or "10n")
+    spec = Pair(
+        set_of, args.transistor, tail=tail, real=args.tail == "real", supply=args.supply or 0
+    )
+    if args.swing:
+        spec.check_swing(args.swing)
+    return replace(spec, tail=tail_for(spec, args.tau)) if args.tau else spec
+
+
+def tail_for(spec: Pair, tau: float) -> float:
+    """The tail current at which a pair has a tau, from a sweep of tails; refused where none has."""
+    fits = measure.over_tails(spec, TAILS)
+    points = [(fit.tau, tail) for fit, tail in zip(fits, TAILS, strict=True)]
+    for (high, a), (low, b) in pairwise(points):
+        if low <= tau <= high:
+            share = (high - tau) / (high - low) if high > low else 0.0
+            return float(a * (b / a) ** share)
+    low, high = points[-1][0], points[0][0]
+    raise ValueError(
+        f"tau {tau:g} per volt is not what this pair can do: from {low:.3g} (at {TAILS[-1]:g} A) "
+        f"to {high:.4g} (at {TAILS[0]:g} A) at 27 C. A larger tau per unit of x needs more volts "
+        "per unit."
+    )
+
+
+def _measured_pair(args: argparse.Namespace, spec: Pair, tell: Any) -> Answer:
+    v, g = measure.transfer(spec, args.swing or measure.SWING, **_conditions(args))
+    fit, own = measure.own_curve(v, g)
+    tell("temperature", 0.2)
+    warm = measure.over_temperature(spec, CELSIUS)
+    corners = pdk.chosen(spec.models).corners
+    process = measure.over_corners(spec, corners)
+    tell("mismatch", 0.4)
+    spread = measure.mismatch(spec, args.draws or DRAWS, args.seed)
+    tell("settling", 0.7)
+    settled = measure.settling(spec, fit.tau)
+    bandwidth = characterise.bandwidth(settled)
+    hiss = measure.noise(spec, bandwidth)
+    seen = f"{spread.pairs} pairs, {spec.models}"
+    rows: list[Row] = [
+        ("tau", f"{fit.tau:.2f}", "1/V", "logistic fit"),
+        ("theta", f"{fit.theta * 1e3:.3f}", "mV", ""),
+        ("deviation", f"{fit.deviation:.4f}", "", "from the logistic curve, largest"),
+        ("deviation", f"{own.deviation:.5f}", "", "from the device's own curve, largest"),
+        *(
+            ("tau", f"{f.tau:.2f}", "1/V", f"at {t:g} C")
+            for t, f in zip(CELSIUS, warm, strict=True)
+        ),
+        *(
+            ("tau", f"{f.tau:.2f}", "1/V", f"corner {c}")
+            for c, f in zip(corners, process, strict=True)
+        ),
+        ("sigma(theta)", f"{spread.sigma_theta * 1e3:.2f}", "mV", seen),
+        ("sigma(tau)", f"{spread.sigma_tau:.2%}", "", seen),
+        ("tau sigma(theta)", f"{fit.tau * spread.sigma_theta:.4f}", "", "what a network sees"),
+        ("settling", f"{settled * 1e9:.4g}", "ns", "to 1 % of the tail, no load"),
+        ("noise", f"{hiss * 1e3:.3f}", "mV rms", f"input-referred, 1 Hz to {bandwidth:.3g} Hz"),
+        ("power", f"{spec.tail * spec.supply * 1e9:.4g}", "nW", "of the tail"),
+        (
+            "energy",
+            f"{spec.tail * spec.supply * settled * 1e15:.3g}",
+            "fJ",
+            "tail x supply x settling",
+        ),
+        ("gate area", f"{spec.area:g}", "um^2", "of the two transistors"),
+    ]
+    result = {"pair": describe(spec), **fit._asdict(), "shape": own.shape._asdict()}
+    result |= {"own_deviation": own.deviation, "settling": settled, "noise": hiss}
+    result |= {"sigma_theta": spread.sigma_theta, "sigma_tau": spread.sigma_tau}
+    result["tau_at"] = {f"{t:g}": f.tau for t, f in zip(CELSIUS, warm, strict=True)}
+
+    def draw(axes: Any) -> None:
+        axes[0].plot(v, g, "k", label="measured")
+        axes[0].plot(v, devices.curve(fit.tau * (v - fit.theta)), "--", label="logistic")
+        axes[0].set(xlabel="input (V)", ylabel="share of the tail current")
+        u = fit.tau * (v - fit.theta)
+        axes[1].plot(v, g - devices.curve(u), "--", label="from the logistic curve")
+        axes[1].plot(v, g - devices.curve(u, own.shape), label="from its own curve")
+        axes[1].set(xlabel="input (V)", ylabel="distance")
+
+    return Answer(
+        [(f"Differential pair: {describe(spec)}, {args.celsius:g} C", rows)], result, draw
+    )
+
+
+# A branch cell
+
+
+def _cell(args: argparse.Namespace, key: str, instance: TG | None = None) -> steering.Cell:
+    if args.models not in (None, "sky130"):
+        raise ValueError(f"cells are made of sky130 transistors; got --models {args.models}.")
+    return steering.Cell(
+        key,
+        instance or TAXONOMY[key],
+        bias=number(args.bias or "100n"),
+        swing=args.swing or 0.2,
+        real=args.tail != "ideal",
+        device=args.transistor,
+        supply=args.supply or 1.8,
+    )
+
+
+def _measured_cell(args: argparse.Namespace, cell: steering.Cell, tell: Any) -> Answer:
+    answer = cell_error.response(cell, **_conditions(args))
+    at = cell_error.match(cell, answer.x, answer.y[0])
+    tell("temperature", 0.2)
+    warm = cell_error.over_temperature(cell, CELSIUS)
+    tell("mismatch", 0.3)
+    draws = args.draws or DRAWS
+    many = cell_error.response(cell, draws, seed=args.seed, **_conditions(args))
+    spread = cell_error.matches(cell, many)
+    tell("branch current", 0.8)
+    tails = cell_error.over_branch(cell)
+    rows = [_head("condition"), _line(f"{args.celsius:g} C", at)]
+    rows += [_line(f"{t:g} C", m) for t, m in zip(CELSIUS, warm, strict=True)]
+    for share, word in ((0.5, "median"), (0.95, "95 %")):
+        worst = [_quantile([m[k] for m in spread], share) for k in (0, 1)]
+        rows.append(
+            (f"mismatch, {word} of {draws}", f"{worst[0]:.2%}", f"{worst[1]:.2%}", *[""] * 4)
+        )
+    made = steering.netlist(cell)
+    moves: list[Row] = [("branch current", "tau (1/V)", "settling")]
+    moves += [
+        (f"{t.current * 1e9:.3g} nA", f"{t.tau:.2f}", f"{t.settling * 1e9:.3g} ns") for t in tails
+    ]
+    tables = [
+        (_titled(cell), rows),
+        ("A pair over the swing of its branch: the tail is the signal", moves),
+        ("What it is made of", _made(cell, made, answer.current)),
+    ]
+    result = {
+        "cell": cell.name,
+        "instance": cell.instance.to_dict(),
+        "span": cell.span,
+        "match": at._asdict(),
+        "temperature": {f"{t:g}": m._asdict() for t, m in zip(CELSIUS, warm, strict=True)},
+        "mismatch": [m._asdict() for m in spread],
+        "tails": [t._asdict() for t in tails],
+        "devices": made.count(),
+        "area": steering.area(made),
+        "current": answer.current,
+    }
+
+    def draw(axes: Any) -> None:
+        axes[0].plot(many.x, many.y.T, color="0.8", lw=0.5)
+        axes[0].plot(answer.x, answer.y[0], label="cell")
+        axes[0].plot(answer.x, cell.instance(answer.x), "k--", label=cell.name)
+        axes[0].set(xlabel="x", ylabel="y")
+        axes[1].plot(answer.x, answer.y[0] - cell.instance(answer.x), label="cell - instance")
+        axes[1].set(xlabel="x", ylabel="error")
+
+    return Answer(tables, result, draw)
+
+
+def _titled(cell: steering.Cell) -> str:
+    tails = "real" if cell.real else "ideal"
+    return (
+        f"{cell.name} from {cell.device} pairs with {tails} tails: K = {cell.instance.K}, I_b = "
+        f"{cell.bias * 1e9:g} nA, |x| <= {cell.span:.3g} at {cell.swing:g} V"
+    )
+
+
+def _head(first: str) -> Row:
+    return (first, "error", "trimmed", "tau", "theta (x)", "gain", "offset (y)")
+
+
+def _line(name: str, m: cell_error.Match) -> Row:
+    numbers = (f"{m.tau:.3f}", f"{m.theta:+.3f}", f"{m.gain:.3f}", f"{m.offset:+.3f}")
+    return (name, f"{m.error:.2%}", f"{m.trimmed:.2%}", *numbers)
+
+
+def _quantile(values: Sequence[float], share: float) -> float:
+    return sorted(values)[min(int(share * len(values)), len(values) - 1)]
+
+
+def _made(cell: steering.Cell, made: Netlist, current: float | None) -> list[Row]:
+    counts = ", ".join(f"{n} {kind}" for kind, n in made.count().items())
+    drawn = (
+        "" if current is None else f"{current * 1e9:.4g} nA, {current * cell.supply * 1e9:.4g} nW"
+    )
+    steer = sum(line.startswith("xs") for line in made.elements)
+    rows = [("devices", counts), ("of them steering", str(steer))]
+    rows += [
+        ("copies of x", str(copies(made))),
+        ("gates and resistors", f"{steering.area(made):.0f} um^2"),
+    ]
+    return [*rows, ("current, power", drawn)] if drawn else list(rows)
+
+
+def copies(made: Netlist) -> int:
+    """How often the current x is copied: transistors on a mirror of x, less its two diodes."""
+    gates = [line.split()[2] for line in made.elements if line[0] == "x"]
+    return max(sum(gate in ("mx", "px") for gate in gates) - 2, 0)
+
+
+# Tables of several cells
+
+
+def _families(args: argparse.Namespace, tell: Any) -> Answer:
+    rows: list[Row] = [
+        ("family", "activation", "K", "nfet", "pfet", "R", "x copies", "um^2", "nA", "error")
+    ]
+    rows[0] = (*rows[0], "trimmed")
+    result = []
+    every = [(family, name, t) for family, named in FAMILIES.items() for name, t in named.items()]
+    for k, (family, name, t) in enumerate(every):
+        tell(name, k / len(every))
+        cell = _cell(args, name, t)
+        made = steering.netlist(cell)
+        answer = cell_error.response(cell)
+        m = cell_error.match(cell, answer.x, answer.y[0])
+        count = made.count()
+        kinds = [str(count.get(kind, 0)) for kind in ("nfet", "pfet", "res")]
+        numbers = (f"{steering.area(made):.0f}", f"{answer.current * 1e9:.0f}", f"{m.error:.2%}")
+        rows.append(
+            (family, name, str(t.K), *kinds, str(copies(made)), *numbers, f"{m.trimmed:.2%}")
+        )
+        result.append({"family": family, "activation": name, "K": t.K, "devices": count})
+        result[-1] |= {"area": steering.area(made), "current": answer.current, **m._asdict()}
+    tails = "real" if args.tail != "ideal" else "ideal"
+    title = (
+        f"Table 3 as circuits, {tails} tails, I_b = {args.bias or '100n'}A, "
+        f"swing {args.swing or 0.2:g} V"
+    )
+    return Answer([(title, rows)], {"families": result})
+
+
+def _lse(args: argparse.Namespace, tree: lse.Tree) -> Answer:
+    rows: list[Row] = [("circuit", "inputs", "nfet", "pfet", "tau (1/V)", "gain", "error (logits)")]
+    result = []
+    shown = [replace(tree, inputs=2), replace(tree, flat=True), tree]
+    for each in shown:
+        law, count = lse.measure(each, **_conditions(args)), lse.netlist(each).count()
+        kind = "softplus" if each.inputs == 2 else "one stage" if each.flat else "tree of pairs"
+        numbers = (f"{law.tau:.2f}", f"{law.gain:.4f}", f"{law.error:.4f}")
+        rows.append(
+            (kind, str(each.inputs), str(count["nfet"]), str(count.get("pfet", 0)), *numbers)
+        )
+        result.append({"circuit": kind, "inputs": each.inputs, "devices": count, **law._asdict()})
+    title = (
+        f"log sum exp, {tree.tail:g} A a tail, {args.celsius:g} C: "
+        "v(out) = gain LSE(tau v) / tau + shift"
+    )
+    return Answer([(title, rows)], {"lse": result})
+
+
+def _tradeoff(args: argparse.Namespace, tell: Any) -> Answer:
+    """The nearer the curve to a logistic one, the more a network sees of mismatch."""
+    rows: list[Row] = [
+        ("tail (A)", "tau (1/V)", "off logistic", "sigma(theta) mV", "tau sigma(theta)")
+    ]
+    result = []
+    for k, tail in enumerate(TAILS):
+        tell(f"{tail:g} A", k / len(TAILS))
+        spec = Pair(args.models or "sky130-binned", tail=tail)
+        fit = measure.fit(*measure.transfer(spec))
+        spread = measure.mismatch(spec, args.draws or DRAWS, args.seed)
+        seen = fit.tau * spread.sigma_theta
+        numbers = (f"{fit.tau:.2f}", f"{fit.deviation:.2%}", f"{spread.sigma_theta * 1e3:.2f}")
+        rows.append((f"{tail:g}", *numbers, f"{seen:.4f}"))
+        result.append(
+            {"tail": tail, **fit._asdict(), "sigma_theta": spread.sigma_theta, "seen": seen}
+        )
+
+    def draw(axes: Any) -> None:
+        tails = [row["tail"] for row in result]
+        axes[0].semilogx(tails, [row["tau"] for row in result], "o-", label="tau (1/V)")
+        axes[0].semilogx(
+            tails, [1e3 * row["deviation"] for row in result], "s-", label="off logistic (1e-3)"
+        )
+        axes[0].set(xlabel="tail current (A)")
+        axes[1].semilogx(tails, [row["seen"] for row in result], "o-", label="tau sigma(theta)")
+        axes[1].set(xlabel="tail current (A)", ylabel="what a network sees", ylim=(0, None))
+
+    title = f"The price of a logistic curve: sky130 pair 5/1 um, {args.draws or DRAWS} pairs a row"
+    return Answer([(title, rows)], {"tradeoff": result}, draw)
+
+
+def _presets(args: argparse.Namespace, tell: Any) -> Answer:
+    made = characterise.measured(pairs=args.draws or characterise.PAIRS, tell=tell)
+    result = {name: devices.to_dict(each) for name, each in made.items()}
+    if args.out:
+        args.out.write_text(json.dumps(result, indent=1) + "\n", "utf-8")
+        say(f"wrote {args.out}")
+    rows: list[Row] = [
+        ("preset", "tail", "tau", "sigma(theta)", "sigma(tau)", "noise", "settling", "energy")
+    ]
+    for p in made.values():
+        spread = (f"{p.sigma_theta * 1e3:.2f} mV", f"{p.sigma_tau:.2%}", f"{p.noise * 1e3:.2f} mV")
+        times = (f"{p.settling * 1e9:.3g} ns", f"{p.energy * 1e15:.3g} fJ")
+        rows.append((p.name, f"{p.tail:g} A", f"{p.tau:.2f} /V", *spread, *times))
+    return Answer([("Presets, measured", rows)], result)
+
+
+# Showing
+
+
+def _text(title: str, rows: Sequence[Row]) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]
+    return "\n".join([title, *(f"  {line}" for line in lines)])
+
+
+def _picture(answer: Answer, path: Path) -> None:
+    if answer.draw is None:
+        raise UsageError(
+            "there is no picture of this; --plot is of a cell, a pair or the tradeoff."
+        )
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise UsageError(missing("--plot needs", "matplotlib", "plot")) from error
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    axes = figure.subplots(1, 2)
+    answer.draw(axes)
+    for ax in axes:
+        ax.legend(frameon=False)
+        ax.grid(alpha=0.3)
+    figure.suptitle(answer.tables[0][0], fontsize=9)
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+    say(f"wrote {path}")

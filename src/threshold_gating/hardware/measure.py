@@ -1,0 +1,228 @@
+"""A differential pair measured: curve, temperature, corners, mismatch, settling, noise."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.func import jacfwd
+
+from threshold_gating.hardware.cells import Pair, pair
+from threshold_gating.hardware.devices import LOGISTIC, Shape, curve
+from threshold_gating.hardware.spice import Analysis, Plot, run
+
+aten = torch.ops.aten
+SWING = 0.4  # volts to either side of a sweep
+POINTS = 201
+TEMPERATURES = (-40.0, -7.0, 27.0, 60.0, 92.0, 125.0)
+EDGE = 3.0  # a step for settling goes from u = -3 to u = 3, where 5 % and 95 % are
+WITHIN = 0.01  # of the tail current: settled
+
+
+class Fit(NamedTuple):
+    """A measured curve as a logistic gate: tau in 1/V, theta in V, the largest deviation."""
+
+    tau: float
+    theta: float
+    deviation: float
+
+
+class Own(NamedTuple):
+    """A measured curve with the shape of its device, on the tau of the logistic fit."""
+
+    shape: Shape
+    deviation: float
+
+
+# Fitting
+
+
+def fits(v: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    """tau and theta of the logistic gates nearest to curves in the sense of least squares.
+
+    One curve a row of `g`. Gauss-Newton from the steepest place of each curve, with steps that
+    stay within it.
+    """
+    slopes = (g[..., 1:] - g[..., :-1]) / (v[1:] - v[:-1])
+    tau, theta = 4 * slopes.amax(-1, keepdim=True), v[slopes.argmax(-1)][..., None]
+    if not (tau > 0).all():
+        raise ValueError("a curve does not rise anywhere: this is no gate.")
+    for _ in range(60):
+        model = aten.sigmoid(tau * (v - theta))
+        bell, r = model * (1 - model), model - g
+        by_tau, by_theta = bell * (v - theta), -bell * tau
+        a, b, c = (by_tau**2).sum(-1), (by_tau * by_theta).sum(-1), (by_theta**2).sum(-1)
+        p, q = (by_tau * r).sum(-1), (by_theta * r).sum(-1)
+        det = a * c - b * b
+        d_tau, d_theta = ((c * p - b * q) / det)[..., None], ((a * q - b * p) / det)[..., None]
+        tau = (tau - d_tau).clamp(tau / 2, tau * 2)
+        theta = (theta - d_theta).clamp(theta - 1 / tau, theta + 1 / tau)
+    return tau[..., 0], theta[..., 0]
+
+
+def fit(v: Tensor, g: Tensor) -> Fit:
+    """The logistic gate nearest to a measured curve, and how far the curve is from it."""
+    tau, theta = fits(v, g)
+    return Fit(tau.item(), theta.item(), (curve(tau * (v - theta)) - g).abs().max().item())
+
+
+def own_curve(v: Tensor, g: Tensor) -> tuple[Fit, Own]:
+    """The logistic fit and the device's own curve, about the same theta and on the same tau."""
+    logistic = fit(v, g)
+    if logistic.deviation < LOGISTIC_ENOUGH:
+        return logistic, Own(LOGISTIC, logistic.deviation)
+    u = logistic.tau * (v - logistic.theta)
+
+    def off(p: Tensor) -> Tensor:
+        return curve(u, Shape(*p.exp())) - g
+
+    found = [least_squares(off, [math.log(x) for x in start]) for start in _STARTS]
+    best = min(found, key=lambda p: off(p).abs().max().item())
+    shape = Shape(*(round(value, 6) for value in best.exp().tolist()))
+    return logistic, Own(shape, (curve(u, shape) - g).abs().max().item())
+
+
+LOGISTIC_ENOUGH = 1e-4  # a bipolar pair is logistic to that; a shape would fit its rounding
+_STARTS = ((0.7, 0.7, 1.0, 1.0), (0.7, 4.0, 2.5, 2.0))
+
+
+def least_squares(residuals: Callable[[Tensor], Tensor], start: Sequence[float]) -> Tensor:
+    """Levenberg-Marquardt in float64, for a few parameters and a smooth curve."""
+    p = torch.tensor(start, dtype=torch.float64)
+    r, damping = residuals(p), 1e-3
+    for _ in range(100):
+        jacobian = jacfwd(residuals)(p)
+        normal, slope = jacobian.T @ jacobian, jacobian.T @ r
+        scale = normal.diagonal().clamp_min(1e-30).diag()
+        trial = p - torch.linalg.solve(normal + damping * scale, slope)
+        left = residuals(trial)
+        gain = 1 - (left.square().sum() / r.square().sum()).item()
+        if gain > 0:
+            p, r, damping = trial, left, max(damping / 5, 1e-12)
+        else:  # NaN too
+            damping *= 5
+        if 0 < gain < 1e-6 or damping > 1e9:
+            break
+    return p
+
+
+# Curves
+
+
+def sweep(swing: float = SWING) -> str:
+    """The command of a sweep of the input."""
+    return f"dc vd {-swing:g} {swing:g} {2 * swing / (POINTS - 1):.10g}"
+
+
+def shares(plot: Plot) -> tuple[Tensor, Tensor]:
+    """Inputs and the share of the first transistor, of a sweep."""
+    first, second = plot["i(v1)"], plot["i(v2)"]
+    return plot["scale"], first / (first + second)
+
+
+SIDES = ("i(v1)", "i(v2)")
+_SIDES = ("i(v1", "i(v2")
+
+
+def transfer(spec: Pair, swing: float = SWING, **conditions: Any) -> tuple[Tensor, Tensor]:
+    """The curve of a pair: differential input in volts, and the share of the tail current."""
+    spec.check_swing(swing)
+    return shares(run(pair(spec, **conditions), Analysis(sweep(swing), SIDES))[0])
+
+
+def over_tails(spec: Pair, tails: Sequence[float], swing: float = SWING) -> list[Fit]:
+    """The logistic fit at each tail current, in one run."""
+    spec.check_swing(swing)
+    source = "iref" if spec.real else "it"
+    runs = [Analysis(sweep(swing), SIDES, (f"alter {source} dc={tail:.6g}",)) for tail in tails]
+    return [fit(*shares(plot)) for plot in run(pair(spec), *runs)]
+
+
+def over_temperature(spec: Pair, celsius: Sequence[float] = TEMPERATURES) -> list[Fit]:
+    """The logistic fit at each temperature."""
+    return [fit(*transfer(spec, celsius=each)) for each in celsius]
+
+
+def over_corners(spec: Pair, corners: Sequence[str]) -> list[Fit]:
+    """The logistic fit at each corner of the process."""
+    return [fit(*transfer(spec, corner=each)) for each in corners]
+
+
+# Mismatch, settling, noise
+
+
+class Spread(NamedTuple):
+    """Mismatch of many pairs: standard deviations of theta in V and of tau relative to its mean."""
+
+    pairs: int
+    sigma_theta: float
+    sigma_tau: float
+
+
+def mismatch(spec: Pair, pairs: int = 200, seed: int = 1) -> Spread:
+    """Monte Carlo: that many pairs in one netlist, each transistor with its own draw."""
+    if pairs < 2:
+        raise ValueError(f"a spread needs 2 pairs or more; got {pairs}.")
+    tags = [str(k) if k else "" for k in range(pairs)]
+    netlist = pair(spec, copies=pairs, seed=seed)
+    names = tuple(f"{side}{tag})" for tag in tags for side in _SIDES)
+    # Fewer points than for one pair: a hundred pairs are swept at once, and two numbers fitted.
+    step = f"dc vd {-SWING:g} {SWING:g} {2 * SWING / 80:.10g}"
+    plot = run(netlist, Analysis(step, names))[0]
+    first, second = (torch.stack([plot[f"{side}{tag})"] for tag in tags]) for side in _SIDES)
+    taus, thetas = fits(plot["scale"], first / (first + second))
+    return Spread(pairs, thetas.std().item(), (taus.std() / taus.mean()).item())
+
+
+def settling(spec: Pair, tau: float) -> float:
+    """Seconds to 1 % of the tail after a step of one input over +-3 / tau, the slower edge.
+
+    The other input stands still, so the common source has to follow; junctions of the drawn
+    diffusions are counted, whatever the drains drive is not.
+    """
+    v, span = EDGE / tau, 50e-15 / spec.tail  # a guess of 50 fC; the time is to fill part of it
+    for _ in range(12):
+        edge = span / 500
+        points = [(0, -v), (span, -v), (span + edge, v), (2 * span, v), (2 * span + edge, -v)]
+        drive = f"pwl({' '.join(f'{t:.9g} {value:.6g}' for t, value in points)})"
+        netlist = pair(spec, drive=drive, one_sided=True, options=_timed(spec))
+        plot = run(netlist, Analysis(f"tran {edge:.6g} {3 * span:.6g} 0 {edge:.6g}", SIDES))[0]
+        late = max(_late(plot, spec.tail, start, span, edge) for start in (span, 2 * span))
+        if late < span / 2:
+            if late > span / 8:
+                return late
+            span /= 3
+        else:
+            span *= 2
+    raise RuntimeError(f"a step did not settle: {spec}")
+
+
+def _timed(spec: Pair) -> str:
+    """Tolerances of a transient: a millionth of the tail current."""
+    return f"reltol=1e-4 gmin=1e-15 abstol={spec.tail * 1e-6:.3g} method=gear"
+
+
+def _late(plot: Plot, tail: float, start: float, span: float, edge: float) -> float:
+    """The last time after a step at which the share was not yet settled."""
+    time, g = plot["scale"], plot["i(v1)"] / tail
+    during = (time > start) & (time < start + span - edge)
+    off = (g[during] - g[during][-1]).abs() > WITHIN
+    late: float = (time[during][off].max() - start - edge / 2).item() if off.any() else 0.0
+    return max(late, 0.0)
+
+
+def noise(spec: Pair, bandwidth: float) -> float:
+    """Input-referred noise in V rms from 1 Hz to a bandwidth, at balance; loads are noiseless."""
+    netlist = pair(spec, drive="0 ac 1")
+    load = 0.2 / spec.tail
+    lines = [line for line in netlist.elements if not line.startswith(("v1 ", "v2 "))]
+    lines += [f"rl{k} vdd {node} {load:.6g} noisy=0" for k, node in enumerate("de")]
+    lines = [f"{line} noisy=0" if line.startswith(("ra ", "rb ")) else line for line in lines]
+    bench = replace(netlist, elements=tuple(lines))
+    command = f"noise v(d,e) vd dec 20 1 {bandwidth:.6g}"
+    (plot,) = run(bench, Analysis(command, ("inoise_total",)))
+    return plot["inoise_total"][-1].item()

@@ -1,0 +1,225 @@
+"""Netlists as text, of transistors, R, C and independent sources, and ngspice to run them."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from threshold_gating.hardware import models as pdk
+from threshold_gating.hardware.models import Size
+
+# A floor of 1e-15 S and 1e-16 A: the currents of weak inversion are nanoamperes.
+OPTIONS = "reltol=1e-5 gmin=1e-15 abstol=1e-16 method=gear"
+INSTALL = "ngspice is not installed: apt-get install ngspice (Debian), brew install ngspice (macOS)"
+
+
+class SpiceError(RuntimeError):
+    """ngspice is missing or did not answer; the message has its own words."""
+
+
+@dataclass(frozen=True)
+class Netlist:
+    """Elements as lines of text, the models that they use, and the conditions of a run."""
+
+    title: str
+    elements: tuple[str, ...]
+    models: str = "sky130"
+    corner: str = ""
+    celsius: float = 27.0
+    seed: int | None = None  # draws mismatch of every device where it is given
+    options: str = OPTIONS
+    notes: tuple[str, ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        check(self.elements, self.models)
+
+    @property
+    def at(self) -> str:
+        """The corner: the typical one where none is given."""
+        return self.corner or pdk.chosen(self.models).corners[0]
+
+    def text(self) -> str:
+        """What ngspice reads, whole; `tg spice -o` writes it."""
+        reading = pdk.includes(self.models, self.at, mismatch=self.seed is not None)
+        return "\n".join([*self._head(), *reading, *self.elements, ".end"]) + "\n"
+
+    def deck(self, commands: Sequence[str]) -> str:
+        """What ngspice is run on: the same with the models cut to what is used."""
+        cut = pdk.cut(self.models, self.at, self.sizes(), mismatch=self.seed is not None)
+        control = [".control", "set filetype=binary", *commands, "quit", ".endc", ".end"]
+        return "\n".join([*self._head(), cut, *self.elements, *control]) + "\n"
+
+    def _head(self) -> list[str]:
+        seed = "" if self.seed is None else f" seed={self.seed}"
+        notes = [f"* {note}" for note in self.notes]
+        return [self.title, *notes, f".option {self.options}{seed}", f".temp {self.celsius:g}"]
+
+    def sizes(self) -> frozenset[Size]:
+        """The devices that are used, and their sizes."""
+        unit = pdk.chosen(self.models).unit
+        found = set()
+        for line in self.elements:
+            if line[0] in "xX":
+                size = dict(re.findall(r"\b(w|l|nf)=([-+.\dea-z]+)", line))
+                length, width, fingers = (number(size.get(key, "1")) for key in ("l", "w", "nf"))
+                found.add(Size(_device(line), width * unit / fingers, length * unit))
+        return frozenset(found)
+
+    def count(self) -> dict[str, int]:
+        """How many of each device there are, by our names; sources are not counted."""
+        names = {model: kind for kind, model in pdk.chosen(self.models).devices.items()}
+        kinds = [names[_device(line)] for line in self.elements if line[0] in "xX"]
+        kinds += [{"r": "res", "c": "cap"}[line[0]] for line in self.elements if line[0] in "rc"]
+        return {kind: kinds.count(kind) for kind in sorted({*kinds})}
+
+
+def number(text: str) -> float:
+    """A number as SPICE writes it: 10n, 1.5meg, 5u."""
+    found = re.fullmatch(r"([-+]?[\d.]+(?:e[-+]?\d+)?)(t|g|meg|k|m|u|n|p|f)?[a-z]*", text.lower())
+    if not found:
+        raise ValueError(f"a number such as 10n, 2.5meg or 1e-7 was expected; got {text!r}.")
+    return float(found[1]) * _SUFFIX[found[2]]
+
+
+_SUFFIX = {None: 1, "t": 1e12, "g": 1e9, "meg": 1e6, "k": 1e3}
+_SUFFIX |= {"m": 1e-3, "u": 1e-6, "n": 1e-9, "p": 1e-12, "f": 1e-15}
+
+
+# What a cell may be made of
+
+_KINDS = {
+    "b": "a behavioural source",
+    "e": "a controlled voltage source",
+    "f": "a controlled current source",
+    "g": "a controlled current source",
+    "h": "a controlled voltage source",
+    "a": "a code model",
+    "s": "a switch",
+    "w": "a switch",
+    "n": "a Verilog-A model",
+    "p": "a code model",
+    ".": "a directive",
+}
+
+
+def check(elements: Sequence[str], models: str = "sky130") -> None:
+    """Refuse whatever would compute in place of a device.
+
+    Allowed are devices of the models (X), R, C, and V and I of numbers. A resistor whose value is
+    an expression is a controlled source by another name, and is refused as one.
+    """
+    devices = set(pdk.chosen(models).devices.values())
+    for line in elements:
+        kind = line[:1].lower()
+        if not line.strip() or "\n" in line:
+            raise ValueError(f"one element a line; got {line!r}.")
+        if kind == "x" and _device(line) not in devices:
+            raise ValueError(
+                f"{line!r} calls {_device(line)}, which is no device of {models}; there are "
+                f"{', '.join(sorted(devices))}."
+            )
+        if kind not in "xrcvi":
+            what = _KINDS.get(kind, "no device")
+            raise ValueError(
+                f"{line!r} is {what}; a cell has transistors, R, C and independent sources only."
+            )
+        if re.search(r"['{}\"]|\b[vi]\s*\(", line.lower()):
+            raise ValueError(
+                f"{line!r} has an expression for a value; give a number, or it would compute what "
+                "the cell is to compute."
+            )
+
+
+def _device(line: str) -> str:
+    return [word for word in line.split()[1:] if "=" not in word][-1]
+
+
+# Running
+
+
+# What one analysis gave: vectors by the names that were asked for, and the scale as "scale".
+Plot = Mapping[str, Tensor]
+
+
+class Analysis(NamedTuple):
+    """A command of ngspice, what to keep of it, and commands before it (such as alter)."""
+
+    command: str
+    keep: tuple[str, ...]
+    before: tuple[str, ...] = ()
+
+
+def ngspice() -> str | None:
+    """Where ngspice is, or None."""
+    return shutil.which("ngspice")
+
+
+def run(netlist: Netlist, *analyses: Analysis, timeout: float = 600) -> list[Plot]:
+    """Run ngspice on a netlist; one plot for each analysis."""
+    program = ngspice()
+    if program is None:
+        raise SpiceError(f"{INSTALL}.")
+    commands: list[str] = []
+    files: list[list[tuple[str, tuple[str, ...]]]] = []  # of each analysis: names and their vectors
+    for k, (command, keep, before) in enumerate(analyses):
+        parts = [keep[n : n + _AT_ONCE] for n in range(0, len(keep), _AT_ONCE)]
+        files.append([(f"{k}_{n}.raw", part) for n, part in enumerate(parts)])
+        commands += [*before, command, *(f"write {f} {' '.join(part)}" for f, part in files[-1])]
+    with tempfile.TemporaryDirectory(prefix="tg-spice-") as folder:
+        said = _run(program, Path(folder), netlist.deck(commands), netlist.title, timeout)
+        every = [Path(folder, name) for parts in files for name, _ in parts]
+        # ngspice ends with 0 whatever happened: what it wrote and said is looked at.
+        bad = [line.strip() for line in said.splitlines() if _BAD.search(line)]
+        if bad or not all(path.is_file() for path in every):
+            words = " / ".join(bad[:4]) or said[-300:].strip()
+            raise SpiceError(f"ngspice failed on {netlist.title}: {words}")
+        return [
+            {key: v for name, keep in parts for key, v in _plot(Path(folder, name), keep).items()}
+            for parts in files
+        ]
+
+
+_AT_ONCE = 200  # vectors; `write` refuses a thousand
+
+
+def _run(program: str, folder: Path, deck: str, title: str, timeout: float) -> str:
+    (folder / "deck.cir").write_text(deck, "utf-8")
+    words = [program, "-n", "-b", "deck.cir"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    try:
+        done = subprocess.run(
+            words, cwd=folder, env=env, capture_output=True, text=True, timeout=timeout
+        )
+    except subprocess.TimeoutExpired:
+        raise SpiceError(f"ngspice took longer than {timeout:g} s on {title}.") from None
+    return done.stdout + done.stderr
+
+
+_BAD = re.compile(
+    r"(?i)^\s*(fatal|error)|singular matrix|no convergence|timestep too small|doanalyses|"
+    r"could not find a valid modelname|no such vector|is not available or has|run simulation.s. aborted"
+)
+
+
+def _plot(path: Path, names: Sequence[str]) -> Plot:
+    """A raw file: a header of text, then rows of doubles (pairs of them where complex)."""
+    head, _, data = path.read_bytes().partition(b"Binary:\n")
+    text = head.decode()
+    columns = int(re.search(r"No\. Variables:\s*(\d+)", text)[1])  # type: ignore[index]
+    points = int(re.search(r"No\. Points:\s*(\d+)", text)[1])  # type: ignore[index]
+    kind = torch.complex128 if "complex" in text else torch.float64
+    values = torch.frombuffer(bytearray(data), dtype=kind)[: columns * points]
+    table = values.view(points, columns).T
+    if columns == len(names) + 1:
+        return dict(zip(("scale", *names), table, strict=True))
+    return dict(zip(names, table, strict=True))
