@@ -27,9 +27,9 @@ class SiteRow:
     seen: int  # numbers, in calibration
     rms: float
     largest: float
-    volts: float  # per unit
-    rms_millivolts: float
-    largest_millivolts: float
+    volts: float | None  # per unit; None: ideal pairs have no volts
+    rms_millivolts: float | None
+    largest_millivolts: float | None
     sharpness: float  # tau times the RMS
     sigma_theta: float  # over the RMS
     clipped: bool  # whether inputs that were seen are beyond the rails
@@ -39,12 +39,12 @@ class SiteRow:
         """Of a site that has been calibrated."""
         seen, chip = gate.seen, gate.chip
         tau = math.inf if gate.is_hard else chip.tau * gate.volts * chip.warmth
-        sigma = gate.sigma_theta()
+        volts = None if chip.preset is None else gate.volts
+        rms, largest = (volts and 1e3 * volts * size for size in (seen.rms, seen.largest))
         return cls(
             *(gate.name, gate.kind, gate.t.K, math.prod(gate.group), gate.group, seen.axis),
-            *(seen.count, seen.rms, seen.largest, gate.volts),
-            *(1e3 * gate.volts * seen.rms, 1e3 * gate.volts * seen.largest),
-            *(tau * seen.rms, sigma / seen.rms if seen.rms else math.inf),
+            *(seen.count, seen.rms, seen.largest, volts, rms, largest),
+            *(tau * seen.rms, _over(gate.sigma_theta(), seen.rms)),
             gate.volts * seen.largest > chip.rail,
         )
 
@@ -126,11 +126,14 @@ SITE_WIDTHS = (-26, -9, 2, 6, 8, 8, 8, 9, 7, 7)
 
 def site_cells(row: SiteRow) -> tuple[str, ...]:
     """A row of the table; * marks inputs beyond the rails."""
-    mark = "*" if row.clipped else ""
+    unit = None if row.volts is None else 1e3 * row.volts
+    millivolts = [
+        "-" if v is None else f"{v:.3g}" for v in (unit, row.rms_millivolts, row.largest_millivolts)
+    ]
+    millivolts[-1] += "*" if row.clipped else ""
     return (
         *(row.name, row.kind, str(row.K), str(row.gates), f"{row.rms:.3g}"),
-        *(f"{1e3 * row.volts:.3g}", f"{row.rms_millivolts:.3g}"),
-        *(f"{row.largest_millivolts:.3g}{mark}", f"{row.sharpness:.3g}", f"{row.sigma_theta:.3f}"),
+        *(*millivolts, f"{row.sharpness:.3g}", f"{row.sigma_theta:.3f}"),
     )
 
 
@@ -147,11 +150,12 @@ def layer_cells(row: LayerRow) -> tuple[str, ...]:
 
 
 def _row(cells: tuple[str, ...], widths: tuple[int, ...]) -> str:
-    """Cells in columns; a negative width is flush left, and cut at the front where it is long."""
+    """Cells in columns; a negative width is flush left, and cut in the middle where it is long."""
     parts = []
     for cell, width in zip(cells, widths, strict=True):
         room = abs(width)
-        short = cell if len(cell) <= room else f"…{cell[1 - room :]}"
+        first = (room - 1) // 2
+        short = cell if len(cell) <= room else f"{cell[:first]}…{cell[first + 1 - room :]}"
         parts.append(short.ljust(room) if width < 0 else short.rjust(room))
     return " ".join(parts).rstrip()
 
