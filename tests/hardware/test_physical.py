@@ -71,6 +71,17 @@ def test_volts_that_are_given_make_a_soft_gate_sharper():
     chip = Chip(None, NONE.of(None))
     gate = gate_of(tg.TAXONOMY["silu"], x, chip, volts=2.0)
     torch.testing.assert_close(gate(x), x * torch.sigmoid(2 * x))
+    twice = Chip(WEAK, Errors(theta=0.005).of(WEAK))
+    gate = gate_of(tg.TAXONOMY["silu"], x, twice, volts=2 / WEAK.tau)
+    assert gate.sigma_theta() == pytest.approx(0.005 * WEAK.tau / 2)  # larger than the mismatch
+
+
+def test_sharpness_is_off_by_a_factor():
+    x = torch.randn(3, 4000)
+    gate = gate_of(tg.TAXONOMY["silu"], x, Chip(None, Errors(tau=0.3, unit="rms").of(None)))
+    tau = (0.3 * gate.every["tau"][0, 0]).exp()
+    torch.testing.assert_close(gate(x), x * torch.sigmoid(tau * x))
+    assert tau.log().std().item() == pytest.approx(0.3, rel=0.05)  # 4,000: 1.1 %
 
 
 def test_the_curve_of_the_device_stands_at_every_threshold():

@@ -35,7 +35,7 @@ class Errors:
 
     Args:
         theta: standard deviation of a gate's threshold; its branches stay.
-        tau: of its sharpness, relative.
+        tau: of its sharpness, relative: of its logarithm, so that it stays positive.
         offset: of what is added to its input, which the branches read too.
         noise: of what is added to its input anew in every evaluation.
         tail: of each branch's gain, relative: the tail current of a pair is its branch.
@@ -264,24 +264,23 @@ class AnalogGate(nn.Module):
 
     def sigma_theta(self) -> float:
         """Of the sharpest threshold, in units of the input."""
-        return float(self._sigma(self.chip.errors.theta or 0.0, self.volts / self.stretch))
+        return float(self._sigma(self.chip.errors.theta or 0.0, self.volts))
 
     def sigmas_theta(self) -> Tensor:
         """Of every threshold, as they broadcast against the devices' numbers (draws, J, *group)."""
-        errors, hard = self.chip.errors, self.t.hard
-        if isinstance(self.gate, Activation):
-            x = torch.empty(self.seen.shape, device="meta")
-            taus = self._values(x).tau
-        else:
-            taus = self._values(torch.empty(0)).tau
-        volts = [torch.as_tensor(self.volts if hard else tau / self.chip.tau) for tau in taus]
-        rows = [torch.as_tensor(self._sigma(errors.theta or 0.0, v)) for v in volts]
+        taus = self._values(torch.zeros(self.seen.shape)).tau
+        sigma = self.chip.errors.theta or 0.0
+        rows = [torch.as_tensor(self._sigma(sigma, self._volts_at(tau))) for tau in taus]
         if any(row.numel() > 1 for row in rows):
             raise ValueError(
                 f"{self.name} has a tau of its own for each group; its thresholds differ in what a "
                 "trim is worth, and `cancel` does not know them: use `retune`."
             )
         return torch.stack([row.reshape(()) for row in rows]).view(-1, *(1 for _ in self.group))
+
+    def _volts_at(self, tau: Any) -> Any:
+        """Volts per unit at the pair of a threshold with this tau, behind its divider."""
+        return self.volts if self.t.hard else tau * self.stretch / self.chip.tau
 
     def _sigma(self, sigma: float, volts: Any) -> Any:
         """A standard deviation in units of the input, for a gate with these volts per unit."""
@@ -307,19 +306,15 @@ class AnalogGate(nn.Module):
         }
         taus, thetas = [], []
         for j, (tau, theta) in enumerate(zip(values.tau, values.theta, strict=True)):
-            soft = not self.t.hard
-            volts = tau / chip.tau if soft else self.volts
+            volts = self._volts_at(tau)
             if drawn["theta"] is not None:
                 theta = theta + self._sigma(errors.theta or 0.0, volts) * drawn["theta"][j]
             thetas.append(theta + drawn["trim_theta"][j])
-            if self.is_hard:
-                taus.append(tau)
-                continue
-            tau = tau * self.stretch if soft else chip.tau * self.volts
-            tau = tau * chip.warmth * torch.exp(drawn["trim_tau"][j])
+            log_tau = drawn["trim_tau"][j]
             if drawn["tau"] is not None:
-                tau = tau * (1 + (errors.tau or 0.0) * drawn["tau"][j])
-            taus.append(tau)
+                log_tau = log_tau + (errors.tau or 0.0) * drawn["tau"][j]
+            sharp = chip.tau * chip.warmth * volts * torch.exp(log_tau)
+            taus.append(math.inf if self.is_hard else sharp)
         s, c = values.s, values.c
         if drawn["tail"] is not None:
             gains = [1 + errors.tail * row for row in drawn["tail"]]

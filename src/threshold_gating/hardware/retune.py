@@ -55,7 +55,7 @@ def cancel(simulation: Simulation, bits: int | None = None, span: float = 3.0) -
             drawn.trim_theta.copy_(-sigma * _coded(drawn.theta, bits, span))
         if hasattr(drawn, "tau"):
             spread = gate.chip.errors.tau or 0.0
-            drawn.trim_tau.copy_(-torch.log1p(spread * _coded(drawn.tau, bits, span)))
+            drawn.trim_tau.copy_(-spread * _coded(drawn.tau, bits, span))
 
 
 def _coded(numbers: Tensor, bits: int | None, span: float) -> Tensor:
@@ -63,7 +63,8 @@ def _coded(numbers: Tensor, bits: int | None, span: float) -> Tensor:
     inside = numbers.clamp(-span, span)
     if bits is None:
         return inside
-    step, half = 2 * span / 2**bits, 2 ** (bits - 1)
+    half: int = 2 ** (bits - 1)
+    step = span / half
     code = (inside / step).floor().clamp(-half, half - 1)
     return (code + 0.5) * step
 
