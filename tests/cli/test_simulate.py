@@ -76,8 +76,8 @@ def test_the_page_is_whole_and_says_what_is_not_simulated(folder, tg):
     ("given", "said"),
     [
         (("--preset", "sky130-weka"), "no preset 'sky130-weka'; did you mean 'sky130-weak'?"),
-        (("--preset", "sky130-weak", "--rail", "0.1"), "must be from 0.4 to 1.8 V"),
-        (("--preset", "sky130-weak", "--celsius", "300"), "from -40 to 125 C"),
+        (("--preset", "sky130-weak", "--rail", "0.01"), "does not hold the swing of sky130-weak"),
+        (("--preset", "sky130-weak", "--celsius", "900"), "sky130-weak was measured from"),
         (("--preset", "sky130-weak", "--adc-bits", "1"), "adc_bits must be from 2 to 24"),
         (("--preset", "sky130-weak", "--draws", "0"), "from 1 on; got 0"),
         (("--preset", "sky130-weak", "--html", "no/page.html"), "give a file in a directory"),

@@ -16,6 +16,7 @@ from threshold_gating.hardware.crossbar import Crossbar
 from threshold_gating.hardware.physical import Errors
 
 IDEAL = Errors(unit="rms")
+WEAK = devices.preset("sky130-weak")
 
 
 class Net(nn.Module):
@@ -277,10 +278,10 @@ def test_what_cannot_be_analog_is_said():
     ("given", "said"),
     [
         ({"preset": "sky130-week"}, "no preset 'sky130-week'; did you mean 'sky130-weak'"),
-        ({"rail": 0.1}, r"rail 0.1 V does not hold the swing of sky130-weak; it must be from 0.4"),
-        ({"rail": 5.0}, "to 1.8 V"),
-        ({"temperature": 200.0}, "measured from -40 to 125 C"),
-        ({"level": 1.5}, "level must be above 0 and up to the rail, 0.9 V; got 1.5"),
+        ({"rail": 0.01}, f"rail 0.01 V .* it must be from {WEAK.swing:g} to {WEAK.supply:g} V"),
+        ({"rail": 50.0}, f"to {WEAK.supply:g} V"),
+        ({"temperature": 900.0}, f"measured from {WEAK.temperature[0][0]:g} to"),
+        ({"level": 15.0}, f"level must be .* up to the rail, {WEAK.supply / 2:g} V; got 15"),
         ({"level": 0.4, "sharpness": 4.0}, "give one"),
         ({"sharpness": -1.0}, "above 0; got -1.0"),
         ({"draws": 0}, "from 1 on; got 0"),

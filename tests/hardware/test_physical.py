@@ -109,11 +109,12 @@ def test_heat_makes_a_gate_softer():
 
 def test_rails_make_three_branches_of_two():
     x = torch.linspace(-3, 3, 61)[:, None]
-    chip = Chip(WEAK, NONE.of(WEAK), level=0.8, rail=0.4)
+    chip = Chip(WEAK, NONE.of(WEAK), level=0.8, rail=0.4)  # by hand: `simulate` refuses this
     gate = gate_of(tg.TAXONOMY["relu"], x, chip)
     y = gate(x)
     assert (y[x > 1.5] == y[-1]).all()
-    assert y[-1].item() == pytest.approx(1.5, rel=1e-4)  # 3 is at 0.8 V, so 0.4 V is 1.5
+    # 3 is at 0.8 V, so 0.4 V is 1.5, where the gate of tau 29 per volt is open to 1e-5
+    assert y[-1].item() == pytest.approx(1.5, rel=1e-3)
 
 
 def test_thresholds_are_off_by_the_devices_volts():
