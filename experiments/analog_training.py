@@ -10,7 +10,9 @@ scikit-learn's digits, 8 x 8 pixels, two hidden layers of 32 with SiLU and ReLU;
 images train, 500 test. Chips: pairs of sky130-weak with offsets of 40 mV, cells with a programming
 error of 10 % of g_max. Accuracy in percent, mean over 20 chips with seeds of their own.
 
-Last measured result: see docs/analog_networks.md.
+Last measured result (torch 2.13, one thread), seeds 0, 1, 2: 92.8, 92.0, 93.2 with ideal gates and
+cells; 78.8, 75.4, 76.9 on chips; 79.4, 75.9, 77.1 after 300 steps without chips; 84.9, 82.0, 83.8
+after 300 steps on chips.
 """
 
 import argparse
