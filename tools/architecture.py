@@ -23,6 +23,8 @@ HELD_BY = {
     "cli/demo/watching.py": "cli/test_demo.py",
     "cli/evaluate.py": "conversion/test_perplexity.py",
     "cli/spec.py": "cli/test_convert.py",
+    "cli/spice.py": "cli/test_spice_command.py",
+    "cli/spice_tables.py": "cli/test_spice_command.py",
     "conversion/aten_ops.py": "conversion/test_audit.py",
     "conversion/checkpoint/files.py": "conversion/test_checkpoint.py",
     "conversion/checkpoint/save_load.py": "conversion/test_checkpoint.py",

@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 
-from threshold_gating.cli.spice import FAMILIES
+from threshold_gating.cli.spice_tables import FAMILIES
 from threshold_gating.hardware import lse, spice, steering
 from threshold_gating.hardware.cells import Pair, pair
 from threshold_gating.hardware.spice import Analysis, Netlist, SpiceError, check, number, run

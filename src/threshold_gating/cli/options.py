@@ -261,15 +261,22 @@ def _spice(commands: Any) -> None:
         "--swing",
         type=_finite,
         metavar="V",
-        help="volts at a gate for the largest |x| (default: 0.2)",
+        help="volts at a gate for the largest |x| (default: 0.2; pair: 0.4)",
     )
     parser.add_argument(
         "--supply", type=_finite, metavar="V", help="supply (default: the process's)"
     )
-    parser.add_argument("--transistor", choices=TRANSISTORS, default="nfet", help="(default: nfet)")
-    parser.add_argument("--models", metavar="SET", help="set of models (default: sky130)")
     parser.add_argument(
-        "--corner", default="", metavar="NAME", help="tt, ff, ss, ... (default: tt)"
+        "--transistor", choices=TRANSISTORS, default="nfet", help="of the pairs (default: nfet)"
+    )
+    parser.add_argument(
+        "--models", metavar="SET", help="set of models (default: sky130; pair: sky130-binned)"
+    )
+    parser.add_argument(
+        "--corner",
+        default="",
+        metavar="NAME",
+        help="corner of the process: tt, ff, ss, ... (default: tt; gf180: typical)",
     )
     parser.add_argument(
         "--celsius", type=_finite, default=27.0, metavar="C", help="temperature (default: 27)"

@@ -3,49 +3,33 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from threshold_gating.cli.printing import UsageError, missing, progress, say, show
+from threshold_gating.cli.spice_tables import (
+    DRAWS,
+    TAILS,
+    Answer,
+    Row,
+    cell_of,
+    conditions,
+    copies,
+    families,
+    log_sum_exp,
+    presets,
+    tradeoff,
+)
 from threshold_gating.hardware import cell_error, characterise, devices, lse, measure, steering
 from threshold_gating.hardware import models as pdk
 from threshold_gating.hardware.cells import Pair, describe, pair
 from threshold_gating.hardware.spice import INSTALL, Netlist, SpiceError, ngspice, number
-from threshold_gating.instance import TG
-from threshold_gating.taxonomy import TAXONOMY, key_of
+from threshold_gating.taxonomy import key_of
 
-DRAWS = 100
 CELSIUS = (-40.0, 27.0, 125.0)
-TAILS = tuple(float(f"{mantissa}e{exponent}") for exponent in range(-9, -4) for mantissa in (1, 3))
-# Table 3 of the paper. A slope of 0.01 is below the mismatch of a mirror; elu needs c = 4e5.
-FAMILIES: dict[str, dict[str, TG]] = {
-    "multiplicative, exact": {
-        "relu": TAXONOMY["relu"],
-        "leaky_relu 0.1": TG(tau=float("inf"), theta=(0.0,), s=(0.1, 1.0), c=(0.0, 0.0)),
-        "silu": TAXONOMY["silu"],
-    },
-    "multiplicative, approx.": {
-        "gelu_k2": TAXONOMY["gelu_k2"],
-        "elu_k3_one_tau": TAXONOMY["elu_k3_one_tau"],
-        "mish": TAXONOMY["mish"],
-    },
-    "saturating": {"hardtanh": TAXONOMY["hardtanh"], "relu6": TAXONOMY["relu6"]},
-    "constant": {"sigmoid": TAXONOMY["sigmoid"], "tanh": TAXONOMY["tanh"]},
-}
-
-Row = Sequence[str]
-
-
-class Answer(NamedTuple):
-    """What a command has to say: tables with their titles, and the same as JSON; curves to draw."""
-
-    tables: list[tuple[str, list[Row]]]
-    result: dict[str, Any]
-    draw: Callable[[Any], None] | None = None
 
 
 def spice(args: argparse.Namespace) -> int:
@@ -54,6 +38,7 @@ def spice(args: argparse.Namespace) -> int:
         raise UsageError(f"--draws must be 2 or more; got {args.draws}.")
     if args.plot and not args.run:
         raise UsageError("--plot draws what was measured: give --run too.")
+    _check_options(args)
     try:
         netlist, run = _task(args)
     except ValueError as error:
@@ -78,30 +63,47 @@ def spice(args: argparse.Namespace) -> int:
     return 0
 
 
+# What each task takes beside --run, -o, --plot and --json; any other option would be ignored.
+_CELL = {"tail", "bias", "swing", "supply", "transistor"}
+_AT = {"corner", "celsius"}
+_TAKEN = {
+    "presets": {"draws"},
+    "tradeoff": {"draws", "seed", "models"},
+    "families": _CELL,
+    "lse": {"bias", "supply", *_AT},
+    "pair": {*_CELL, *_AT, "tau", "models", "draws", "seed"},
+}
+_UNSET = {"transistor": "nfet", "corner": "", "celsius": 27.0, "seed": 1}
+
+
+def _check_options(args: argparse.Namespace) -> None:
+    taken = _TAKEN.get(args.what, {*_CELL, *_AT, "draws", "seed", "models", "tau"})
+    for name in sorted({*_CELL, *_AT, "tau", "models", "draws", "seed"} - taken):
+        if getattr(args, name) != _UNSET.get(name):
+            raise UsageError(
+                f"--{name} has no effect on {args.what}, which takes "
+                f"{', '.join(f'--{each}' for each in sorted(taken))}."
+            )
+
+
 def _task(args: argparse.Namespace) -> tuple[Netlist | None, Callable[[Any], Answer]]:
     """The netlist of what was asked for, and what to measure of it."""
     if args.what == "presets":
-        return None, lambda tell: _presets(args, tell)
+        return None, lambda tell: presets(args, tell)
     if args.what == "tradeoff":
-        return None, lambda tell: _tradeoff(args, tell)
+        return None, lambda tell: tradeoff(args, tell)
     if args.what == "families":
-        return None, lambda tell: _families(args, tell)
+        return None, lambda tell: families(args, tell)
     if args.what == "lse":
         tree = lse.Tree(tail=number(args.bias or "10n"), supply=args.supply or 1.8)
-        return lse.netlist(tree, **_conditions(args)), lambda tell: _lse(args, tree)
+        return lse.netlist(tree, **conditions(args)), lambda tell: log_sum_exp(args, tree)
     if args.what == "pair":
         spec = _pair(args)
-        return pair(spec, **_conditions(args)), lambda tell: _measured_pair(args, spec, tell)
+        return pair(spec, **conditions(args)), lambda tell: _measured_pair(args, spec, tell)
     if args.tau:
         raise ValueError("--tau is of a pair; the tau of a cell is that of its activation.")
-    cell = _cell(args, key_of(args.what))
-    return steering.netlist(cell, **_conditions(args)), lambda tell: _measured_cell(
-        args, cell, tell
-    )
-
-
-def _conditions(args: argparse.Namespace) -> dict[str, Any]:
-    return {"corner": args.corner, "celsius": args.celsius}
+    cell = cell_of(args, key_of(args.what))
+    return steering.netlist(cell, **conditions(args)), lambda tell: _measured_cell(args, cell, tell)
 
 
 def _how_to_run() -> str:
@@ -157,18 +159,18 @@ def tail_for(spec: Pair, tau: float) -> float:
 
 
 def _measured_pair(args: argparse.Namespace, spec: Pair, tell: Any) -> Answer:
-    v, g = measure.transfer(spec, args.swing or measure.SWING, **_conditions(args))
+    v, g = measure.transfer(spec, args.swing or measure.SWING, **conditions(args))
     fit, own = measure.own_curve(v, g)
     tell("temperature", 0.2)
-    warm = measure.over_temperature(spec, CELSIUS)
+    warm = measure.over_temperature(spec, CELSIUS, corner=args.corner)
     corners = pdk.chosen(spec.models).corners
-    process = measure.over_corners(spec, corners)
+    process = measure.over_corners(spec, corners, celsius=args.celsius)
     tell("mismatch", 0.4)
-    spread = measure.mismatch(spec, args.draws or DRAWS, args.seed)
+    spread = measure.mismatch(spec, args.draws or DRAWS, args.seed, **conditions(args))
     tell("settling", 0.7)
-    settled = measure.settling(spec, fit.tau)
+    settled = measure.settling(spec, fit.tau, **conditions(args))
     bandwidth = characterise.bandwidth(settled)
-    hiss = measure.noise(spec, bandwidth)
+    hiss = measure.noise(spec, bandwidth, **conditions(args))
     seen = f"{spread.pairs} pairs, {spec.models}"
     rows: list[Row] = [
         ("tau", f"{fit.tau:.2f}", "1/V", "logistic fit"),
@@ -219,32 +221,19 @@ def _measured_pair(args: argparse.Namespace, spec: Pair, tell: Any) -> Answer:
 # A branch cell
 
 
-def _cell(args: argparse.Namespace, key: str, instance: TG | None = None) -> steering.Cell:
-    if args.models not in (None, "sky130"):
-        raise ValueError(f"cells are made of sky130 transistors; got --models {args.models}.")
-    return steering.Cell(
-        key,
-        instance or TAXONOMY[key],
-        bias=number(args.bias or "100n"),
-        swing=args.swing or 0.2,
-        real=args.tail != "ideal",
-        device=args.transistor,
-        supply=args.supply or 1.8,
-    )
-
-
 def _measured_cell(args: argparse.Namespace, cell: steering.Cell, tell: Any) -> Answer:
-    answer = cell_error.response(cell, **_conditions(args))
+    answer = cell_error.response(cell, **conditions(args))
     at = cell_error.match(cell, answer.x, answer.y[0])
     tell("temperature", 0.2)
-    warm = cell_error.over_temperature(cell, CELSIUS)
+    warm = cell_error.over_temperature(cell, CELSIUS, corner=args.corner)
     tell("mismatch", 0.3)
     draws = args.draws or DRAWS
-    many = cell_error.response(cell, draws, seed=args.seed, **_conditions(args))
+    many = cell_error.response(cell, draws, seed=args.seed, **conditions(args))
     spread = cell_error.matches(cell, many)
     tell("branch current", 0.8)
-    tails = cell_error.over_branch(cell)
-    rows = [_head("condition"), _line(f"{args.celsius:g} C", at)]
+    tails = cell_error.over_branch(cell, **conditions(args))
+    rows = [_head("condition")]
+    rows += [] if args.celsius in CELSIUS else [_line(f"{args.celsius:g} C", at)]
     rows += [_line(f"{t:g} C", m) for t, m in zip(CELSIUS, warm, strict=True)]
     for share, word in ((0.5, "median"), (0.95, "95 %")):
         worst = [_quantile([m[k] for m in spread], share) for k in (0, 1)]
@@ -257,7 +246,7 @@ def _measured_cell(args: argparse.Namespace, cell: steering.Cell, tell: Any) -> 
         (f"{t.current * 1e9:.3g} nA", f"{t.tau:.2f}", f"{t.settling * 1e9:.3g} ns") for t in tails
     ]
     tables = [
-        (_titled(cell), rows),
+        (_titled(cell) + (f", corner {args.corner}" if args.corner else ""), rows),
         ("A pair over the swing of its branch: the tail is the signal", moves),
         ("What it is made of", _made(cell, made, answer.current)),
     ]
@@ -318,111 +307,6 @@ def _made(cell: steering.Cell, made: Netlist, current: float | None) -> list[Row
         ("gates and resistors", f"{steering.area(made):.0f} um^2"),
     ]
     return [*rows, ("current, power", drawn)] if drawn else list(rows)
-
-
-def copies(made: Netlist) -> int:
-    """How often the current x is copied: transistors on a mirror of x, less its two diodes."""
-    gates = [line.split()[2] for line in made.elements if line[0] == "x"]
-    return max(sum(gate in ("mx", "px") for gate in gates) - 2, 0)
-
-
-# Tables of several cells
-
-
-def _families(args: argparse.Namespace, tell: Any) -> Answer:
-    rows: list[Row] = [
-        ("family", "activation", "K", "nfet", "pfet", "R", "x copies", "um^2", "nA", "error")
-    ]
-    rows[0] = (*rows[0], "trimmed")
-    result = []
-    every = [(family, name, t) for family, named in FAMILIES.items() for name, t in named.items()]
-    for k, (family, name, t) in enumerate(every):
-        tell(name, k / len(every))
-        cell = _cell(args, name, t)
-        made = steering.netlist(cell)
-        answer = cell_error.response(cell)
-        m = cell_error.match(cell, answer.x, answer.y[0])
-        count = made.count()
-        kinds = [str(count.get(kind, 0)) for kind in ("nfet", "pfet", "res")]
-        numbers = (f"{steering.area(made):.0f}", f"{answer.current * 1e9:.0f}", f"{m.error:.2%}")
-        rows.append(
-            (family, name, str(t.K), *kinds, str(copies(made)), *numbers, f"{m.trimmed:.2%}")
-        )
-        result.append({"family": family, "activation": name, "K": t.K, "devices": count})
-        result[-1] |= {"area": steering.area(made), "current": answer.current, **m._asdict()}
-    tails = "real" if args.tail != "ideal" else "ideal"
-    title = (
-        f"Table 3 as circuits, {tails} tails, I_b = {args.bias or '100n'}A, "
-        f"swing {args.swing or 0.2:g} V"
-    )
-    return Answer([(title, rows)], {"families": result})
-
-
-def _lse(args: argparse.Namespace, tree: lse.Tree) -> Answer:
-    rows: list[Row] = [("circuit", "inputs", "nfet", "pfet", "tau (1/V)", "gain", "error (logits)")]
-    result = []
-    shown = [replace(tree, inputs=2), replace(tree, flat=True), tree]
-    for each in shown:
-        law, count = lse.measure(each, **_conditions(args)), lse.netlist(each).count()
-        kind = "softplus" if each.inputs == 2 else "one stage" if each.flat else "tree of pairs"
-        numbers = (f"{law.tau:.2f}", f"{law.gain:.4f}", f"{law.error:.4f}")
-        rows.append(
-            (kind, str(each.inputs), str(count["nfet"]), str(count.get("pfet", 0)), *numbers)
-        )
-        result.append({"circuit": kind, "inputs": each.inputs, "devices": count, **law._asdict()})
-    title = (
-        f"log sum exp, {tree.tail:g} A a tail, {args.celsius:g} C: "
-        "v(out) = gain LSE(tau v) / tau + shift"
-    )
-    return Answer([(title, rows)], {"lse": result})
-
-
-def _tradeoff(args: argparse.Namespace, tell: Any) -> Answer:
-    """The nearer the curve to a logistic one, the more a network sees of mismatch."""
-    rows: list[Row] = [
-        ("tail (A)", "tau (1/V)", "off logistic", "sigma(theta) mV", "tau sigma(theta)")
-    ]
-    result = []
-    for k, tail in enumerate(TAILS):
-        tell(f"{tail:g} A", k / len(TAILS))
-        spec = Pair(args.models or "sky130-binned", tail=tail)
-        fit = measure.fit(*measure.transfer(spec))
-        spread = measure.mismatch(spec, args.draws or DRAWS, args.seed)
-        seen = fit.tau * spread.sigma_theta
-        numbers = (f"{fit.tau:.2f}", f"{fit.deviation:.2%}", f"{spread.sigma_theta * 1e3:.2f}")
-        rows.append((f"{tail:g}", *numbers, f"{seen:.4f}"))
-        result.append(
-            {"tail": tail, **fit._asdict(), "sigma_theta": spread.sigma_theta, "seen": seen}
-        )
-
-    def draw(axes: Any) -> None:
-        tails = [row["tail"] for row in result]
-        axes[0].semilogx(tails, [row["tau"] for row in result], "o-", label="tau (1/V)")
-        axes[0].semilogx(
-            tails, [1e3 * row["deviation"] for row in result], "s-", label="off logistic (1e-3)"
-        )
-        axes[0].set(xlabel="tail current (A)")
-        axes[1].semilogx(tails, [row["seen"] for row in result], "o-", label="tau sigma(theta)")
-        axes[1].set(xlabel="tail current (A)", ylabel="what a network sees", ylim=(0, None))
-
-    title = f"The price of a logistic curve: sky130 pair 5/1 um, {args.draws or DRAWS} pairs a row"
-    return Answer([(title, rows)], {"tradeoff": result}, draw)
-
-
-def _presets(args: argparse.Namespace, tell: Any) -> Answer:
-    made = characterise.measured(pairs=args.draws or characterise.PAIRS, tell=tell)
-    result = {name: devices.to_dict(each) for name, each in made.items()}
-    if args.out:
-        args.out.write_text(json.dumps(result, indent=1) + "\n", "utf-8")
-        say(f"wrote {args.out}")
-    rows: list[Row] = [
-        ("preset", "tail", "tau", "sigma(theta)", "sigma(tau)", "noise", "settling", "energy")
-    ]
-    for p in made.values():
-        spread = (f"{p.sigma_theta * 1e3:.2f} mV", f"{p.sigma_tau:.2%}", f"{p.noise * 1e3:.2f} mV")
-        times = (f"{p.settling * 1e9:.3g} ns", f"{p.energy * 1e15:.3g} fJ")
-        rows.append((p.name, f"{p.tail:g} A", f"{p.tau:.2f} /V", *spread, *times))
-    return Answer([("Presets, measured", rows)], result)
 
 
 # Showing

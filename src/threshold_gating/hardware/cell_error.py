@@ -101,9 +101,9 @@ def _model(cell: Cell, x: Tensor, p: Tensor) -> Tensor:
 # What moves with conditions
 
 
-def over_temperature(cell: Cell, celsius: Sequence[float]) -> list[Match]:
+def over_temperature(cell: Cell, celsius: Sequence[float], **conditions: Any) -> list[Match]:
     """The cell as it was built, at each temperature."""
-    answers = [response(cell, celsius=each) for each in celsius]
+    answers = [response(cell, celsius=each, **conditions) for each in celsius]
     return [match(cell, answer.x, answer.y[0]) for answer in answers]
 
 
@@ -115,16 +115,16 @@ class Tail(NamedTuple):
     settling: float
 
 
-def over_branch(cell: Cell) -> list[Tail]:
+def over_branch(cell: Cell, **conditions: Any) -> list[Tail]:
     """tau and speed of the cell's pair over the swing of a branch current.
 
     The tail is the signal here: where the branch is small, the pair is slow.
     """
     currents = [cell.bias * share for share in (1 - DEPTH, 1.0, 1 + DEPTH)]
     spec = Pair(cell.models, cell.device, cell.width, cell.length, supply=cell.supply)
-    fits = over_tails(spec, currents)
+    fits = over_tails(spec, currents, **conditions)
     rows = []
     for current, fit in zip(currents, fits, strict=True):
         at = Pair(cell.models, cell.device, cell.width, cell.length, current, supply=cell.supply)
-        rows.append(Tail(current, fit.tau, settling(at, fit.tau)))
+        rows.append(Tail(current, fit.tau, settling(at, fit.tau, **conditions)))
     return rows

@@ -134,22 +134,26 @@ def transfer(spec: Pair, swing: float = SWING, **conditions: Any) -> tuple[Tenso
     return shares(run(pair(spec, **conditions), Analysis(sweep(swing), SIDES))[0])
 
 
-def over_tails(spec: Pair, tails: Sequence[float], swing: float = SWING) -> list[Fit]:
+def over_tails(
+    spec: Pair, tails: Sequence[float], swing: float = SWING, **conditions: Any
+) -> list[Fit]:
     """The logistic fit at each tail current, in one run."""
     spec.check_swing(swing)
     source = "iref" if spec.real else "it"
     runs = [Analysis(sweep(swing), SIDES, (f"alter {source} dc={tail:.6g}",)) for tail in tails]
-    return [fit(*shares(plot)) for plot in run(pair(spec), *runs)]
+    return [fit(*shares(plot)) for plot in run(pair(spec, **conditions), *runs)]
 
 
-def over_temperature(spec: Pair, celsius: Sequence[float] = TEMPERATURES) -> list[Fit]:
+def over_temperature(
+    spec: Pair, celsius: Sequence[float] = TEMPERATURES, **conditions: Any
+) -> list[Fit]:
     """The logistic fit at each temperature."""
-    return [fit(*transfer(spec, celsius=each)) for each in celsius]
+    return [fit(*transfer(spec, celsius=each, **conditions)) for each in celsius]
 
 
-def over_corners(spec: Pair, corners: Sequence[str]) -> list[Fit]:
+def over_corners(spec: Pair, corners: Sequence[str], **conditions: Any) -> list[Fit]:
     """The logistic fit at each corner of the process."""
-    return [fit(*transfer(spec, corner=each)) for each in corners]
+    return [fit(*transfer(spec, corner=each, **conditions)) for each in corners]
 
 
 # Mismatch, settling, noise
@@ -163,12 +167,12 @@ class Spread(NamedTuple):
     sigma_tau: float
 
 
-def mismatch(spec: Pair, pairs: int = 200, seed: int = 1) -> Spread:
+def mismatch(spec: Pair, pairs: int = 200, seed: int = 1, **conditions: Any) -> Spread:
     """Monte Carlo: that many pairs in one netlist, each transistor with its own draw."""
     if pairs < 2:
         raise ValueError(f"a spread needs 2 pairs or more; got {pairs}.")
     tags = [str(k) if k else "" for k in range(pairs)]
-    netlist = pair(spec, copies=pairs, seed=seed)
+    netlist = pair(spec, copies=pairs, seed=seed, **conditions)
     names = tuple(f"{side}{tag})" for tag in tags for side in _SIDES)
     # Fewer points than for one pair: a hundred pairs are swept at once, and two numbers fitted.
     step = f"dc vd {-SWING:g} {SWING:g} {2 * SWING / 80:.10g}"
@@ -178,7 +182,7 @@ def mismatch(spec: Pair, pairs: int = 200, seed: int = 1) -> Spread:
     return Spread(pairs, thetas.std().item(), (taus.std() / taus.mean()).item())
 
 
-def settling(spec: Pair, tau: float) -> float:
+def settling(spec: Pair, tau: float, **conditions: Any) -> float:
     """Seconds to 1 % of the tail after a step of one input over +-3 / tau, the slower edge.
 
     The other input stands still, so the common source has to follow; junctions of the drawn
@@ -189,7 +193,7 @@ def settling(spec: Pair, tau: float) -> float:
         edge = span / 500
         points = [(0, -v), (span, -v), (span + edge, v), (2 * span, v), (2 * span + edge, -v)]
         drive = f"pwl({' '.join(f'{t:.9g} {value:.6g}' for t, value in points)})"
-        netlist = pair(spec, drive=drive, one_sided=True, options=_timed(spec))
+        netlist = pair(spec, drive=drive, one_sided=True, options=_timed(spec), **conditions)
         plot = run(netlist, Analysis(f"tran {edge:.6g} {3 * span:.6g} 0 {edge:.6g}", SIDES))[0]
         late = max(_late(plot, spec.tail, start, span, edge) for start in (span, 2 * span))
         if late < span / 2:
@@ -215,9 +219,9 @@ def _late(plot: Plot, tail: float, start: float, span: float, edge: float) -> fl
     return max(late, 0.0)
 
 
-def noise(spec: Pair, bandwidth: float) -> float:
+def noise(spec: Pair, bandwidth: float, **conditions: Any) -> float:
     """Input-referred noise in V rms from 1 Hz to a bandwidth, at balance; loads are noiseless."""
-    netlist = pair(spec, drive="0 ac 1")
+    netlist = pair(spec, drive="0 ac 1", **conditions)
     load = 0.2 / spec.tail
     lines = [line for line in netlist.elements if not line.startswith(("v1 ", "v2 "))]
     lines += [f"rl{k} vdd {node} {load:.6g} noisy=0" for k, node in enumerate("de")]

@@ -207,7 +207,8 @@ def _run(program: str, folder: Path, deck: str, title: str, timeout: float) -> s
 
 _BAD = re.compile(
     r"(?i)^\s*(fatal|error)|singular matrix|no convergence|timestep too small|doanalyses|"
-    r"could not find a valid modelname|no such vector|is not available or has|run simulation.s. aborted"
+    r"could not find a valid modelname|no such vector|is not available or has|"
+    r"run simulation.s. aborted"
 )
 
 

@@ -1,0 +1,123 @@
+"""`tg spice`: the netlist without a simulator, tables with one, and refusals with the way out."""
+
+import json
+import shutil
+
+import pytest
+
+from threshold_gating.cli import options, spice
+from threshold_gating.hardware import cell_error, characterise, devices, measure
+from threshold_gating.hardware.cells import Pair
+from threshold_gating.hardware.measure import Fit
+
+WORDS = ["silu", "gelu_k2", "tanh", "relu", "mish", "hardtanh", "pair", "lse"]
+
+
+@pytest.mark.parametrize("what", WORDS)
+def test_the_netlist_needs_neither_ngspice_nor_models(tg, monkeypatch, tmp_path, what):
+    monkeypatch.setenv("TG_PDK", str(tmp_path))
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    code, out, err = tg("spice", what)
+    assert code == 0
+    assert out.startswith(("branch cell", "differential pair", "log sum exp"))
+    assert out.rstrip().endswith(".end")
+    assert "apt-get install ngspice" in err
+    assert "Set TG_PDK" in err
+
+
+def test_a_netlist_is_written_whole(tg, tmp_path):
+    code, out, err = tg("spice", "silu", "-o", str(tmp_path / "silu.cir"))
+    assert (code, out) == (0, "")
+    assert f"wrote {tmp_path / 'silu.cir'}" in err
+    text = (tmp_path / "silu.cir").read_text()
+    assert sum(line.startswith("xs") for line in text.splitlines()) == 4
+
+
+def test_without_ngspice_run_prints_the_netlist_and_says_what_is_missing(tg, monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    code, out, err = tg("spice", "silu", "--run")
+    assert code == 2
+    assert out.startswith("branch cell silu")
+    assert "ngspice is not installed: apt-get install ngspice" in err
+
+
+def test_a_cell_is_measured_in_a_table_of_a_hundred_columns(tg, pdk, monkeypatch, tmp_path):
+    monkeypatch.setattr(spice, "CELSIUS", (27.0,))
+    tails = [cell_error.Tail(2e-8, 28.5, 1e-7)]  # its steps take long, and have tests of their own
+    monkeypatch.setattr(cell_error, "over_branch", lambda cell, **conditions: tails)
+    picture = tmp_path / "silu.svg"
+    code, out, err = tg(
+        "spice", "silu", "--run", "--tail", "ideal", "--draws", "3", "--plot", str(picture)
+    )
+    assert code == 0, err
+    assert max(map(len, out.splitlines())) <= 100
+    assert "mismatch, median of 3" in out
+    assert "devices              4 nfet" in out
+    assert "20 nA           28.50      100 ns" in out
+    assert picture.read_text().startswith("<?xml")
+
+
+def test_log_sum_exp_is_measured_as_json(tg, pdk):
+    code, out, _ = tg("spice", "lse", "--run", "--json", "-")
+    assert code == 0
+    rows = json.loads(out)["lse"]
+    assert [row["circuit"] for row in rows] == ["softplus", "one stage", "tree of pairs"]
+    assert max(row["error"] for row in rows) < 0.03
+
+
+def test_tau_is_turned_into_a_tail_and_what_no_pair_has_is_refused(monkeypatch):
+    def over_tails(spec, tails):
+        return [Fit(30.0 - 2 * k, 0.0, 0.0) for k in range(len(tails))]
+
+    monkeypatch.setattr(measure, "over_tails", over_tails)
+    assert spice.tail_for(Pair(), 28.0) == pytest.approx(spice.TAILS[1])
+    assert spice.TAILS[1] < spice.tail_for(Pair(), 27.0) < spice.TAILS[2]
+    with pytest.raises(
+        ValueError, match=r"tau 50 per volt .* from 10 \(at 0\.0001 A\) to 30 \(at 1e-09"
+    ):
+        spice.tail_for(Pair(), 50.0)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["silu", "--swing", "0.9"], "a swing of 0.9 V does not fit between the rails"),
+        (["silu", "--supply", "1.0"], "a supply of 1 V leaves no room"),
+        (["silu", "--bias", "lots"], "a number such as 10n"),
+        (["silu", "--models", "gf180"], "cells are made of sky130 transistors"),
+        (["silu", "--tau", "20"], "--tau is of a pair"),
+        (["silu", "--corner", "xx"], "no corner 'xx'"),
+        (["silu", "--draws", "1"], "--draws must be 2 or more"),
+        (["silu", "--plot", "a.svg"], "give --run too"),
+        (["presets", "--bias", "1u"], "--bias has no effect on presets, which takes --draws"),
+        (["tradeoff", "--celsius", "85"], "--celsius has no effect on tradeoff"),
+        (["families", "--corner", "ss"], "--corner has no effect on families"),
+        (["lse", "--transistor", "npn"], "--transistor has no effect on lse"),
+        (["sillu"], "sillu"),
+        (["leaky_relu"], "a mirror of ratio 0.01"),
+        (["pair", "--bias", "1"], "the tail current in A must be from 1e-10 to 0.0001"),
+        (["pair", "--swing", "2"], "does not fit between the rails"),
+        (["lse", "--bias", "1u"], "keeps the transistors in weak inversion"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line_with_what_can(tg, words, said):
+    code, out, err = tg("spice", *words)
+    assert (code, out) == (2, "")
+    assert said in err
+    assert len(err.splitlines()) == 1
+
+
+def test_presets_are_written_as_the_library_reads_them(tg, monkeypatch, tmp_path):
+    shipped = devices.presets()
+    monkeypatch.setattr(characterise, "measured", lambda **options: shipped)
+    path = tmp_path / "presets.json"
+    code, out, _ = tg("spice", "presets", "--run", "-o", str(path))
+    assert code == 0
+    assert devices.presets(path) == shipped
+    assert max(map(len, out.splitlines())) <= 100
+    assert path.read_text() == devices.PRESETS.read_text()
+
+
+def test_words_of_the_options_are_those_of_the_modules():
+    assert set(options.TRANSISTORS) <= {"nfet", "pfet", "npn"}
+    assert options.TAILS == ("ideal", "real")
