@@ -37,7 +37,7 @@ ALLOWED = {
     "training": _CONVERSION,
     "theory": _THEORY,
     "hardware": _THEORY | {"hardware"},
-    "show": _THEORY,
+    "show": _THEORY | {"hardware"},
     "cli": None,  # anything
     "__main__": None,
     "__init__": None,

@@ -69,6 +69,11 @@ class Case(NamedTuple):
     threads: int | None = None
 
 
+def count(smoke: bool | int, few: int, many: int | None = None) -> int | None:
+    """How many samples: `few` of them for a try, `many` (None: all) otherwise, or the number."""
+    return (few if smoke else many) if isinstance(smoke, bool) else smoke
+
+
 def strided(items: list, count: int | None) -> list:
     """`count` of the items, evenly spaced; all of them if it is None."""
     return items if count is None else items[:: max(1, len(items) // count)][:count]

@@ -19,6 +19,7 @@ from experiments.evidence.common import (
     Loaded,
     Outcome,
     Package,
+    count,
     language,
     strided,
 )
@@ -63,7 +64,7 @@ def char_lstm(smoke: bool) -> Loaded:
     text = (DATA / BRONTE).read_text("utf-8")
     tokens = torch.tensor([vocabulary[c] for c in text if c in vocabulary])
     # Pieces of 500 characters; the state is empty where one begins.
-    return on_text(model, tokens, 501, 4 if smoke else 200)
+    return on_text(model, tokens, 501, count(smoke, 4, 200))
 
 
 def on_text(model: nn.Module, tokens: Tensor, length: int, count: int | None) -> Loaded:
@@ -109,7 +110,7 @@ def memory_gru(smoke: bool) -> Loaded:
     index = {character: n for n, character in enumerate(GRU_CHARACTERS)}
     text = (DATA / STORIES).read_text("utf-8")
     tokens = torch.tensor([index[c] for c in text if c in index])
-    pieces = torch.stack(strided(list(tokens.unfold(0, 257, 256)), 4 if smoke else None))
+    pieces = torch.stack(strided(list(tokens.unfold(0, 257, 256)), count(smoke, 4)))
     empty = torch.zeros(len(pieces), 124)
 
     def evaluate(model: nn.Module) -> Outcome:

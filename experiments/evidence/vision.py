@@ -17,6 +17,7 @@ from experiments.evidence.common import (
     Outcome,
     Package,
     classified,
+    count,
     normalised,
     strided,
 )
@@ -31,7 +32,7 @@ def cifar_resnet(n: int, weights: str, smoke: bool) -> Loaded:
     with zipfile.ZipFile(DATA / CIFAR) as archive:
         names = sorted(name for name in archive.namelist() if name.endswith(".png"))
         classes = sorted({name.split("/")[-2] for name in names})
-        names = strided(names, 40 if smoke else None)
+        names = strided(names, count(smoke, 40))
         pixels = [np.asarray(Image.open(archive.open(name)).convert("RGB")) for name in names]
     images = normalised(torch.from_numpy(np.stack(pixels)))
     labels = torch.tensor([classes.index(name.split("/")[-2]) for name in names])
@@ -78,7 +79,7 @@ def photographs(numbers: list[int]) -> tuple[Tensor, Tensor]:
 
 
 def on_imagenet(model: nn.Module, smoke: bool) -> Loaded:
-    images, labels = photographs(strided(list(range(500)), 6 if smoke else None))
+    images, labels = photographs(strided(list(range(500)), count(smoke, 6)))
 
     def evaluate(model: nn.Module) -> Outcome:
         batches = [model(normalised(batch)) for batch in images.split(10)]

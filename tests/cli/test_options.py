@@ -9,6 +9,7 @@ from threshold_gating import kernels
 from threshold_gating.cli import COMMANDS, main, options, table
 from threshold_gating.conversion import perplexity
 from threshold_gating.conversion.enumeration import FORMATS, name_of
+from threshold_gating.hardware import physical
 
 
 def parsers():
@@ -30,6 +31,7 @@ def test_literal_choices_are_those_of_the_modules_that_run():
     assert tuple(table.FORMATS) == options.TABLES
     assert tuple(perplexity.COLUMNS) == options.COLUMNS
     assert tuple(map(name_of, FORMATS)) == options.DTYPES
+    assert physical.SHARES == options.SHARED_GATES
     # torch's own op in place of the gates would be compared with itself
     assert tuple(name for name in kernels.BACKENDS if name != "native") == options.BACKENDS
 

@@ -25,6 +25,7 @@ COMMANDS = {
     "evaluate": "evaluate",
     "prove": "prove",
     "spice": "spice",
+    "simulate": "simulate",
     "env": "env",
     "demo": "demo",
 }

@@ -25,6 +25,7 @@ DTYPES = ("float32", "float16", "bfloat16")
 BACKENDS = ("auto", "reference", "triton")
 TAILS = ("ideal", "real")
 TRANSISTORS = ("nfet", "npn")
+SHARED_GATES = ("layer", "channel", "neuron")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -34,7 +35,7 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(metavar="COMMAND")
     for add in (_table, _explain, _convert, _calibrate, _audit, _verify):
         add(commands)
-    for add in (_evaluate, _prove, _spice, _env, _demo):
+    for add in (_evaluate, _prove, _spice, _simulate, _env, _demo):
         add(commands)
     words = "write the result to FILE as JSON; - prints JSON in place of the text"
     for each in commands.choices.values():
@@ -260,6 +261,65 @@ _SPICE_EXAMPLES = """
       tg spice pair --bias 1u --run             tau, curve, spread, speed and noise of a pair
       tg spice tradeoff --run --plot t.svg      what tau costs, from 1 nA to 100 uA
 """
+
+
+def _simulate(commands: Any) -> None:
+    words = "run a network on simulated analog gates and crossbars, chip by chip"
+    parser = _of_network(commands, "simulate", words)
+    parser.add_argument(
+        "--preset", required=True, metavar="NAME", help="differential pair, as sky130-weak"
+    )
+    parser.add_argument(
+        "--draws", type=int, default=8, metavar="N", help="chips to simulate (default: 8)"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="seed of devices and noise (default: 0)"
+    )
+    parser.add_argument(
+        "--share",
+        choices=SHARED_GATES,
+        default="channel",
+        help="what one physical gate serves (default: channel)",
+    )
+    parser.add_argument(
+        "--celsius", type=_finite, default=27.0, metavar="C", help="temperature (default: 27)"
+    )
+    parser.add_argument(
+        "--level",
+        type=_finite,
+        metavar="V",
+        help="volts of a hard gate's largest input, by default the preset's swing",
+    )
+    parser.add_argument(
+        "--rail",
+        type=_finite,
+        metavar="V",
+        help="largest voltage of an input, by default half of the supply",
+    )
+    parser.add_argument(
+        "--sensitivity", action="store_true", help="try each site alone, and sort them"
+    )
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page there")
+    cells = parser.add_argument_group(
+        "crossbars", "linear and convolution layers are on crossbars if one of these is given"
+    )
+    for name, words in _CROSSBAR.items():
+        kind = _finite if name in ("programming", "seconds", "wire") else int
+        cells.add_argument(
+            f"--{name}", type=kind, metavar="X" if kind is _finite else "N", help=words
+        )
+
+
+_CROSSBAR = {
+    "rows": "rows of a tile, by default those of the layer",
+    "columns": "columns of a tile, by default those of the layer",
+    "adc-bits": "bits of the converter at each column, by default none",
+    "dac-bits": "bits of the converter at each row, by default none",
+    "levels": "conductances that a cell can be set to, by default any",
+    "programming": "standard deviation of a cell, as a share of the largest conductance",
+    "seconds": "time since programming, with the drift of phase-change cells",
+    "wire": "ohms of a wire from cell to cell",
+}
 
 
 def _env(commands: Any) -> None:

@@ -86,13 +86,20 @@ class Preset:
 LOGISTIC = Shape()
 
 
-def curve(u: Tensor, shape: Shape = LOGISTIC) -> Tensor:
-    """The gate of a pair at u = tau (v - theta), with the shape of its device."""
+def log_odds(u: Tensor, shape: Shape = LOGISTIC) -> Tensor:
+    """Of the gate of a pair at u = tau (v - theta); u itself where the gate is logistic."""
+    if shape == LOGISTIC:
+        return u
     odds = shape.slope * u
     if shape.rise:
         past = [aten.softplus(shape.bend * (side - shape.knee)) for side in (u, -u)]
         odds = odds + shape.rise / shape.bend * (past[0] - past[1])
-    out: Tensor = aten.sigmoid(odds)
+    return odds
+
+
+def curve(u: Tensor, shape: Shape = LOGISTIC) -> Tensor:
+    """The gate of a pair at u = tau (v - theta), with the shape of its device."""
+    out: Tensor = aten.sigmoid(log_odds(u, shape))
     return out
 
 

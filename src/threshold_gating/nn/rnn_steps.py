@@ -25,16 +25,7 @@ from threshold_gating.nn.unitwise import Learned
 from threshold_gating.primitive import Value
 
 State = tuple[Tensor, ...]
-
-
-class Heard:
-    """An instance that tells of what it is given."""
-
-    def __init__(self, t: TG | Learned, told: Callable[[Tensor], object]) -> None:
-        self.t, self.told = t, told
-
-
-Instance = TG | Learned | Heard
+Instance = TG | Learned | Callable[[Tensor], Tensor]  # the last: a gate that evaluates itself
 Gates = Mapping[str, Instance]
 
 _SIGMOID, _TANH = taxonomy.TAXONOMY["sigmoid"], taxonomy.TAXONOMY["tanh"]
@@ -70,11 +61,10 @@ _Build = Callable[[_Weights, Gates], _Cell]
 
 def blend(t: Instance, x: Tensor) -> Tensor:
     """The gates of one site at x."""
-    if isinstance(t, Heard):
-        t.told(x)
-        t = t.t
-    if not isinstance(t, Learned):
+    if isinstance(t, TG):
         return kernels.blend(x, t)
+    if not isinstance(t, Learned):
+        return t(x)
     centred = kernels.Structure.is_centred(t.start)
     return kernels.blend(x, t.tau, (t.theta,), t.s, t.c, clamp=t.start.clamp, centred=centred)
 

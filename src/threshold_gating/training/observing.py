@@ -22,7 +22,7 @@ from threshold_gating.conversion.apply import PerCall
 from threshold_gating.instance import TG
 from threshold_gating.nn.activation import Activation
 from threshold_gating.nn.rnn import GRU, LSTM, evaluated
-from threshold_gating.nn.rnn_steps import Heard, blend
+from threshold_gating.nn.rnn_steps import blend
 from threshold_gating.training.health import Rule, Seen, look, scale_of
 from threshold_gating.training.tiers import is_tiered
 
@@ -238,9 +238,14 @@ def _heard(layer: Any, x: Tensor, state: Any) -> dict[str, list[Tensor]]:
     """What reaches each gate of a recurrent layer, step by step: the first of a few sequences."""
     heard: dict[str, list[Tensor]] = {}
 
-    def listening(site: str, t: Any) -> Heard:
+    def listening(site: str, t: Any) -> Callable[[Tensor], Tensor]:
         own = heard.setdefault(site, [])
-        return Heard(t, lambda a: own.append(a.detach()))
+
+        def gate(a: Tensor) -> Tensor:
+            own.append(a.detach())
+            return blend(t, a)
+
+        return gate
 
     if x.dim() == 3:
         batch = slice(_SEQUENCES)

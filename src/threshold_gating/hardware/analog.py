@@ -1,0 +1,528 @@
+"""`simulate`: a converted network as analog hardware computes it, chip by chip.
+
+Every site of the network becomes a set of physical gates, differential pairs whose errors are drawn
+once for each chip; with `crossbar`, linear and convolution layers become tiles of cells. What is
+drawn depends on the seed, the name of the site and the number of the chip alone. Noise is not
+drawn once: it comes from torch's own generator at every evaluation, as dropout does.
+
+    chips = simulate(tg.convert(model, inputs=x), "sky130-weak", seed=0, inputs=x, draws=16)
+    print(chips.report())
+    y = chips(x)  # (16, ...)
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils import _pytree as pytree
+
+from threshold_gating import kernels
+from threshold_gating.conversion.plan import ConversionError, Site, arguments, run
+from threshold_gating.conversion.watch import Run, Running, evaluating, fresh, undisturbed
+from threshold_gating.hardware import devices
+from threshold_gating.hardware.crossbar import LAYERS, Array, Crossbar, put_on_crossbar
+from threshold_gating.hardware.drawn import stacked
+from threshold_gating.hardware.physical import SHARES, AnalogGate, Chip, Errors, Share
+from threshold_gating.hardware.report import ChipRow, LayerRow, Report, SiteRow, compared
+from threshold_gating.hardware.wholes import Elementwise, whole
+from threshold_gating.nn.activation import Activation
+from threshold_gating.nn.dense import _Tiered
+from threshold_gating.nn.rnn import _Gated
+
+_FEATURES_LAST = (
+    *(nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.Embedding, nn.MultiheadAttention),
+    *(nn.RNNBase, nn.RNNCellBase),
+)
+_FEATURES_FIRST = (
+    *(nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.GroupNorm),
+)
+
+
+def simulate(
+    model: nn.Module,
+    preset: str | devices.Preset | None,
+    seed: int = 0,
+    *,
+    inputs: Any,
+    draws: int = 1,
+    share: Share = "channel",
+    errors: Errors | None = None,
+    temperature: float = 27.0,
+    level: float | None = None,
+    sharpness: float | None = None,
+    rail: float | None = None,
+    volts: Mapping[str, float] | None = None,
+    only: str | Sequence[str] | None = None,
+    reuse: bool = False,
+    crossbar: Crossbar | None = None,
+) -> Simulation:
+    """A copy of a converted network on `draws` simulated chips; `model` is left as it was.
+
+    Args:
+        model: a network that `tg.convert(model, inputs=...)` made.
+        preset: a differential pair by name or record (`devices.presets()`); None for ideal pairs,
+            logistic and as sharp as asked, with no errors but those given.
+        seed: of the devices.
+        inputs: as `tg.convert` takes them: typical ones, by which voltages are chosen.
+        draws: how many chips.
+        share: what a physical gate serves: "channel", one channel, at all positions, tokens and
+            time steps one after the other; "neuron", one position of one channel; "layer", all.
+        errors: of the gates; by default the preset's own.
+        temperature: in C; voltages were chosen at 27.
+        level: volts of the largest input of a hard gate; by default the preset's swing.
+        sharpness: instead of `level`, tau times the RMS of a hard gate's input.
+        rail: the largest voltage of an input, by default half of the preset's supply; what is
+            beyond is cut off, for gate and branches, so that K = 2 branches become K = 3.
+        volts: {site: volts per unit of its input} for sites that are not to have the default.
+        only: names or patterns ("layer1.*", "re:...") of the sites that are analog; all others stay
+            ideal.
+        reuse: a module that is called several times in one run is one set of gates, used again;
+            by default each call has its own. Recurrent layers always use theirs again.
+        crossbar: how linear and convolution layers compute; None leaves them as they are.
+    """
+    chip = _chip(preset, errors, share, temperature, level, sharpness, rail)
+    if isinstance(draws, bool) or not isinstance(draws, int) or draws < 1:
+        raise ValueError(f"simulate: draws is a number of chips, from 1 on; got {draws!r}.")
+    _check(model)
+    chosen = _Chosen(only)
+    body = _Body(copy.deepcopy(model))
+    with evaluating(body), Running(body.network, everywhere=True) as running:
+        run(body.network, fresh(inputs))
+    kept = [*_place_modules(body, chip, chosen, running, reuse), *_place_calls(body, chip, chosen)]
+    chosen.check()
+    digital = _place_layers(body, crossbar) if crossbar is not None else []
+    _calibrate(body, inputs)
+    _settle(body, volts or {})
+    if kept:
+        warnings.warn(f"simulate: stays ideal: {', '.join(kept)}.", stacklevel=2)
+    simulation = Simulation(body, chip, draws, tuple(kept), tuple(digital), chosen.ideal)
+    simulation.redraw(seed)
+    return simulation
+
+
+def _chip(
+    preset: str | devices.Preset | None,
+    errors: Errors | None,
+    share: Share,
+    temperature: float,
+    level: float | None,
+    sharpness: float | None,
+    rail: float | None,
+) -> Chip:
+    """What was asked of all gates, checked."""
+    pair = devices.preset(preset) if isinstance(preset, str) else preset
+    if pair is not None and not isinstance(pair, devices.Preset):
+        raise TypeError(f"simulate: preset is a name, a Preset or None; got {type(pair).__name__}.")
+    if share not in SHARES:
+        raise ValueError(f"simulate: share is one of {', '.join(SHARES)}; got {share!r}.")
+    given = errors or Errors()
+    if pair is None and given.unit == "volt" and (given.theta or given.offset or given.noise):
+        raise ValueError(
+            "simulate: without a preset there are no volts; give errors with unit='rms', or a "
+            f"preset: {', '.join(devices.presets())}."
+        )
+    if level is not None and sharpness is not None:
+        raise ValueError(
+            "simulate: level and sharpness both set how sharp hard gates are; give one."
+        )
+    if sharpness is not None and not 0 < sharpness < math.inf:
+        raise ValueError(f"simulate: sharpness is tau times an RMS, above 0; got {sharpness!r}.")
+    if pair is None:
+        if level is not None or rail is not None or temperature != 27.0:
+            raise ValueError("simulate: level, rail and temperature are of a preset; give one.")
+        return Chip(None, given.of(None), share, sharpness=sharpness)
+    pair.tau_at(temperature)
+    rail = pair.supply / 2 if rail is None else rail
+    if not pair.swing <= rail <= pair.supply:
+        raise ValueError(
+            f"simulate: rail {rail:g} V does not hold the swing of {pair.name}; it must be from "
+            f"{pair.swing:g} to {pair.supply:g} V."
+        )
+    if level is not None and not 0 < level <= rail:
+        raise ValueError(
+            f"simulate: level must be above 0 and up to the rail, {rail:g} V; got {level:g}."
+        )
+    return Chip(pair, given.of(pair), share, temperature, level, sharpness, rail)
+
+
+def _check(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"simulate: model must be a network; got {type(model).__name__}.")
+    owners = [vars(m) for m in model.modules() if "tg_sites" in vars(m)]
+    if not owners and not any(isinstance(m, Activation) for m in model.modules()):
+        raise ConversionError(
+            f"simulate: {type(model).__name__} has no gates; give tg.convert(model, inputs=...)."
+        )
+    if any(own["tg_sites"] is None for own in owners):
+        raise ConversionError(
+            "simulate: the network was converted without inputs, so its calls are not known; give "
+            "tg.convert(model, inputs=...)."
+        )
+
+
+class _Chosen:
+    """Which sites are analog, and which patterns were met."""
+
+    def __init__(self, only: str | Sequence[str] | None) -> None:
+        self.patterns = [only] if isinstance(only, str) else only
+        self.met: set[str] = set()
+        self.names: list[str] = []
+        self.ideal: tuple[str, ...] = ()  # by the user's choice
+
+    def __call__(self, name: str) -> bool:
+        self.names.append(name)
+        if self.patterns is None:
+            return True
+        hits = [p for p in self.patterns if _matches(p, name)]
+        self.met.update(hits)
+        if not hits:
+            self.ideal = (*self.ideal, name)
+        return bool(hits)
+
+    def check(self) -> None:
+        if not self.names:
+            raise ConversionError("simulate: no site of the network can be analog.")
+        if unmet := [p for p in self.patterns or () if p not in self.met]:
+            known = ", ".join(map(repr, self.names[:5]))
+            raise ValueError(f"simulate: only={unmet[0]!r} matches no site; there are {known} ...")
+
+
+def _matches(pattern: str, name: str) -> bool:
+    if pattern.startswith("re:"):
+        return re.fullmatch(pattern[3:], name) is not None
+    return pattern == name or fnmatchcase(name, pattern)
+
+
+# The network
+
+
+class _Body(nn.Module):
+    """The network with analog parts, and the gates of its calls, which have no place in it."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+        self.calls = nn.ModuleList()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        for module in self.modules():
+            if isinstance(module, AnalogModule):
+                module.turn = 0
+        return self.network(*args, **kwargs)
+
+    def gates(self) -> Iterator[AnalogGate]:
+        return (m for m in self.modules() if isinstance(m, AnalogGate))
+
+    def arrays(self) -> Iterator[tuple[Array, Any]]:
+        layers: Any = self.network.modules()
+        return ((m.array, m) for m in layers if isinstance(getattr(m, "array", None), Array))
+
+
+class AnalogModule(nn.Module):
+    """An activation of the network on physical gates: a set for each call in a run, or one."""
+
+    def __init__(
+        self, name: str, act: Activation, chip: Chip, calls: int, reused: bool = False
+    ) -> None:
+        super().__init__()
+        self.name, self.turn = name, 0
+        kind = act.name or "gate"
+        names = [name, *(f"{name}#{k}" for k in range(1, 1 if reused else calls))]
+        self.gates = nn.ModuleList(AnalogGate(each, kind, act, chip) for each in names)
+        self.inplace, self.reused = act.inplace, reused
+
+    def forward(self, *args: Tensor, **named: Tensor) -> Tensor:
+        (x,) = (*args, *named.values())
+        if self.turn >= len(self.gates):
+            raise ConversionError(
+                f"{self.name} is called more often than the {len(self.gates)} times in a run when "
+                "it was simulated, and each call has gates of its own; simulate with inputs that "
+                "take the same path, or with reuse=True.",
+                self.name,
+            )
+        gate = self.gates[self.turn]
+        self.turn += 0 if self.reused else 1
+        y: Tensor = kernels.overwritten(x, gate) if self.inplace else gate(x)
+        return y
+
+
+def _place_modules(
+    body: _Body, chip: Chip, chosen: _Chosen, running: Running, reuse: bool
+) -> list[str]:
+    """Put physical gates in the place of activations; what has to stay ideal."""
+    network = body.network
+    names = {m: name for name, m in reversed(list(network.named_modules()))}
+    left = [
+        f"{name} ({type(m).__name__})"
+        for m, name in names.items()
+        if isinstance(m, _Tiered | _Gated)
+    ]
+    inside = {part for m in names if isinstance(m, _Tiered) for part in m.modules()}
+    made: dict[nn.Module, nn.Module] = {}
+    for parent in list(network.modules()):
+        if parent in inside:
+            continue
+        for key, part in list(parent._modules.items()):
+            if isinstance(part, Activation) and part not in made:
+                site = vars(part).get("site")
+                name, calls = site.name if site else names[part], running.calls[part]
+                if not calls:
+                    left.append(f"{name} (not reached)")
+                elif chosen(name):
+                    made[part] = AnalogModule(name, part, chip, calls, reuse)
+            if part in made:
+                parent._modules[key] = made[part]
+    return left
+
+
+def _place_calls(body: _Body, chip: Chip, chosen: _Chosen) -> list[str]:
+    """Let physical gates answer the calls of owners; what has to stay ideal."""
+    left = []
+    for owner in body.network.modules():
+        plan: dict[str, Site | None] = vars(owner).get("tg_sites") or {}
+        for call, site in plan.items():
+            if site is None:
+                continue
+            answer: Any = None
+            if site.t is None and site.op is not None:  # fixed thresholds, say: a gate of its own
+                module: nn.Module | None = None
+            elif site.t is not None:
+                gate = AnalogGate(site.name, site.kind, site.t, chip)
+                module = gate
+                answer = Elementwise(gate, site.parameters)
+            else:
+                module = answer = whole(site.name, site.kind, chip, owner)
+            if module is None:
+                left.append(f"{site.name} ({site.kind})")
+            elif chosen(site.name):
+                body.calls.append(module)
+                # with its name for a parameter: no two of them are alike
+                plan[call] = Site(
+                    *(site.name, site.kind, None, False),
+                    parameters=(site.name,),
+                    op=answer,
+                    line=site.line,
+                )
+    return left
+
+
+def _place_layers(body: _Body, settings: Crossbar) -> list[str]:
+    """Put layers on crossbars; the names of weights that are not on any."""
+    for name, layer in list(body.network.named_modules()):
+        if type(layer) in LAYERS:
+            put_on_crossbar(layer, name, settings)
+    on = {layer.weight for _, layer in body.arrays()}
+    return [n for n, p in body.network.named_parameters() if p.dim() > 1 and p not in on]
+
+
+def _calibrate(body: _Body, inputs: Any) -> None:
+    """Run once with everything ideal, and let gates and crossbars see what they get."""
+    watchers: list[Any] = [*body.gates(), *(array for array, _ in body.arrays())]
+
+    def after(run: Run, output: Any) -> None:
+        if isinstance(run.module, _FEATURES_LAST + _FEATURES_FIRST):
+            axis = -1 if isinstance(run.module, _FEATURES_LAST) else 1
+            for gate in body.gates():
+                gate.axis = axis
+
+    _watch(watchers, True)
+    try:
+        with evaluating(body), Running(body.network, after=after, everywhere=True):
+            run(body, fresh(inputs))
+    finally:
+        _watch(watchers, False)
+
+
+def _watch(watchers: Sequence[Any], on: bool) -> None:
+    for each in watchers:
+        each.watching = on
+
+
+def _settle(body: _Body, volts: Mapping[str, float]) -> None:
+    """Choose each site's volts per unit."""
+    used = set()
+    for gate in body.gates():
+        keys = [key for key in volts if _matches(key, gate.name)]
+        used.update(keys)
+        gate.settle(volts[keys[0]] if keys else None)
+    if unused := [key for key in volts if key not in used]:
+        known = ", ".join(repr(gate.name) for gate in body.gates())
+        raise ValueError(f"simulate: volts has {unused[0]!r}, which is no site; there are {known}.")
+
+
+class Simulation(nn.Module):
+    """A network on simulated chips: called, it gives the outputs of all, (draws, ...).
+
+    Parameters are those of the network's copy, and gradients reach them: noise-aware training is
+    the usual loop around it, with `redraw` for other chips in every step. `chip(k)` is the network
+    on one chip. `body.network` is the copy.
+    """
+
+    def __init__(
+        self,
+        body: _Body,
+        settings: Chip,
+        draws: int,
+        kept: tuple[str, ...],
+        digital: tuple[str, ...],
+        chosen_ideal: tuple[str, ...],
+    ) -> None:
+        super().__init__()
+        self.body, self.settings, self.draws = body, settings, draws
+        self.kept, self.digital, self.chosen_ideal = kept, digital, chosen_ideal
+        self.seed = 0
+        self.runs_by = ""  # "vmap", "vmap, inputs repeated" or "loop": found in the first run
+        self.why_no_vmap = ""
+
+    def redraw(self, seed: int) -> None:
+        """Other chips, as `simulate` with that seed makes them; trims go back to 0."""
+        self.seed = seed
+        near = next((p for p in self.body.network.parameters()), torch.zeros(0))
+        for gate in self.body.gates():
+            gate.draw(seed, self.draws, near.device)
+        for array, layer in self.body.arrays():
+            array.draw(seed, self.draws, layer.weight.detach())
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.runs_by:
+            self.runs_by, self.why_no_vmap = self._way(args, kwargs)
+        return _WAYS[self.runs_by](self, args, kwargs)
+
+    def _way(self, args: Any, kwargs: Any) -> tuple[str, str]:
+        """The fastest way that this network runs in, tried on copies; why not a faster one."""
+        said = ""
+        for way in ("vmap", "vmap, inputs repeated") if self.draws > 1 else ():
+            try:
+                with undisturbed(self.body):
+                    _WAYS[way](self, fresh(args), fresh(kwargs))
+            except Exception as error:  # whatever the network does that a transform does not take
+                said = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+            else:
+                return way, said
+        return "loop", said
+
+    def chip(self, k: int) -> nn.Module:
+        """The network on the k-th chip."""
+        if not 0 <= k < self.draws:
+            raise IndexError(f"Simulation: there are chips 0 to {self.draws - 1}; got {k}.")
+        return _OneChip(self, k)
+
+    def measure(self, metric: Callable[[nn.Module], float], what: str = "chips") -> Tensor:
+        """`metric` of each chip, with a progress bar: of a network, a number."""
+        return torch.tensor([metric(self.chip(k)) for k in bar(range(self.draws), what)])
+
+    @torch.no_grad()
+    def compare(self, ideal: nn.Module, inputs: Any) -> list[ChipRow]:
+        """How far each chip's output is from that of `ideal`, on inputs as `tg.convert` takes."""
+        args, kwargs = arguments(inputs)
+        with evaluating(ideal):
+            aim = ideal(*fresh(args), **fresh(kwargs))
+        return [
+            compared(k, self.chip(k)(*fresh(args), **fresh(kwargs)), aim)
+            for k in bar(range(self.draws), "chips")
+        ]
+
+    def run_one(self, k: int, args: Any, kwargs: Any) -> Any:
+        held = {name: t[k] for name, t in stacked(self.body).items()}
+        return functional_call(self.body, held, args, kwargs)
+
+    def report(self) -> Report:
+        """Sites, layers and what stays ideal, with the volts of everything."""
+        return Report(
+            preset=self.settings.preset.name if self.settings.preset else "ideal",
+            settings=_described(self.settings),
+            seed=self.seed,
+            draws=self.draws,
+            sites=tuple(SiteRow.of(gate) for gate in self.body.gates()),
+            layers=tuple(LayerRow.of(array, layer) for array, layer in self.body.arrays()),
+            ideal=self.kept,
+            chosen_ideal=self.chosen_ideal,
+            digital=self.digital,
+        )
+
+
+def _described(chip: Chip) -> dict[str, Any]:
+    own = chip._asdict()
+    return {
+        **{k: v for k, v in own.items() if k not in ("preset", "errors")},
+        **{f"sigma_{k}" if k != "unit" else "unit": v for k, v in vars(chip.errors).items()},
+        "tau_per_volt": chip.tau * chip.warmth,
+    }
+
+
+class _OneChip(nn.Module):
+    """The network on one of the chips."""
+
+    def __init__(self, simulation: Simulation, k: int) -> None:
+        super().__init__()
+        self.simulation, self.k = simulation, k
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.simulation.run_one(self.k, args, kwargs)
+
+
+def _mapped(simulation: Simulation, args: Any, kwargs: Any) -> Any:
+    """All chips at once; what comes before the first of their parts is computed once."""
+    held = stacked(simulation.body)
+
+    def one(held: dict[str, Tensor]) -> Any:
+        return functional_call(simulation.body, held, args, kwargs)
+
+    return torch.vmap(one, randomness="different")(held)
+
+
+def _mapped_inputs(simulation: Simulation, args: Any, kwargs: Any) -> Any:
+    """The same with an input for each chip, where a network writes into what all would share."""
+    given = pytree.tree_map(
+        lambda t: t.expand(simulation.draws, *t.shape).clone() if isinstance(t, Tensor) else t,
+        (args, kwargs),
+    )
+    leaves, tree = pytree.tree_flatten(given)
+    tensors = [t for t in leaves if isinstance(t, Tensor)]
+
+    def one(held: dict[str, Tensor], own: list[Tensor]) -> Any:
+        mine = iter(own)
+        filled = [next(mine) if isinstance(t, Tensor) else t for t in leaves]
+        given, named = pytree.tree_unflatten(filled, tree)
+        return functional_call(simulation.body, held, given, named)
+
+    return torch.vmap(one, randomness="different")(stacked(simulation.body), tensors)
+
+
+def _looped(simulation: Simulation, args: Any, kwargs: Any) -> Any:
+    """One chip after the other."""
+
+    def own(t: Any) -> Any:  # a network may overwrite what it is given
+        return t.clone() if isinstance(t, Tensor) else t
+
+    each = [
+        simulation.run_one(k, *pytree.tree_map(own, (args, kwargs)))
+        for k in range(simulation.draws)
+    ]
+    return pytree.tree_map(_stack, *each)
+
+
+def _stack(*values: Any) -> Any:
+    return torch.stack(values) if isinstance(values[0], Tensor) else list(values)
+
+
+_WAYS = {"vmap": _mapped, "vmap, inputs repeated": _mapped_inputs, "loop": _looped}
+
+
+def bar(items: Sequence[Any], what: str) -> Any:
+    """A progress bar where there is a terminal and tqdm."""
+    try:
+        from tqdm import tqdm
+    except ModuleNotFoundError:
+        return items
+    return tqdm(items, desc=what, leave=False, disable=None)

@@ -1,0 +1,430 @@
+"""Linear and convolution layers on crossbars: weights as pairs of conductances, in tiles.
+
+A weight is the difference of two cells, w = (G+ - G-) w_max / (g_max - g_min), in two columns of
+one tile. Inputs are row voltages; a column's current is the sum over the rows of its tile, and the
+sums of several tiles are added digitally, each behind its own converter. Everything that is fixed
+when a chip is made (programming error, levels, drift, stuck cells, wire resistance to first order)
+changes the weights; converters, the cells' sinh and read noise act on every product.
+
+The bias is added behind the converter. Gradients pass through: rounding passes them as they are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from threshold_gating.hardware.drawn import Drawn, normal, uniform
+from threshold_gating.primitive import wide
+
+Bits = int | None | Mapping[str, int | None]
+LARGEST_DROP = 0.3  # of a cell's voltage; a first-order estimate is off by about its square
+
+
+@dataclass(frozen=True)
+class Crossbar:
+    """How a layer's products are computed; the defaults are ideal.
+
+    Args:
+        rows, columns: cells of a tile; a weight takes one row and two columns, counted as one.
+            None: as large as the layer.
+        g_min, g_max: range of a cell's conductance, in siemens.
+        levels: conductances that a cell can be set to; None: any.
+        programming: standard deviation of a cell about what it was set to, as a share of g_max.
+        read: the same, anew in every product.
+        output: noise of a column's current in every product, as a share of that of one cell at
+            g_max and full voltage.
+        drift, drift_sigma: mean and spread of nu in G (seconds / 20)^-nu over the cells.
+        seconds: when it is read, after programming; at least 20, when drift is counted from.
+        compensate: scale each layer so that its mean |w| is that before drift.
+        sinh: b in I = G sinh(b V) / b, 1/V; 0: linear.
+        volts: row voltage of the largest input.
+        wire: resistance of a wire from cell to cell, in ohms.
+        stuck_low, stuck_high: shares of cells that stay at g_min and at g_max.
+        dac_bits, adc_bits: of the converters at rows and columns, 2^bits - 1 codes; None: there is
+            none. A dict has them by layer: {"layer1.*": 6, "*": None}; its first match counts.
+        adc_range: full scale of a converter, in currents of one cell at g_max and full voltage;
+            None: the largest column current that was seen in calibration.
+        per_column: w_max is that of each column, not of the layer.
+    """
+
+    rows: int | None = None
+    columns: int | None = None
+    g_min: float = 0.0
+    g_max: float = 25e-6
+    levels: int | None = None
+    programming: float = 0.0
+    read: float = 0.0
+    output: float = 0.0
+    drift: float = 0.0
+    drift_sigma: float = 0.0
+    seconds: float = 20.0
+    compensate: bool = True
+    sinh: float = 0.0
+    volts: float = 0.2
+    wire: float = 0.0
+    stuck_low: float = 0.0
+    stuck_high: float = 0.0
+    dac_bits: Bits = field(default=None, hash=False)
+    adc_bits: Bits = field(default=None, hash=False)
+    adc_range: float | None = None
+    per_column: bool = True
+
+    def __post_init__(self) -> None:
+        for name, low, high in _RANGES:
+            value = getattr(self, name)
+            if value is not None and not low <= value <= high:
+                raise ValueError(
+                    f"Crossbar: {name} must be from {low:g} to {high:g}; got {value!r}."
+                )
+        if self.g_max <= self.g_min:
+            raise ValueError(
+                f"Crossbar: g_max must be above g_min; got {self.g_max:g} S and {self.g_min:g} S."
+            )
+        if self.stuck_low + self.stuck_high > 1:
+            raise ValueError(
+                "Crossbar: stuck_low and stuck_high are shares of the same cells, together at most "
+                f"1; got {self.stuck_low:g} + {self.stuck_high:g}."
+            )
+        for name in ("dac_bits", "adc_bits"):
+            given = getattr(self, name)
+            for bits in given.values() if isinstance(given, Mapping) else (given,):
+                if bits is not None and (isinstance(bits, bool) or bits not in range(2, 25)):
+                    raise ValueError(f"Crossbar: {name} must be from 2 to 24, or None; got {bits}.")
+
+    def bits(self, converter: str, layer: str) -> int | None:
+        """Of "dac" or "adc" at a layer."""
+        given: Bits = getattr(self, f"{converter}_bits")
+        if not isinstance(given, Mapping):
+            return given
+        return next((bits for name, bits in given.items() if fnmatchcase(layer, name)), None)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+
+_RANGES = (
+    *(("rows", 1, 2**20), ("columns", 1, 2**20), ("g_min", 0.0, 1.0), ("g_max", 1e-12, 1.0)),
+    *(("levels", 2, 2**24), ("programming", 0.0, 1.0), ("read", 0.0, 1.0), ("output", 0.0, 1e3)),
+    *(("drift", 0.0, 1.0), ("drift_sigma", 0.0, 1.0), ("seconds", 20.0, 1e12)),
+    *(("sinh", 0.0, 100.0), ("volts", 1e-4, 10.0), ("wire", 0.0, 1e6)),
+    *(("stuck_low", 0.0, 1.0), ("stuck_high", 0.0, 1.0), ("adc_range", 1e-6, 1e9)),
+)
+
+
+class Products:
+    """What a layer saw in calibration: its largest input and column sum, and how many it read."""
+
+    def __init__(self) -> None:
+        self.largest_input = self.largest_sum = 0.0
+        self.products = self.tiles = 0  # of one run; tiles on one column
+
+    def add(self, x: Tensor, partial: Tensor) -> None:
+        self.largest_input = max(self.largest_input, x.detach().abs().max().item())
+        self.largest_sum = max(self.largest_sum, partial.detach().abs().max().item())
+        self.products, self.tiles = partial.numel(), partial.shape[-2]
+
+
+class Array(Drawn):
+    """The cells of one layer, drawn for each chip, and what was seen of its inputs and sums."""
+
+    error: Tensor
+    drifting: Tensor
+    broken: Tensor
+
+    def __init__(self, name: str, settings: Crossbar) -> None:
+        super().__init__()
+        self.name, self.settings = name, settings
+        self.watching = False
+        self.seen, self.worst_drop = Products(), 0.0
+
+    def draw(self, seed: int, draws: int, weight: Tensor) -> None:
+        """Make the cells of `draws` chips."""
+        s, shape, cells = self.settings, (2, *weight.flatten(1).shape), f"{self.name}/cells"
+        wanted = {
+            "error": (s.programming, normal),
+            "drifting": (s.drift_sigma, normal),
+            "broken": (s.stuck_low + s.stuck_high, uniform),
+        }
+        for key, (needed, make) in wanted.items():
+            if needed:
+                self.put(key, make(seed, f"{cells}/{key}", draws, shape).to(weight.device))
+
+    def multiply(self, layer: _OnCrossbar, x: Tensor) -> Tensor:
+        """The product of a layer, column by column of every tile."""
+        weight = torch.unflatten(wide(layer.weight).flatten(1), 0, (layer.groups, -1))  # (G, O, R)
+        v, top = self._voltages(x)
+        cells = weight if self.watching else self.weights(weight)
+        partial, size = self._products(layer, v, cells)  # (..., G, T, O)
+        if self.watching:
+            self.seen.add(x, partial)
+        else:
+            limit = self._largest(weight.detach()).transpose(-1, -2)
+            partial = self._converted(self._noisy(partial, size, limit), limit, top)
+        return layer.assembled(partial.sum(-2)) * top
+
+    def _products(
+        self, layer: _OnCrossbar, v: Tensor, w: Tensor
+    ) -> tuple[Tensor, Callable[[], Tensor]]:
+        """The sums of each tile's columns, (..., G, T, O), and sum v^2 of its rows."""
+        height = self.settings.rows
+        if height is None:  # one tile: the layer's own product
+
+            def whole(v: Tensor, w: Tensor) -> Tensor:
+                return layer.columns(layer.whole(v, w.flatten(0, 1))).unsqueeze(-2)
+
+            return whole(v, w), lambda: whole(v.square(), torch.ones_like(w[:, :1]))
+        rows = _tiled(layer.rows(v), height)
+        partial = torch.einsum("...gtr,gotr->...gto", rows, _tiled(w, height))
+        return partial, lambda: rows.square().sum(-1, keepdim=True)
+
+    def _voltages(self, x: Tensor) -> tuple[Tensor, float]:
+        """Inputs as shares of the largest row voltage, through the cells' sinh, and the largest."""
+        s, bits = self.settings, self._bits("dac")
+        if self.watching or not (bits or s.sinh or s.read or s.output or s.adc_range):
+            return x, 1.0
+        if not self.seen.largest_input:
+            raise ValueError(
+                f"simulate: the layer {self.name} saw nothing but zeros in calibration, so that "
+                "its voltages are not known; give inputs that reach it."
+            )
+        v = x / self.seen.largest_input
+        if bits:
+            v = _rounded(v.clamp(-1.0, 1.0), 2.0 / (2**bits - 2))
+        if s.sinh:
+            v = torch.sinh(s.sinh * s.volts * v) / (s.sinh * s.volts)
+        return v, self.seen.largest_input
+
+    def _bits(self, converter: str) -> int | None:
+        return self.settings.bits(converter, self.name)
+
+    def _largest(self, weight: Tensor) -> Tensor:
+        """w_max, (..., O, 1); 1 where a column has no weight at all."""
+        size = weight.abs()
+        top = size.amax(-1, keepdim=True)
+        top = top if self.settings.per_column else top.max().expand_as(top)
+        return torch.where(top > 0, top, 1.0)
+
+    def _noisy(self, partial: Tensor, size: Callable[[], Tensor], limit: Tensor) -> Tensor:
+        s = self.settings
+        share = s.g_max / (s.g_max - s.g_min)
+        if s.read:  # of both cells of a weight, in every row
+            spread = s.read * math.sqrt(2) * share * limit * size().sqrt()
+            partial = partial + spread * torch.randn_like(partial)
+        if s.output:
+            partial = partial + s.output * share * limit * torch.randn_like(partial)
+        return partial
+
+    def _converted(self, partial: Tensor, limit: Tensor, top: float) -> Tensor:
+        s, bits = self.settings, self._bits("adc")
+        if bits is None:
+            return partial
+        share = s.g_max / (s.g_max - s.g_min)
+        if s.adc_range is None:
+            full = torch.full_like(limit, self.seen.largest_sum / top)
+        else:
+            full = s.adc_range * share * limit
+        inside = torch.minimum(torch.maximum(partial, -full), full)
+        return _rounded(inside, 2.0 * full / (2**bits - 2))
+
+    def weights(self, weight: Tensor) -> Tensor:
+        """The weights that the cells really have, for (..., O, R) that they should have."""
+        s = self.settings
+        low, top = s.g_min / s.g_max, self._largest(weight)
+        share = weight / top
+        g = low + (1 - low) * torch.stack([share.clamp(min=0.0), (-share).clamp(min=0.0)])
+        if s.levels is not None:
+            g = low + _rounded(g - low, (1 - low) / (s.levels - 1))
+        if s.programming:
+            g = (g + s.programming * self.error.view_as(g)).clamp(min=0.0)
+        if s.stuck_low or s.stuck_high:
+            chance = self.broken.view_as(g)
+            g = torch.where(chance < s.stuck_low, low, g)
+            g = torch.where(chance > 1 - s.stuck_high, 1.0, g)
+        g = self._drifted(g)
+        g = g * (1 - self._drop(g)) if s.wire else g
+        return (g[0] - g[1]) * top / (1 - low)
+
+    def _drifted(self, g: Tensor) -> Tensor:
+        s = self.settings
+        if s.seconds == 20.0 or not (s.drift or s.drift_sigma):
+            return g
+        spread = s.drift_sigma * self.drifting.view_as(g) if s.drift_sigma else 0.0
+        nu = torch.as_tensor(s.drift + spread, device=g.device).clamp(min=0.0)
+        later = g * (s.seconds / 20.0) ** -nu
+        if s.compensate:
+            was, now = ((w[0] - w[1]).abs().mean() for w in (g, later))
+            later = later * (was / now.clamp(min=1e-30))
+        return later
+
+    def _drop(self, g: Tensor) -> Tensor:
+        """The share of its voltage that a cell loses in the wires, to first order.
+
+        Row wires are driven at the first column, column wires sensed at the first row. A cell at
+        (i, j) has min(j, l) row segments in common with the current of column l, and min(i, k)
+        column segments with that of row k. The latter is a share of other rows' voltages; as
+        min(i, k) = min(k, i) the sum over the column is as if it were of its own.
+        """
+        s = self.settings
+        height, width = s.rows or g.shape[-1], s.columns or g.shape[-2]
+        tiles = _tiled(g, height)  # (2, ..., O, T, rows)
+        count = tiles.shape[-3]
+        columns = torch.unflatten(F.pad(tiles, (0, 0, 0, 0, 0, -count % width)), -3, (-1, width))
+        along = torch.einsum("jl,...ltr->...jtr", _shared(width, g), columns.sum(0))
+        down = torch.einsum("ik,...jtk->...jti", _shared(height, g), columns)
+        drop = s.wire * s.g_max * (along + down).flatten(-4, -3)[..., :count, :, :]
+        return drop.flatten(-2)[..., : g.shape[-1]]
+
+    def check(self, weight: Tensor) -> None:
+        """Refuse wires whose drop is beyond what the first order describes."""
+        if not self.settings.wire:
+            return
+        s, low = self.settings, self.settings.g_min / self.settings.g_max
+        share = weight / self._largest(weight)
+        g = low + (1 - low) * torch.stack([share.clamp(min=0.0), (-share).clamp(min=0.0)])
+        self.worst_drop = self._drop(g).max().item()
+        if self.worst_drop > LARGEST_DROP:
+            fits = s.wire * LARGEST_DROP / self.worst_drop
+            raise ValueError(
+                f"Crossbar: at {self.name} wires of {s.wire:g} ohm a cell take "
+                f"{self.worst_drop:.0%} of a cell's voltage, and IR drop is simulated to first "
+                f"order, up to {LARGEST_DROP:.0%}; wires up to {fits:.2g} ohm, smaller tiles "
+                "(rows, columns) or a lower g_max would work."
+            )
+
+
+def _shared(n: int, like: Tensor) -> Tensor:
+    """min(i, k) for i, k = 1 .. n."""
+    at = torch.arange(1, n + 1, dtype=like.dtype, device=like.device)
+    return torch.minimum(at[:, None], at)
+
+
+def _tiled(rows: Tensor, height: int) -> Tensor:
+    """(..., R) as (..., T, height), the last tile filled up with rows that are not driven."""
+    return torch.unflatten(F.pad(rows, (0, -rows.shape[-1] % height)), -1, (-1, height))
+
+
+def _rounded(x: Tensor, step: Any) -> Tensor:
+    """To multiples of a step; its gradient is that of x."""
+    off: Tensor = torch.round(x / step) * step - x
+    return x + off.detach()
+
+
+# Layers
+
+
+class _OnCrossbar(nn.Module):
+    """A layer whose product is that of its `array`."""
+
+    array: Array
+    weight: Any
+    bias: Any
+    groups: int = 1
+    behind: int = 0  # axes behind that of the outputs
+
+    def forward(self, input: Tensor) -> Tensor:
+        # A converted network around this would look at our steps, and answer clamp by a gate.
+        with torch._C.DisableTorchFunction():
+            y = self.array.multiply(self, wide(input))
+            if self.bias is not None:
+                y = y + wide(self.bias).view(-1, *(1 for _ in range(self.behind)))
+            return y.to(input.dtype)
+
+    def whole(self, x: Tensor, weight: Tensor) -> Tensor:
+        """The product as torch computes it, with weights (O, R)."""
+        raise NotImplementedError
+
+    def rows(self, x: Tensor) -> Tensor:
+        """The row voltages of every product, (..., G, R)."""
+        raise NotImplementedError
+
+    def columns(self, y: Tensor) -> Tensor:
+        """What `whole` gives as (..., G, O)."""
+        return torch.unflatten(y.movedim(-1 - self.behind, -1), -1, (self.groups, -1))
+
+    def assembled(self, y: Tensor) -> Tensor:
+        """(..., G, O) as the layer's output."""
+        return y.flatten(-2).movedim(-1, -1 - self.behind)
+
+
+class CrossbarLinear(_OnCrossbar, nn.Linear):
+    """`torch.nn.Linear` on crossbars."""
+
+    def whole(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.linear(x, weight)
+
+    def rows(self, x: Tensor) -> Tensor:
+        return x.unsqueeze(-2)
+
+
+class _Conv(_OnCrossbar):
+    """A convolution on crossbars: each position of the output is one product."""
+
+    kernel_size: tuple[int, ...]
+    dilation: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding_mode: Any
+    _reversed_padding_repeated_twice: list[int]
+
+    def _padded(self, x: Tensor) -> Tensor:
+        mode = "constant" if self.padding_mode == "zeros" else self.padding_mode
+        return F.pad(x, self._reversed_padding_repeated_twice, mode=mode)
+
+    def whole(self, x: Tensor, weight: Tensor) -> Tensor:
+        run: Any = (F.conv1d, F.conv2d, F.conv3d)[self.behind - 1]
+        shaped = weight.view(-1, *self.weight.shape[1:])
+        y: Tensor = run(self._padded(x), shaped, None, self.stride, 0, self.dilation, self.groups)
+        return y
+
+    def rows(self, x: Tensor) -> Tensor:
+        x = self._padded(x)
+        channel, n = x.dim() - self.behind - 1, self.behind
+        steps = zip(self.kernel_size, self.dilation, self.stride, strict=True)
+        for k, (size, dilation, stride) in enumerate(steps, channel + 1):
+            x = x.unfold(k, dilation * (size - 1) + 1, stride)[..., ::dilation]
+        x = x.movedim(channel, channel + n)  # behind the positions
+        return torch.unflatten(x, channel + n, (self.groups, -1)).flatten(channel + n + 1)
+
+
+class CrossbarConv1d(_Conv, nn.Conv1d):
+    """`torch.nn.Conv1d` on crossbars."""
+
+    behind = 1
+
+
+class CrossbarConv2d(_Conv, nn.Conv2d):
+    """`torch.nn.Conv2d` on crossbars."""
+
+    behind = 2
+
+
+class CrossbarConv3d(_Conv, nn.Conv3d):
+    """`torch.nn.Conv3d` on crossbars."""
+
+    behind = 3
+
+
+LAYERS: dict[type, type] = {
+    nn.Linear: CrossbarLinear,
+    nn.Conv1d: CrossbarConv1d,
+    nn.Conv2d: CrossbarConv2d,
+    nn.Conv3d: CrossbarConv3d,
+}
+
+
+def put_on_crossbar(layer: nn.Module, name: str, settings: Crossbar) -> Array:
+    """Let a layer of `LAYERS` be on crossbars from now on, in the same object."""
+    array = Array(name, settings)
+    layer.__class__ = LAYERS[type(layer)]
+    layer.add_module("array", array)
+    weight: Any = layer.weight
+    groups = getattr(layer, "groups", 1)
+    array.check(torch.unflatten(weight.detach().flatten(1), 0, (groups, -1)))
+    return array

@@ -1,0 +1,51 @@
+"""Random numbers of physical devices: drawn once, the same for a seed and a name whatever else is.
+
+Every tensor has a leading axis of draws, one entry for each chip that is simulated; what runs sees
+one entry, or all of them at once through `torch.vmap`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+
+class Drawn(nn.Module):
+    """What belongs to single devices: each tensor of it has a leading axis of draws."""
+
+    def put(self, name: str, value: Tensor) -> None:
+        """Keep `value`, (draws, ...), as a buffer that no state dict holds."""
+        self.register_buffer(name, value, persistent=False)
+
+
+def normal(seed: int, name: str, draws: int, shape: Sequence[int]) -> Tensor:
+    """(draws, *shape) numbers of N(0, 1)."""
+    chips = (_generator(seed, name, k) for k in range(draws))
+    return torch.stack([torch.randn(tuple(shape), generator=g) for g in chips])
+
+
+def uniform(seed: int, name: str, draws: int, shape: Sequence[int]) -> Tensor:
+    """(draws, *shape) numbers between 0 and 1."""
+    chips = (_generator(seed, name, k) for k in range(draws))
+    return torch.stack([torch.rand(tuple(shape), generator=g) for g in chips])
+
+
+def _generator(seed: int, name: str, draw: int) -> torch.Generator:
+    """Of one chip and one kind of device: neither more draws nor other sites change it."""
+    digest = hashlib.blake2b(f"{seed}/{name}/{draw}".encode(), digest_size=7).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest, "big"))
+
+
+def stacked(module: nn.Module) -> dict[str, Tensor]:
+    """The tensors of all devices in a module by their names."""
+    return dict(_tensors(module))
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for name, part in module.named_modules():
+        if isinstance(part, Drawn):
+            for key, value in (*part.named_buffers(), *part.named_parameters()):
+                yield f"{name}.{key}", value

@@ -1,0 +1,347 @@
+"""One site of a network on differential pairs: what each physical gate does to its input.
+
+A pair takes volts, a network has numbers. `Level.volts` says how many volts one unit of a site's
+input is. A soft gate needs tau (x - theta) = tau_V (v - theta_V), so the sharpest threshold of the
+site fixes it, volts = max tau / tau_V; the others get their share through a divider. A hard gate
+has no tau of its own: the largest input that was seen is put at the swing of the preset, and the
+gate is as sharp as that makes it, tau = tau_V volts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor, nn
+
+from threshold_gating import kernels
+from threshold_gating.hardware.devices import LOGISTIC, Preset, Shape, log_odds
+from threshold_gating.hardware.drawn import Drawn, normal
+from threshold_gating.instance import TG
+from threshold_gating.nn.activation import Activation
+from threshold_gating.primitive import wide
+
+Share = Literal["layer", "channel", "neuron"]
+SHARES = get_args(Share)
+Unit = Literal["volt", "rms"]
+
+
+@dataclass(frozen=True)
+class Errors:
+    """What is wrong with the gates; None stands for the preset's own figure.
+
+    Args:
+        theta: standard deviation of a gate's threshold; its branches stay.
+        tau: of its sharpness, relative: of its logarithm, so that it stays positive.
+        offset: of what is added to its input, which the branches read too.
+        noise: of what is added to its input anew in every evaluation.
+        tail: of each branch's gain, relative: the tail current of a pair is its branch.
+        tree: of each softplus cell in the tree that gives attention its thresholds.
+        unit: of theta, offset, noise and tree: "volt", or "rms" for that of the site's input.
+    """
+
+    theta: float | None = None
+    tau: float | None = None
+    offset: float = 0.0
+    noise: float | None = None
+    tail: float = 0.0
+    tree: float | None = None
+    unit: Unit = "volt"
+
+    def __post_init__(self) -> None:
+        for name in ("theta", "tau", "offset", "noise", "tail", "tree"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < math.inf:
+                raise ValueError(
+                    f"Errors: {name} is a standard deviation, from 0 on; got {value!r}."
+                )
+        if self.unit not in get_args(Unit):
+            raise ValueError(f"Errors: unit is 'volt' or 'rms'; got {self.unit!r}.")
+
+    def of(self, preset: Preset | None) -> Errors:
+        """With the preset's figures where none were given."""
+        own = preset is not None and self.unit == "volt"
+        known = {"theta": "sigma_theta", "noise": "noise", "tree": "sigma_theta"} if own else {}
+        if preset is not None:
+            known["tau"] = "sigma_tau"
+        found = {name: getattr(preset, key) for name, key in known.items()}
+        given = {name: getattr(self, name) for name in ("theta", "tau", "noise", "tree")}
+        return replace(
+            self, **{n: found.get(n, 0.0) if value is None else value for n, value in given.items()}
+        )
+
+
+class Chip(NamedTuple):
+    """What all gates of a simulated network have in common.
+
+    `preset` is None for ideal pairs, which are as sharp as asked and logistic. `level` is the
+    voltage of the largest input of a hard gate, `sharpness` tau times the RMS of its input instead;
+    `rail` is the largest voltage of any input.
+    """
+
+    preset: Preset | None
+    errors: Errors
+    share: Share = "channel"
+    temperature: float = 27.0
+    level: float | None = None
+    sharpness: float | None = None
+    rail: float = math.inf
+
+    @property
+    def tau(self) -> float:
+        """1/V, at 27 C."""
+        return 1.0 if self.preset is None else self.preset.tau
+
+    @property
+    def warmth(self) -> float:
+        """tau at the temperature over that at 27 C."""
+        if self.preset is None or self.temperature == 27.0:
+            return 1.0
+        return self.preset.tau_at(self.temperature) / self.preset.tau
+
+    @property
+    def shape(self) -> Shape:
+        return LOGISTIC if self.preset is None else self.preset.shape
+
+
+class Seen:
+    """What a site saw in calibration: how much, its RMS, its largest input, its last shape."""
+
+    def __init__(self) -> None:
+        self.count, self.squares, self.largest = 0, 0.0, 0.0
+        self.shape: tuple[int, ...] = ()
+        self.axis = -1
+
+    def add(self, x: Tensor, axis: int) -> None:
+        z = x.detach().double()
+        z = z[z.isfinite()]  # a mask is -inf
+        self.count += z.numel()
+        self.squares += z.square().sum().item()
+        self.largest = max(self.largest, z.abs().max().item() if z.numel() else 0.0)
+        self.shape, self.axis = tuple(x.shape), axis if x.dim() > 1 else -1
+
+    @property
+    def rms(self) -> float:
+        return math.sqrt(self.squares / self.count) if self.count else 0.0
+
+
+class Values(NamedTuple):
+    """A gate's parameters now, each a number or a tensor that broadcasts against the input."""
+
+    tau: list[Any]  # one for each threshold; inf where the gate is hard
+    theta: list[Any]
+    s: list[Any]
+    c: list[Any]
+
+
+class AnalogGate(nn.Module):
+    """The physical gates of one site: pairs drawn for each chip around an instance.
+
+    `gate` is an `Activation`, whose parameters stay learnable, or a record.
+    """
+
+    def __init__(self, name: str, kind: str, gate: Activation | TG, chip: Chip) -> None:
+        super().__init__()
+        self.name, self.kind, self.chip = name, kind, chip
+        self.gate = gate  # a part of this module if it is one
+        self.t: TG = gate.init if isinstance(gate, Activation) else gate
+        self.seen, self.watching, self.axis = Seen(), False, -1
+        self.volts = 1.0  # per unit of the input
+        self.stretch = 1.0  # over the volts that a soft gate needs: it is that much sharper
+        self.devices = Drawn()
+        self.group: tuple[int, ...] = ()
+
+    # Before it is used: what it sees, and its devices
+
+    def settle(self, volts: float | None = None) -> None:
+        """Choose the volts per unit from what was seen, or take those given."""
+        chip, seen = self.chip, self.seen
+        self.group = self._group()
+        if not self.t.hard:
+            tau = self.gate.values()[0] if isinstance(self.gate, Activation) else self.t.tau
+            taus = tau if isinstance(tau, list | tuple) else [tau]
+            own = max(torch.as_tensor(t).max().item() for t in taus) / chip.tau
+            self.volts = own if volts is None else volts
+            self.stretch = self.volts / own
+        elif volts is not None:
+            self.volts = volts
+        elif not seen.largest:
+            raise ValueError(
+                f"simulate: {self.name} saw nothing but zeros, so that no voltage can be chosen; "
+                "give inputs that reach it, or volts={name: volts per unit}."
+            )
+        elif chip.sharpness is not None:
+            self.volts = chip.sharpness / (chip.tau * seen.rms)
+        elif chip.preset is not None:
+            self.volts = (chip.level or chip.preset.swing) / seen.largest
+
+    def _group(self) -> tuple[int, ...]:
+        """The shape of the site's physical gates."""
+        shape, share = self.seen.shape, self.chip.share
+        if share == "layer" or not shape:
+            return (1,)
+        return (shape[self.seen.axis],) if share == "channel" else (shape[1:] or shape)
+
+    @property
+    def is_hard(self) -> bool:
+        """Whether it stays a comparison: a hard gate without any pair in its place."""
+        return self.t.hard and self.chip.preset is None and self.chip.sharpness is None
+
+    def draw(self, seed: int, draws: int, device: Any = None) -> None:
+        """Make the devices of `draws` chips, with trims at 0."""
+        errors, J, K, group = self.chip.errors, self.t.K - 1, self.t.K, self.group
+        wanted = {
+            "theta": (errors.theta, (J, *group)),
+            "tau": (errors.tau, (J, *group)),
+            "offset": (errors.offset, group),
+            "tail": (errors.tail, (K, *group)),
+        }
+        self.devices = Drawn()
+        for key, (sigma, shape) in wanted.items():
+            if sigma and math.prod(shape):
+                numbers = normal(seed, f"{self.name}/{key}", draws, shape)
+                self.devices.put(key, numbers.to(device))
+        for key in ("trim_theta", "trim_tau"):
+            start = torch.zeros(draws, J, *group, device=device)
+            self.devices.register_parameter(key, nn.Parameter(start, requires_grad=False))
+
+    # What it computes
+
+    def forward(self, x: Tensor, v: Any = None, s: Sequence[Any] | None = None) -> Tensor:
+        """The gate at x; the branches read `v`, and have the slopes `s`, where they are given."""
+        # A converted network around this must not look at our steps, nor answer them.
+        with torch._C.DisableTorchFunction():
+            z = wide(x)
+            values = self._values(z)
+            values = values if s is None else values._replace(s=list(s))
+            if self.watching:
+                self.seen.add(x, self.axis)
+                return self._blend(z, values, v, LOGISTIC).to(x.dtype)
+            moved = self._input(z)
+            branches = moved if v is None else v
+            return self._blend(moved, self._analog(z, values), branches, self.chip.shape).to(
+                x.dtype
+            )
+
+    def _values(self, x: Tensor) -> Values:
+        """The parameters as they should be."""
+        if not isinstance(self.gate, Activation):
+            t = self.t
+            taus = t.tau if isinstance(t.tau, tuple) else (t.tau,) * (t.K - 1)
+            return Values(list(taus), list(t.theta), list(t.s), list(t.c))
+        tau, *rest = self.gate.values()
+        each: Any = tau if isinstance(tau, list | tuple) else [tau] * (self.t.K - 1)
+        shape, rows = self.gate._held(x)[1], (each, *rest)
+        return Values(*([_viewed(w, shape) for w in row] for row in rows))
+
+    def _per_gate(self, key: str, x: Tensor) -> Any:
+        """Numbers of the devices, (..., *group), as they broadcast against x; None: none drawn."""
+        numbers = getattr(self.devices, key, None)
+        if numbers is None:
+            return None
+        return numbers.to(x.dtype).view(*self._spread(numbers, x))
+
+    def _spread(self, numbers: Tensor, x: Tensor) -> tuple[int, ...]:
+        rows = numbers.shape[: numbers.dim() - len(self.group)]
+        if self.chip.share != "channel":
+            if self.chip.share == "neuron" and tuple(x.shape[-len(self.group) :]) != self.group:
+                raise ValueError(self._other(f"{tuple(x.shape[1:])} positions"))
+            return (*rows, *(1 for _ in range(x.dim() - len(self.group))), *self.group)
+        axis = self.seen.axis % x.dim()
+        if x.shape[axis] != self.group[0]:
+            raise ValueError(self._other(f"{x.shape[axis]} channels"))
+        return (*rows, *(n if k == axis else 1 for k, n in enumerate(x.shape)))
+
+    def _other(self, what: str) -> str:
+        return (
+            f"simulate: {self.name} has {math.prod(self.group)} physical gates {self.group} and is "
+            f"given {what}; simulate with inputs of the size that it is to run on, or with "
+            "share='layer'."
+        )
+
+    def sigma_theta(self) -> float:
+        """Of the sharpest threshold, in units of the input."""
+        return float(self._sigma(self.chip.errors.theta or 0.0, self.volts))
+
+    def sigmas_theta(self) -> Tensor:
+        """Of every threshold, as they broadcast against the devices' numbers (draws, J, *group)."""
+        taus = self._values(torch.zeros(self.seen.shape)).tau
+        sigma = self.chip.errors.theta or 0.0
+        rows = [torch.as_tensor(self._sigma(sigma, self._volts_at(tau))) for tau in taus]
+        if any(row.numel() > 1 for row in rows):
+            raise ValueError(
+                f"{self.name} has a tau of its own for each group; its thresholds differ in what a "
+                "trim is worth, and `cancel` does not know them: use `retune`."
+            )
+        return torch.stack([row.reshape(()) for row in rows]).view(-1, *(1 for _ in self.group))
+
+    def _volts_at(self, tau: Any) -> Any:
+        """Volts per unit at the pair of a threshold with this tau, behind its divider."""
+        return self.volts if self.t.hard else tau * self.stretch / self.chip.tau
+
+    def _sigma(self, sigma: float, volts: Any) -> Any:
+        """A standard deviation in units of the input, for a gate with these volts per unit."""
+        return sigma * self.seen.rms if self.chip.errors.unit == "rms" else sigma / volts
+
+    def _input(self, x: Tensor) -> Tensor:
+        """What the pairs really get: with offset and noise, up to the rails."""
+        errors = self.chip.errors
+        offset = self._per_gate("offset", x)
+        if offset is not None:
+            x = x + self._sigma(errors.offset, self.volts) * offset
+        if errors.noise:
+            x = x + self._sigma(errors.noise, self.volts) * torch.randn_like(x)
+        if self.chip.rail < math.inf:
+            x = x.clamp(-self.chip.rail / self.volts, self.chip.rail / self.volts)
+        return x
+
+    def _analog(self, x: Tensor, values: Values) -> Values:
+        """The parameters that the devices have."""
+        chip, errors = self.chip, self.chip.errors
+        drawn = {
+            k: self._per_gate(k, x) for k in ("theta", "tau", "tail", "trim_theta", "trim_tau")
+        }
+        taus, thetas = [], []
+        for j, (tau, theta) in enumerate(zip(values.tau, values.theta, strict=True)):
+            volts = self._volts_at(tau)
+            if drawn["theta"] is not None:
+                theta = theta + self._sigma(errors.theta or 0.0, volts) * drawn["theta"][j]
+            thetas.append(theta + drawn["trim_theta"][j])
+            log_tau = drawn["trim_tau"][j]
+            if drawn["tau"] is not None:
+                log_tau = log_tau + (errors.tau or 0.0) * drawn["tau"][j]
+            sharp = chip.tau * chip.warmth * volts * torch.exp(log_tau)
+            taus.append(math.inf if self.is_hard else sharp)
+        s, c = values.s, values.c
+        if drawn["tail"] is not None:
+            gains = [1 + errors.tail * row for row in drawn["tail"]]
+            s, c = (list(map(_scaled, row, gains)) for row in (s, c))
+        return Values(taus, thetas, s, c)
+
+    def _blend(self, x: Tensor, values: Values, v: Any, shape: Shape) -> Tensor:
+        t, (taus, theta, s, c) = self.t, values
+        options: dict[str, Any] = {"q": t.q, "clamp": t.clamp}
+        if not theta:  # one branch: nothing is gated
+            return kernels.blend(x, math.inf, (), s, c, v=v, **options)
+        if self.is_hard or (self.watching and t.hard):
+            return kernels.blend(x, math.inf, theta, s, c, v=v, owner=t.owner, **options)
+        options["form"] = t.form
+        if shape == LOGISTIC:
+            tau: Any = taus[0] if len(taus) == 1 else taus
+            return kernels.blend(x, tau, theta, s, c, v=v, **options)
+        # The log odds of each threshold's pair stand in the place of tau (x - theta).
+        odds = [log_odds(a * (x - b), shape) for a, b in zip(taus, theta, strict=True)]
+        v = x if v is None else v
+        return kernels.blend(torch.zeros_like(x), 1.0, [-u for u in odds], s, c, v=v, **options)
+
+
+def _viewed(w: Any, shape: Sequence[int]) -> Any:
+    return w.view(shape) if isinstance(w, Tensor) and shape else w
+
+
+def _scaled(w: Any, gain: Tensor) -> Any:
+    """A slope or an intercept; one that is 0 stays a number, which kernels know."""
+    return w if not isinstance(w, Tensor) and w == 0 else w * gain

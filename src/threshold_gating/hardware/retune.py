@@ -1,0 +1,153 @@
+"""Tuning of finished chips: tau and theta of their gates alone, every weight as it is.
+
+`cancel` measures each gate by itself and sets a trim of so many bits against its error. `retune`
+knows no device: it moves the trims of every chip down the gradient until the outputs are those of
+the ideal network, and thereby also makes up for errors that are not of tau and theta.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from threshold_gating.conversion.plan import arguments
+from threshold_gating.hardware.analog import Simulation, bar
+from threshold_gating.hardware.physical import AnalogGate
+
+TRIMS = ("tau", "theta")
+Loss = Callable[[Any, Any], Tensor]  # of the output of a chip and that of the ideal network
+
+
+class Storage(NamedTuple):
+    """What the trims of one chip take."""
+
+    gates: int
+    numbers: int  # two for each threshold
+    bits: int
+
+
+def storage(simulation: Simulation, bits: int) -> Storage:
+    """Of a tau and a theta of `bits` each for every threshold of every physical gate."""
+    sizes = [(math.prod(g.group), g.t.K - 1) for g in simulation.body.gates()]
+    numbers = sum(2 * gates * thresholds for gates, thresholds in sizes)
+    return Storage(sum(gates for gates, _ in sizes), numbers, bits * numbers)
+
+
+@torch.no_grad()
+def cancel(simulation: Simulation, bits: int | None = None, span: float = 3.0) -> None:
+    """Trim each threshold and sharpness against its own error, measured without any.
+
+    Args:
+        bits: of a trim, over +-`span` standard deviations; None: as fine as float32.
+        span: errors beyond it are trimmed by that much.
+    """
+    if bits is not None and bits not in range(1, 25):
+        raise ValueError(f"cancel: bits must be from 1 to 24, or None; got {bits}.")
+    for gate in simulation.body.gates():
+        drawn: Any = gate.devices
+        if hasattr(drawn, "theta"):
+            sigma = gate.sigmas_theta()
+            drawn.trim_theta.copy_(-sigma * _coded(drawn.theta, bits, span))
+        if hasattr(drawn, "tau"):
+            spread = gate.chip.errors.tau or 0.0
+            drawn.trim_tau.copy_(-spread * _coded(drawn.tau, bits, span))
+
+
+def _coded(numbers: Tensor, bits: int | None, span: float) -> Tensor:
+    """Standard deviations as a converter with 2^bits codes gives them."""
+    inside = numbers.clamp(-span, span)
+    if bits is None:
+        return inside
+    half: int = 2 ** (bits - 1)
+    step = span / half
+    code = (inside / step).floor().clamp(-half, half - 1)
+    return (code + 0.5) * step
+
+
+def distance(output: Any, ideal: Any) -> Tensor:
+    """Mean squared difference over the mean square of the ideal output."""
+    far: Tensor = F.mse_loss(output, ideal) / ideal.square().mean()
+    return far
+
+
+def divergence(output: Tensor, ideal: Tensor) -> Tensor:
+    """Of the class probabilities: Kullback and Leibler's, from logits along the last axis."""
+    p, q = ideal.log_softmax(-1), output.log_softmax(-1)
+    far: Tensor = (p.exp() * (p - q)).sum(-1).mean()
+    return far
+
+
+def retune(
+    simulation: Simulation,
+    ideal: nn.Module,
+    batches: Sequence[Any] | Iterable[Any],
+    *,
+    steps: int,
+    rate: float = 0.02,
+    what: Sequence[str] = TRIMS,
+    loss: Loss = distance,
+) -> list[float]:
+    """Train the trims of all chips; returns the mean loss of each step.
+
+    Args:
+        ideal: the network whose outputs are the aim; no labels are needed.
+        batches: inputs as `tg.convert` takes them, gone through again and again.
+        steps: of Adam. A step of theta is up to `rate` RMS of the site's input, one of log tau up
+            to `rate`; both go down to 0 along a line.
+        what: "tau", "theta" or both.
+    """
+    if unknown := set(what) - set(TRIMS) or not what:
+        raise ValueError(f"retune: what is some of tau, theta; got {unknown or 'none'}.")
+    inputs = [arguments(batch) for batch in batches]
+    groups = _trims(simulation.body.gates(), what, rate)
+    optimizer = torch.optim.Adam([{k: g[k] for k in ("params", "lr")} for g in groups])
+    with torch.no_grad():
+        aims = [ideal(*args, **kwargs) for args, kwargs in inputs]
+    losses = []
+    try:
+        for step in bar(range(steps), "retune"):
+            for group, start in zip(optimizer.param_groups, groups, strict=True):
+                group["lr"] = start["lr"] * (1 - step / steps)
+            (args, kwargs), aim = inputs[step % len(inputs)], aims[step % len(inputs)]
+            losses.append(_step(simulation, args, kwargs, aim, loss, optimizer))
+    finally:
+        for group in groups:
+            for trim in group["params"]:
+                trim.requires_grad_(False)
+                trim.grad = None
+    return losses
+
+
+def _trims(gates: Iterable[AnalogGate], what: Sequence[str], rate: float) -> list[dict[str, Any]]:
+    """Groups of parameters, theta in steps of what its site sees."""
+    groups = []
+    for gate in gates:
+        for name in what:
+            trim = getattr(gate.devices, f"trim_{name}").requires_grad_(True)
+            groups.append(
+                {"params": [trim], "lr": rate * (gate.seen.rms if name == "theta" else 1)}
+            )
+    return groups
+
+
+def _step(
+    simulation: Simulation, args: Any, kwargs: Any, aim: Any, loss: Loss, optimizer: Any
+) -> float:
+    """One step of every chip; they share nothing, so that one backward pass serves each."""
+    optimizer.zero_grad()
+    total = 0.0
+    for k in range(simulation.draws):  # one after the other: a chip's graph at a time
+        value = loss(simulation.run_one(k, args, kwargs), aim)
+        trims = [p for group in optimizer.param_groups for p in group["params"]]
+        found = torch.autograd.grad(value, trims, allow_unused=True)
+        for p, grad in zip(trims, found, strict=True):
+            if grad is not None:
+                p.grad = grad if p.grad is None else p.grad + grad
+        total += value.item() / simulation.draws
+    optimizer.step()
+    return total

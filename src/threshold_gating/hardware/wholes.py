@@ -1,0 +1,292 @@
+"""Sites that are more than one element-wise gate, on differential pairs.
+
+Softmax and attention: a gate for each key against the log-sum-exp of the others (Eq. 11), which a
+tree of softplus cells computes, up for every subtree and down for all that is outside of it, each
+cell with an error of its own. GLU, PReLU, maximum and minimum: one gate with data in its branches.
+LSTM, GRU, RNN: a gate for each nonlinearity of a step, used again in every step.
+"""
+
+from __future__ import annotations
+
+import math
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from threshold_gating import kernels
+from threshold_gating.conversion import sites
+from threshold_gating.conversion.plan import ConversionError
+from threshold_gating.hardware.drawn import normal
+from threshold_gating.hardware.physical import AnalogGate, Chip
+from threshold_gating.logits import attention_logits
+from threshold_gating.nn.rnn_steps import FUNCTIONS, SITES
+from threshold_gating.primitive import wide
+from threshold_gating.taxonomy import TAXONOMY
+
+_OFF = -1e30  # the logit of a key that takes no part; -inf would give NaN as a gradient
+
+
+class KeyGates(AnalogGate):
+    """The gates of a row of keys, and the tree that gives each its threshold.
+
+    One gate for each key, used again for every query and head; with share="neuron" one for each
+    head and key. Rows may be shorter than those seen in calibration.
+    """
+
+    def __init__(self, name: str, kind: str, chip: Chip) -> None:
+        super().__init__(name, kind, TAXONOMY["sigmoid"], chip)
+
+    def _group(self) -> tuple[int, ...]:
+        shape = self.seen.shape
+        heads = shape[-3:-2] if self.chip.share == "neuron" else ()
+        return (1,) if self.chip.share == "layer" else (*heads, shape[-1])
+
+    def draw(self, seed: int, draws: int, device: Any = None) -> None:
+        super().draw(seed, draws, device)
+        if self.chip.errors.tree:
+            leaves = _power(self.seen.shape[-1])
+            for key, cells in (("up", leaves), ("down", 2 * leaves)):
+                numbers = normal(seed, f"{self.name}/{key}", draws, (cells,))
+                self.devices.put(key, numbers.to(device))
+
+    def _spread(self, numbers: Tensor, x: Tensor) -> tuple[int, ...]:
+        raise NotImplementedError
+
+    def _per_gate(self, key: str, x: Tensor) -> Any:
+        numbers = getattr(self.devices, key, None)
+        if numbers is None or self.group == (1,):
+            return numbers
+        if x.shape[-1] > self.group[-1]:
+            raise ValueError(self._other(f"{x.shape[-1]} keys"))
+        numbers = numbers[..., : x.shape[-1]].to(x.dtype)
+        return numbers.unsqueeze(-2) if len(self.group) == 2 else numbers
+
+    def softmax(self, z: Tensor, dim: int = -1) -> Tensor:
+        """sigma(z_i - theta_i) along `dim`; nothing makes the gates of a row sum to one."""
+        with torch._C.DisableTorchFunction():
+            rows = wide(z).movedim(dim, -1)
+            live = rows > _OFF
+            rows = torch.where(live, rows, _OFF)
+            theta = self._thresholds(rows)
+            gated = live & (theta > _OFF / 2)  # a single key has nothing to be compared with
+            # What is not gated counts for nothing where it is seen, and is 0 or 1.
+            nothing = math.nan if self.watching else 0.0
+            p = self(torch.where(gated, rows - theta, nothing))
+            p = torch.where(gated, p, live.to(p.dtype))
+            return p.movedim(-1, dim).to(z.dtype)
+
+    def _thresholds(self, z: Tensor) -> Tensor:
+        """The log-sum-exp of all others, for each entry of a row."""
+        n = z.shape[-1]
+        levels, up, down = [F.pad(z, (0, _power(n) - n), value=_OFF)], 0, 0
+        while levels[-1].shape[-1] > 1:
+            below = levels[-1]
+            above = self._cell(below[..., ::2], below[..., 1::2], "up", up)
+            up += above.shape[-1]
+            levels.append(above)
+        outside = torch.full_like(levels[-1], _OFF)
+        for level in reversed(levels[:-1]):
+            other = torch.unflatten(level, -1, (-1, 2)).flip(-1).flatten(-2)
+            outside = self._cell(outside.repeat_interleave(2, -1), other, "down", down)
+            down += outside.shape[-1]
+        return outside[..., :n]
+
+    def _cell(self, a: Tensor, b: Tensor, key: str, start: int) -> Tensor:
+        """One softplus cell for each pair; where one side is off, the other passes."""
+        y = torch.logaddexp(a, b)
+        errors = self.chip.errors
+        if self.watching or not errors.tree:
+            return y
+        numbers = getattr(self.devices, key)[..., start : start + y.shape[-1]]
+        moved = y + self._sigma(errors.tree, self.volts) * numbers.to(y.dtype)
+        if errors.noise:
+            moved = moved + self._sigma(errors.noise, self.volts) * torch.randn_like(y)
+        return torch.where((a > _OFF / 2) & (b > _OFF / 2), moved, y)
+
+
+def _power(n: int) -> int:
+    """The leaves of the smallest full tree for n keys."""
+    return 1 << max(n - 1, 1).bit_length() if n > 2 else 2
+
+
+class Softmax(nn.Module):
+    """`torch.softmax` and `F.softmin`."""
+
+    def __init__(self, name: str, kind: str, chip: Chip) -> None:
+        super().__init__()
+        self.kind, self.gates = kind, KeyGates(name, kind, chip)
+
+    def forward(
+        self, input: Tensor, dim: int | None = None, *rest: Any, dtype: Any = None, **more: Any
+    ) -> Tensor:
+        if rest and isinstance(rest[-1], torch.dtype):
+            dtype = rest[-1]
+        axis = (
+            (0 if input.dim() in (0, 1, 3) else 1) if dim is None else dim
+        )  # F.softmax's old rule
+        z = input if dtype is None else input.to(dtype)
+        return self.gates.softmax(-z if self.kind == "softmin" else z, axis)
+
+
+class Attention(nn.Module):
+    """`F.scaled_dot_product_attention`: logits and sums over values as they are, gates analog."""
+
+    def __init__(self, name: str, kind: str, chip: Chip) -> None:
+        super().__init__()
+        self.gates = KeyGates(name, kind, chip)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        with torch._C.DisableTorchFunction():
+            z = attention_logits(query, key, attn_mask, is_causal, scale, enable_gqa)
+            p = self.gates.softmax(z)
+            p = F.dropout(p, dropout_p) if dropout_p else p
+            v = wide(value)
+            if enable_gqa:
+                v = v.repeat_interleave(query.shape[-3] // v.shape[-3], -3)
+            return (p @ v).to(query.dtype)
+
+
+class MultiHead(nn.Module):
+    """`F.multi_head_attention_forward`, with the softmax and the attention of here."""
+
+    def __init__(self, name: str, kind: str, chip: Chip) -> None:
+        super().__init__()
+        self.attention = Attention(name, kind, chip)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        plain: Any = sites.WHOLE["multi_head_attention_forward"]
+        ours = {
+            "softmax": lambda z, dim: self.attention.gates.softmax(z, dim),
+            "scaled_dot_product_attention": self.attention,
+        }
+        known = {**plain.__globals__, **ours}
+        run = types.FunctionType(plain.__code__, known, plain.__name__, plain.__defaults__)
+        return run(*args, **kwargs)
+
+
+class Glu(nn.Module):
+    """`F.glu`: the gate of SiLU at one half of the channels, whose branches read the other."""
+
+    def __init__(self, name: str, kind: str, chip: Chip) -> None:
+        super().__init__()
+        self.gate = AnalogGate(name, kind, TAXONOMY["silu"], chip)
+
+    def forward(self, input: Tensor, dim: int = -1) -> Tensor:
+        with torch._C.DisableTorchFunction():
+            a, b = wide(input).chunk(2, dim)
+            y: Tensor = self.gate(b, v=a)
+            return y.to(input.dtype)
+
+
+class Prelu(nn.Module):
+    """`F.prelu`: a hard gate whose lower slope is data."""
+
+    def __init__(self, name: str, kind: str, chip: Chip) -> None:
+        super().__init__()
+        self.gate = AnalogGate(name, kind, TAXONOMY["relu"], chip)
+
+    def forward(self, input: Tensor, weight: Tensor) -> Tensor:
+        with torch._C.DisableTorchFunction():
+            per_channel = weight.numel() > 1
+            behind = (1 for _ in input.shape[2:])
+            slope = weight.view(-1, *behind) if per_channel else weight.view(())
+            y: Tensor = self.gate(input, s=(wide(slope), 1.0))
+            return y
+
+
+class Extreme(nn.Module):
+    """`torch.maximum` and `minimum`: b + relu(a - b) and b - relu(b - a)."""
+
+    def __init__(self, name: str, kind: str, chip: Chip) -> None:
+        super().__init__()
+        self.side = 1 if kind == "maximum" else -1
+        self.gate = AnalogGate(name, kind, TAXONOMY["relu"], chip)
+
+    def forward(self, input: Tensor, other: Tensor) -> Tensor:
+        with torch._C.DisableTorchFunction():
+            apart = self.side * (input - other)
+            above: Tensor = self.gate(apart)
+            return other + self.side * above
+
+
+class Recurrent(nn.Module):
+    """`torch.lstm`, `gru_cell` and the like: gates of their own for each layer and direction."""
+
+    def __init__(self, name: str, kind: str, chip: Chip, layers: int) -> None:
+        super().__init__()
+        self.function, self.is_cell = getattr(torch, kind), kind.endswith("_cell")
+        records = SITES[kind.removesuffix("_cell")]
+        self.gates = nn.ModuleList(
+            nn.ModuleDict(
+                {
+                    each: AnalogGate(_part(name, each, k, layers), each, t, chip)
+                    for each, t in records.items()
+                }
+            )
+            for k in range(layers)
+        )
+
+    def forward(self, *args: Any) -> Any:
+        # The plain mappings that `rnn_steps` reads; a cell has one, a layer one for each direction.
+        gates: list[dict[str, Any]] = [dict(each.items()) for each in self.gates]  # type: ignore[operator]
+        with torch._C.DisableTorchFunction():
+            return FUNCTIONS[self.function](*args, gates=gates[0] if self.is_cell else gates)
+
+
+def _part(name: str, gate: str, layer: int, layers: int) -> str:
+    return f"{name}/{gate}" if layers == 1 else f"{name}/{gate}_{layer}"
+
+
+class Elementwise:
+    """Answers a call such as `F.leaky_relu(x, 0.2)` by an analog gate."""
+
+    def __init__(self, gate: AnalogGate, parameters: tuple[Any, ...]) -> None:
+        self.gate, self.parameters = gate, parameters
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        x, parameters, inplace = sites.KINDS[self.gate.kind].read(*args, **kwargs)
+        if parameters != self.parameters:
+            raise ConversionError(
+                f"{self.gate.name} was converted with {self.parameters} and is called with "
+                f"{parameters}; convert it with inputs that take the same path.",
+                self.gate.name,
+            )
+        return kernels.overwritten(x, self.gate) if inplace else self.gate(x)
+
+
+WHOLE: dict[str, Callable[[str, str, Chip], nn.Module]] = {
+    "softmax": Softmax,
+    "softmin": Softmax,
+    "scaled_dot_product_attention": Attention,
+    "multi_head_attention_forward": MultiHead,
+    "glu": Glu,
+    "prelu": Prelu,
+    "maximum": Extreme,
+    "minimum": Extreme,
+}
+
+
+def whole(name: str, kind: str, chip: Chip, owner: nn.Module) -> nn.Module | None:
+    """What answers a call that is not element-wise; None where it is not known in analog."""
+    if kind in WHOLE:
+        return WHOLE[kind](name, kind, chip)
+    if kind in {function.__name__ for function in FUNCTIONS}:
+        if isinstance(owner, nn.RNNBase):
+            return Recurrent(name, kind, chip, owner.num_layers * (1 + owner.bidirectional))
+        if isinstance(owner, nn.RNNCellBase):
+            return Recurrent(name, kind, chip, 1)
+    return None

@@ -1,0 +1,134 @@
+"""The page of a simulation: chips, sites and layers on analog hardware, in one HTML file."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import Any
+
+from threshold_gating.hardware.report import (
+    LAYER_HEADER,
+    SITE_HEADER,
+    ChipRow,
+    Report,
+    layer_cells,
+    site_cells,
+)
+from threshold_gating.show.css import STYLE
+
+LEGEND = {
+    "gates": "physical gates on one chip; errors are drawn once for each",
+    "RMS": "of the site's input in calibration",
+    "mV/unit": "volts that stand for one unit of the input",
+    "max mV": "the largest input that was seen; * is beyond the rails, where it is cut off",
+    "tau RMS": "sharpness: how many times the width of the gate the RMS is",
+    "dtheta": "standard deviation of a threshold over the RMS of the input",
+}
+
+
+def summary(report: Report, chips: Sequence[ChipRow]) -> list[str]:
+    """The outcome in sentences."""
+    errors = sorted(row.error for row in chips)
+    gates = sum(row.gates for row in report.sites)
+    plural = "" if len(chips) == 1 else "s"
+    said = [
+        f"{len(report.sites)} sites, {gates:,} physical gates of {report.preset} on each of "
+        f"{len(chips)} chip{plural}.",
+        f"RMS error of the output over its RMS: median {statistics.median(errors):.2%}, from "
+        f"{errors[0]:.2%} to {errors[-1]:.2%}.",
+    ]
+    same = [row.same for row in chips if row.same is not None]
+    if same:
+        said.append(
+            f"Rows whose largest output is the ideal network's: {min(same):.2%} to {max(same):.2%}."
+        )
+    if clipped := [row.name for row in report.sites if row.clipped]:
+        said.append(f"Inputs beyond the rails at {len(clipped)} sites, first {clipped[0]}.")
+    return said
+
+
+def page(
+    name: str,
+    report: Report,
+    chips: Sequence[ChipRow],
+    alone: Mapping[str, float],
+    facts: Mapping[str, str],
+) -> str:
+    """The whole document."""
+    title = f"{name} on {report.preset}"
+    said = "".join(f"<p>{escape(text)}</p>" for text in summary(report, chips))
+    parts = [
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        '<meta name="color-scheme" content="light dark">',
+        f"<title>{escape(title)}</title><style>{STYLE}</style></head><body><main>",
+        f"<header><h1>{escape(title)}</h1>{said}</header>",
+        "<section><h2>Chips</h2><p>Error of the output of each simulated chip.</p>",
+        bars({f"chip {row.chip}": row.error for row in chips}),
+        "</section>",
+    ]
+    if alone:
+        parts += [
+            "<section><h2>Which sites decide</h2><p>Error of the output with this site alone "
+            "analog, everything else ideal; mean over the chips.</p>",
+            bars(dict(list(alone.items())[:30])),
+            "</section>",
+        ]
+    parts += [
+        "<section><h2>Sites</h2>",
+        _table(SITE_HEADER, [site_cells(row) for row in report.sites]),
+        f"<details><summary>What the columns mean</summary>{_list(LEGEND)}</details></section>",
+    ]
+    if report.layers:
+        rows = [layer_cells(row) for row in report.layers]
+        parts.append(f"<section><h2>Crossbars</h2>{_table(LAYER_HEADER, rows)}</section>")
+    parts += [
+        f"<section><h2>What is not simulated</h2>{_left(report)}</section>",
+        f"<section><h2>How this page was made</h2>{_list(facts)}</section>",
+        "</main></body></html>\n",
+    ]
+    return "\n".join(parts)
+
+
+def bars(values: Mapping[str, float]) -> str:
+    """Horizontal bars with their numbers, as an SVG element."""
+    most = max(values.values()) or 1.0
+    words = "; ".join(f"{name} {value:.2%}" for name, value in values.items())
+    lines = [
+        f'<svg viewBox="0 0 720 {20 * len(values) + 6}" role="img" '
+        f'aria-label="{escape(words, quote=True)}">'
+    ]
+    for k, (name, value) in enumerate(values.items()):
+        y = 20 * k + 6
+        lines.append(
+            f'<text x="214" y="{y + 10}" text-anchor="end">{escape(name[-38:])}</text>'
+            f'<path class="g0" d="M220 {y + 6}h{430 * value / most:.1f}" stroke-width="9"/>'
+            f'<text x="{226 + 430 * value / most:.1f}" y="{y + 10}">{value:.2%}</text>'
+        )
+    return "".join([*lines, "</svg>"])
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    head = "".join(f'<th scope="col">{escape(name)}</th>' for name in header)
+    body = ""
+    for first, *rest in rows:
+        pairs = zip(header[1:], rest, strict=True)
+        cells = "".join(f'<td data-label="{escape(k)}">{escape(v)}</td>' for k, v in pairs)
+        body += f'<tr><th scope="row">{escape(first)}</th>{cells}</tr>'
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _left(report: Report) -> str:
+    groups = {
+        "sites that stay ideal": report.ideal,
+        "ideal as asked": report.chosen_ideal,
+        "weights on no crossbar": report.digital if report.layers else ("all of them",),
+    }
+    facts = {what: ", ".join(names) for what, names in groups.items() if names}
+    return _list({**facts, "never": "normalisation, pooling, additions, products of activations"})
+
+
+def _list(facts: Mapping[str, Any]) -> str:
+    items = "".join(f"<dt>{escape(k)}</dt><dd>{escape(str(v))}</dd>" for k, v in facts.items())
+    return f"<dl>{items}</dl>"
