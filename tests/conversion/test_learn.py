@@ -172,12 +172,13 @@ def test_parameters_have_readable_names_and_the_size_of_what_shares_them():
     everything = quietly(Net(), inputs=X, train=("tau", "theta", "s", "c"))
     assert tuple(everything.tg_tanh_0_s.shape) == (2, 1)
     assert tuple(everything.tg_relu_0_v.shape) == (2, 1)
-    positions = quietly(Net(), inputs=X, train="theta", share="neuron")
+    with pytest.warns(UserWarning, match=r"another size are refused: act \(4, 4, 4\)"):
+        positions = convert(Net(), inputs=X, train="theta", share="neuron")
     assert tuple(positions.tg_relu_0_dtheta.shape) == (1, 4, 4, 4)
 
 
 def test_what_a_site_cannot_learn_is_said_once_with_the_sites():
-    with pytest.warns(UserWarning, match="learn theta only: a hard gate") as said:
+    with pytest.warns(UserWarning, match="only theta is learned, because a hard gate") as said:
         convert(Net(), inputs=X, train=BOTH)
     assert len(said) == 1
     assert ":relu#0" in str(said[0].message)
@@ -185,19 +186,37 @@ def test_what_a_site_cannot_learn_is_said_once_with_the_sites():
 
 def test_quadratic_instances_stay_frozen_unless_another_is_chosen():
     model, x = nn.Sequential(nn.Linear(3, 4), nn.Hardswish(), nn.GELU()), torch.randn(5, 3)
-    with pytest.warns(UserWarning, match=r"1 learn nothing: .*'hardswish_k3'"):
+    with pytest.warns(UserWarning, match=r"1: nothing is learned, .*'hardswish_k3'"):
         frozen = convert(model, inputs=x, train=BOTH)
     assert not frozen[1].learned
     chosen = convert(model, {"1": "hardswish_k3"}, inputs=x, train=BOTH, tol=torch.inf)
     assert chosen[1].learned == BOTH
-    with pytest.raises(ConversionError, match="1 .* is to learn tau, theta and cannot"):
+    with pytest.raises(ConversionError, match=r"1 .* is to learn tau, theta and cannot"):
         convert(model, {"1": GateConfig(train=BOTH)}, inputs=x)
 
 
+@pytest.mark.parametrize("act", [nn.Tanhshrink, nn.Hardsigmoid, nn.LogSigmoid, nn.SELU, nn.ReLU6])
+def test_branches_that_learn_are_verified_where_they_cancel(act):
+    x = torch.cat([torch.randn(40, 1), torch.tensor([[1e-4], [-3.0001]])])
+    model = quietly(nn.Sequential(act()), inputs=x, train=("tau", "theta", "s", "c"))
+    assert len(list(model.parameters())) >= 3
+
+
+def test_rows_of_a_linear_layer_may_have_more_axes_later():
+    model = convert(
+        nn.Sequential(nn.Linear(3, 4), nn.SiLU()),
+        inputs=torch.randn(2, 3),
+        train=BOTH,
+        share="channel",
+    )
+    x = torch.randn(2, 5, 3)
+    torch.testing.assert_close(model(x)[0], model(x[0]))
+
+
 def test_nothing_that_can_learn_is_an_error_that_says_why():
-    with pytest.raises(ConversionError, match="no site learns anything .* quadratic branches"):
+    with pytest.raises(ConversionError, match=r"no site learns anything .* quadratic branches"):
         convert(nn.Sequential(nn.Hardswish()), inputs=torch.randn(3), train=BOTH)
-    with pytest.raises(ConversionError, match="no site learns anything .* no sharpness"):
+    with pytest.raises(ConversionError, match=r"no site learns anything .* no sharpness"):
         convert(nn.Sequential(nn.ReLU()), inputs=torch.randn(3), train="tau")
 
 
@@ -213,7 +232,7 @@ class Data(nn.Module):
 
 
 def test_sites_with_thresholds_of_their_own_stay_and_are_named():
-    with pytest.warns(UserWarning, match="learn nothing") as said:
+    with pytest.warns(UserWarning, match="nothing is learned") as said:
         model = convert(Data(), inputs=torch.randn(3, 4), train=BOTH)
     text = str(said[0].message)
     for part in ("prelu:prelu#0", "PReLU has a weight", ":maximum#0", ":clamp_by_tensors#0"):
@@ -303,7 +322,7 @@ def test_a_temperature_for_each_head_is_that_of_the_formula(softmax):
     assert rho.grad.isfinite().all()
     assert rho.grad.all()
     net.heads = 4
-    with pytest.raises(ValueError, match="2 heads .* called with 4"):
+    with pytest.raises(ValueError, match=r"2 heads .* called with 4"):
         net(x)
 
 

@@ -40,7 +40,7 @@ from threshold_gating.conversion.purity import is_one_call, is_torchs, probing
 from threshold_gating.conversion.recognise import overwrites
 from threshold_gating.instance import TG
 from threshold_gating.nn.activation import Activation
-from threshold_gating.nn.spec import Elementwise, GateSpec, Holder, Share, attach
+from threshold_gating.nn.spec import Elementwise, GateSpec, Holder, Share, attach, found, gate_names
 
 Network = TypeVar("Network", bound=nn.Module)  # a converted network is of the class that it was
 
@@ -242,9 +242,9 @@ def apply_plan(model: nn.Module, plan: Plan) -> None:
             intercept_calls(module, {LEAVE: None})
     if plan.calls is None:
         intercept_calls(model, None)
-    for name, found in (plan.calls or {}).items():
+    for name, made in (plan.calls or {}).items():
         owner = model.get_submodule(name)
-        intercept_calls(owner, found, *where[owner])
+        intercept_calls(owner, made, *where[owner])
     count_calls(model)
     hub.guard(model)
 
@@ -373,6 +373,7 @@ def successor(act: Activation, record: TG, **options: Any) -> Activation:
     return new
 
 
+_DESCRIBED = ("init", "learned", "share", "group", "axis")  # what a gate is
 Stands = GateSpec | nn.Module  # at one call: a gate, or what the module was, which has no tensors
 
 
@@ -404,6 +405,19 @@ class PerCall(_Converted, Holder):
             vars(module).update(own, site=site, argument=vars(self).get("argument", "x"))
             found.append(module)
         return found
+
+    def put(self, k: int, gate: Activation) -> None:
+        """Let another gate stand at the k-th call, with the values that it has."""
+        prefix, spec = prefix_of_call(k), GateSpec(*(getattr(gate, n) for n in _DESCRIBED))
+        for name in [n for n in gate_names(self) if n.startswith(prefix)]:
+            delattr(self, name)
+        self.tg_gates = {**self.tg_gates, prefix: spec}
+        self.stands = (*self.stands[:k], spec, *self.stands[k + 1 :])
+        self.sites = (*self.sites[:k], None, *self.sites[k + 1 :])
+        attach(self, prefix, spec, gate.theta0.device, gate.theta0.dtype)
+        with torch.no_grad():
+            for name in spec.roles():
+                found(self, prefix + name).copy_(found(gate, name))
 
     def forward(self, *args: Tensor, **named: Tensor) -> Tensor:
         """The next call of this run."""

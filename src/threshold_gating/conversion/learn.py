@@ -77,6 +77,7 @@ class Learner:
         self.channels = Channels(model)
         self.seen: dict[str, list[Seen]] = {}
         self.why: dict[str, list[str]] = {}  # sites by what they cannot
+        self.sizes: dict[str, tuple[int, ...]] = {}  # of positions with gates of their own
         self.learns = 0
 
     def see(self, visit: Visit) -> None:
@@ -106,17 +107,22 @@ class Learner:
                 site.name,
             )
         if why:
-            does = f"learn {' and '.join(spec.learned)} only" if spec else "learn nothing"
-            self.why.setdefault(f"{does}: {why}", []).append(site.name)
+            does = f"only {' and '.join(spec.learned)} is learned" if spec else "nothing is learned"
+            self.why.setdefault(f"{does}, because {why}", []).append(site.name)
+        if isinstance(spec, GateSpec) and spec.share == "neuron":
+            self.sizes[site.name] = spec.group
         self.learns += spec is not None
         return replace(site, learns=spec)
 
     @property
     def notes(self) -> Iterator[str]:
-        """What some sites cannot learn, a sentence for each reason."""
+        """What some sites cannot, a sentence for each reason, and sizes that are fixed now."""
         for what, names in self.why.items():
-            some = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if names[3:] else "")
-            yield f"{some} {what}"
+            yield f"{_some(names)}: {what}"
+        if self.sizes:
+            each = [f"{name} {size}" for name, size in self.sizes.items()]
+            said = "where each position has a gate, inputs of another size are refused"
+            yield f"{said}: {_some(each)}"
 
     def _spec(self, site: Site, config: GateConfig) -> tuple[Spec | None, str]:
         if site.kind in _FIXED:
@@ -198,6 +204,10 @@ class Learner:
         return group, axis
 
 
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if names[3:] else "")
+
+
 def _share(config: GateConfig) -> Any:
     return config.share or "layer"
 
@@ -230,7 +240,7 @@ def _channels(name: str, share: str, axis: int | None, seen: Seen) -> tuple[tupl
     if share == "neuron":
         return shape[at % dim :], at
     # from the end if it is the last: rows of a linear layer may have more axes in another run
-    at = at if at < 0 else -1 if at == dim - 1 and dim != 2 else at
+    at = -1 if at == dim - 1 else at
     return (shape[at],), at
 
 

@@ -137,7 +137,8 @@ def _learn(
     for found in calls.values():
         found.update({call: learner.decided(site) for call, site in found.items()})
     notes += learner.notes
-    if not learner.learns:
+    found_any = any(map(any, (*modules.values(), *(each.values() for each in calls.values()))))
+    if not learner.learns and found_any:
         raise ConversionError(
             "no site learns anything of what is asked: "
             + ("; ".join(learner.notes) or "there is none whose config trains")

@@ -135,10 +135,12 @@ class Error:
     @property
     def _least(self) -> float:
         """The size below which a value has no digits of its own. A module whose pieces were read
-        off adds up what its lines do, and either of them cancels where they cross 0."""
-        t = self.site.t
-        learns = self.site.learns is not None  # its branches are lines, too
-        if t is None or not t.hard or (self.site.kind in sites.KINDS and not learns):
+        off adds up what its lines do, as does one whose branches are learned, and either of them
+        cancels where they cross 0."""
+        t, learns = self.site.t, self.site.learns
+        if t is None or (not t.hard and not (learns and {"s", "c"} & set(learns.learned))):
+            return _SMALLEST
+        if self.site.kind in sites.KINDS and learns is None:
             return _SMALLEST
         return max(_SMALLEST, *map(abs, t.c))
 

@@ -91,15 +91,20 @@ class Elementwise:
             own = {name: self.start(name, x.device, x.dtype) for name in self.roles()}
         shape_in = _shape_in if torch.compiler.is_compiling() else _kept_shape
         shape = shape_in(self.share, self.group, self.axis, x.shape)
-        return self._structure.tensors(own, None), shape
+        return self._structure.tensors(own, holder), shape
 
     def tensors_of(self, holder: nn.Module, prefix: str) -> dict[str, Any]:
-        """The tensors that a module holds for this gate now, by their names without the prefix."""
+        """The tensors that a module holds for this gate now, by their names without the prefix.
+
+        Of a gate that is a module itself, without those that a parametrization computes.
+        """
+        if not prefix:  # the quickest way, for modules that are called often
+            return {**holder._buffers, **holder._parameters}
         return {n: found(holder, prefix + n) for n in self._structure.names if n is not None}
 
     def moved(self, holder: nn.Module, prefix: str) -> dict[str, float]:
         """How far the furthest of what is learned is from its start: log tau, theta, s, c."""
-        own = self.tensors_of(holder, prefix)
+        own = {n: found(holder, prefix + n) for n in self.roles()}
         then = {n: self.start(n, t.device, t.dtype) for n, t in own.items()}
         rows = self._structure.rows
         now, start = (rows(self._structure.tensors(each, None)) for each in (own, then))

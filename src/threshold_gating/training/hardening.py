@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from threshold_gating.conversion import sites
-from threshold_gating.conversion.apply import successor
+from threshold_gating.conversion.apply import PerCall, successor
 from threshold_gating.conversion.audit import gate_of, is_gate
 from threshold_gating.conversion.learn import learned_gates
 from threshold_gating.conversion.plan import Choices, ModuleSites, module_sites, run, whole
@@ -74,14 +74,19 @@ def harden(model: nn.Module, *, inputs: Any = None) -> Hardening:
     kept = dict(_out_of_reach(model, plain, seen=inputs is not None))
     done: list[str] = []
     for name, module in list(new.named_modules()):
-        if not isinstance(module, Activation) or module.init.hard:
-            continue
-        why = _obstacle(module)
-        if why is None:
-            new = put(new, module, _hard(module))
-            done.append(name)
-        else:
-            kept[name] = why
+        gates = module.calls if isinstance(module, PerCall) else [module]
+        for k, gate in enumerate(gates):
+            if not isinstance(gate, Activation) or gate.init.hard:
+                continue
+            at = f"{name}#{k}" if k else name
+            if (why := _obstacle(gate)) is not None:
+                kept[at] = why
+                continue
+            done.append(at)
+            if isinstance(module, PerCall):
+                module.put(k, _hard(gate))
+            else:
+                new = put(new, module, _hard(gate))
     for module in new.modules():
         if is_tiered(module):
             layer: Any = module
@@ -166,9 +171,11 @@ class _Seen:
         self, model: nn.Module, new: nn.Module, names: list[str], plain: ModuleSites
     ) -> None:
         # A gate inside a layer is not called itself: its layer is.
-        around = {name: name.rpartition(".")[0] for name in names}
-        owners = {around[n] if is_tiered(model.get_submodule(around[n])) else n for n in names}
+        modules = {name.partition("#")[0] for name in names}
+        around = {name: name.rpartition(".")[0] for name in modules}
+        owners = {around[n] if is_tiered(model.get_submodule(around[n])) else n for n in modules}
         self.hard = {model.get_submodule(name): new.get_submodule(name) for name in owners}
+        self.done = set(names)
         self.costs: dict[str, float] = {}
         self.kept: dict[str, str] = {}
         self.plain = whole(plain)
@@ -183,9 +190,10 @@ class _Seen:
             if _is_soft(visit.kind, t):
                 self.kept[visit.name] = _CALL
             return None
-        hard = self.hard.get(gate_of(visit.run.module, visit.run.index))
-        if hard is None:
+        module = visit.run.module
+        if module not in self.hard or (isinstance(module, PerCall) and visit.name not in self.done):
             return None
+        hard = gate_of(self.hard[module], visit.run.index)
         args, kwargs = fresh((visit.args, visit.kwargs))  # the gate may work in place
 
         def compare(y: Tensor) -> None:
