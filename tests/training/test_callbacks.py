@@ -176,7 +176,7 @@ def test_calls_that_learn_are_written_and_judged_like_modules(tmp_path):
     with torch.no_grad():
         plain.inner.bias[2] = -100.0
     x = batch()[0]
-    with pytest.warns(UserWarning, match="act, act#1 learn theta only"):
+    with pytest.warns(UserWarning, match="act, act#1: only theta is learned"):
         model = tg.convert(plain, train=("tau", "theta"), share="channel", inputs=x)
     with pytest.warns(GateWarning):
         watch = watched(model, 4, WatchConfig(every=2, out=tmp_path, figures=False))
@@ -209,7 +209,7 @@ class Sequences(nn.Module):
 
 def test_temperatures_and_recurrent_calls_are_written_and_said_not_to_be_judged(tmp_path):
     x = batch()[0]
-    with pytest.warns(UserWarning, match="attention#0 learn tau only"):
+    with pytest.warns(UserWarning, match="attention#0: only tau is learned"):
         model = tg.convert(Sequences(), train=("tau", "theta"), inputs=x)
     names = [s.name for s in tg.training.telemetry.learned_sites(model)]
     assert len(names) == len(set(names))
