@@ -57,6 +57,7 @@ def test_a_cell_is_measured_in_a_table_of_a_hundred_columns(tg, pdk, monkeypatch
     assert picture.read_text().startswith("<?xml")
 
 
+@pytest.mark.slow
 def test_log_sum_exp_is_measured_as_json(tg, pdk):
     code, out, _ = tg("spice", "lse", "--run", "--json", "-")
     assert code == 0

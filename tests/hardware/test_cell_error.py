@@ -36,7 +36,14 @@ def test_silu_of_two_pairs_with_ideal_tails_is_x_sigma_of_tau_v(pdk):
     assert off.item() == pytest.approx(0.0019, abs=3e-4)
 
 
-@pytest.mark.parametrize(("key", "limit"), [("silu", 0.03), ("tanh", 0.04), ("mish", 0.03)])
+@pytest.mark.parametrize(
+    ("key", "limit"),
+    [
+        ("silu", 0.03),
+        pytest.param("tanh", 0.04, marks=pytest.mark.slow),
+        pytest.param("mish", 0.03, marks=pytest.mark.slow),
+    ],
+)
 def test_cells_with_real_tails_are_their_instances_within_a_few_percent(pdk, key, limit):
     cell = Cell(key, TAXONOMY[key])
     answer = cell_error.response(cell)
@@ -47,6 +54,7 @@ def test_cells_with_real_tails_are_their_instances_within_a_few_percent(pdk, key
     assert 7e-7 < answer.current < 1.2e-6
 
 
+@pytest.mark.slow
 def test_relu_is_as_sharp_as_the_swing_of_the_pair_lets_it_be(pdk):
     errors = []
     for swing in (0.2, 0.4):

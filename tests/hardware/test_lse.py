@@ -16,7 +16,11 @@ def test_the_law_that_was_put_in_is_found_again():
 
 @pytest.mark.parametrize(
     ("tree", "limit"),
-    [(Tree(2), 0.005), (Tree(8, flat=True), 0.005), (Tree(8), 0.03)],
+    [
+        (Tree(2), 0.005),
+        pytest.param(Tree(8, flat=True), 0.005, marks=pytest.mark.slow),
+        (Tree(8), 0.03),
+    ],
     ids=["softplus", "one stage", "tree"],
 )
 def test_transistors_on_one_tail_add_exponentials(pdk, tree, limit):

@@ -60,7 +60,9 @@ def test_the_figures_of_a_sky130_pair_are_found_again_at_three_tails(pdk):
         assert devices.preset(f"sky130-{name}").tau == float(f"{fit.tau:.4g}")
 
 
-@pytest.mark.parametrize("name", ["sky130-weak", "sky130-strong"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("sky130-weak", marks=pytest.mark.slow), "sky130-strong"]
+)
 def test_the_curve_of_a_preset_is_within_half_a_percent_of_the_transistors(pdk, name):
     preset = devices.preset(name)
     v, g = measure.transfer(Pair(tail=preset.tail))
