@@ -1,4 +1,4 @@
-"""Presets out of simulations: `tg spice presets` measures every number of `presets.json`."""
+"""Presets out of simulations: `tg spice presets` measures every number of them."""
 
 from __future__ import annotations
 

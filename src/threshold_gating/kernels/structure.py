@@ -165,6 +165,12 @@ class Structure(NamedTuple):
         return in_order(found) if self.ordered else found
 
     @staticmethod
+    def intercepts(v: Sequence[Value], s: Sequence[Value], theta: Sequence[Value]) -> list[Any]:
+        """c of branches with slopes s that have the values v at their thresholds."""
+        parts = zip(v, s, Structure.nearest(theta), strict=True)
+        return [v if not isinstance(s, Tensor) and s == 0 else v - s * at for v, s, at in parts]
+
+    @staticmethod
     def sharpening(rho: Tensor) -> Tensor:
         """tau / tau0 of a learned gate: exp(rho), 1 at rho = 0 and positive for every rho."""
         # the op itself: a converted network around us answers torch.clamp
@@ -202,7 +208,7 @@ class Structure(NamedTuple):
         thetas, slopes = _filled(self.theta, theta0), _filled(self.s, s)
         constants = _filled(self.c, c)
         if self.anchored:
-            constants = intercepts(constants, slopes, thetas)
+            constants = Structure.intercepts(constants, slopes, thetas)
         return Rows(taus, thetas, slopes, constants)
 
     def numbers(self, tensors: Tensors) -> Rows:
@@ -222,7 +228,7 @@ class Structure(NamedTuple):
             for k, number in enumerate(known):
                 w[k] = w[k] if number is None else number
         if self.anchored:
-            constants = intercepts(constants, slopes, thetas)
+            constants = Structure.intercepts(constants, slopes, thetas)
         return Rows(taus, thetas, slopes, constants)
 
 
@@ -248,12 +254,6 @@ def _flat(w: Tensor) -> list[Any]:
     while found and isinstance(found[0], list):
         found = [row[0] for row in found]
     return found
-
-
-def intercepts(v: Sequence[Value], s: Sequence[Value], theta: Sequence[Value]) -> list[Any]:
-    """c of branches with slopes s that have the values v at their thresholds."""
-    parts = zip(v, s, Structure.nearest(theta), strict=True)
-    return [v if not isinstance(s, Tensor) and s == 0 else v - s * at for v, s, at in parts]
 
 
 def _filled(known: Numbers, w: Tensor | None) -> list[Any]:

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from threshold_gating import kernels
 from threshold_gating.instance import TG
-from threshold_gating.kernels.structure import intercepts
 from threshold_gating.nn.spec import MEASURED, Role, Share, distance, found
 from threshold_gating.primitive import Value
 
@@ -97,7 +96,7 @@ def values(gates: Mapping[str, TG], held: Mapping[str, Tensor]) -> dict[str, Lea
         c: tuple[Value, ...] = tuple(rows["c"][k].unbind(0)) if "c" in rows else t.c
         if t.hard:
             values = c if "c" in rows else kernels.Structure.anchored_values(t)
-            c = tuple(intercepts(values, s, [theta]))
+            c = tuple(kernels.Structure.intercepts(values, s, [theta]))
         now[site] = Learned(t, tau * rows["tau"][k] if "tau" in rows else tau, theta, s, c)
     return now
 

@@ -193,6 +193,12 @@ class _Finder:
                 "tg.LSTM and tg.GRU learn their gates"
             )
         elif visit.kind == "activation":
+            if isinstance(module, PerCall):
+                self.paths.kept[name] = (
+                    "its module has an instance for each of its calls; promote a network that has "
+                    "one for all of them"
+                )
+                return None
             gate = gate_of(module, visit.run.index)
             if isinstance(gate, Activation):
                 return Source(name, gate.init, 0.0, gate)
