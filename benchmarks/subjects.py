@@ -150,6 +150,8 @@ class Product:
         for k, weight in enumerate(w["weight"].unbind(1)):
             alone = [[row * (j == k) for j, row in enumerate(rows)] for rows in (s, c)]
             phi = primitive.blend(w["x"], tau, theta, *alone, owner=self.gates.t.owner)
+            if self.gates.t.hard and self.derived:  # each branch jumps where its gate opens
+                phi = primitive.straight_through(w["x"], phi, theta, *alone)
             bias = w["bias"] if k == 0 else None
             y = y + _linear(phi, weight, bias)
         return y  # type: ignore[no-any-return]

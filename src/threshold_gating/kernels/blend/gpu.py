@@ -62,7 +62,7 @@ class Constants(NamedTuple):
             int(structure.gate),
             int(role),
             int("tau" in structure.learned),
-            int("theta" in structure.learned),
+            int("theta" in structure.learned and not structure.ordered),  # sorted: moved already
             int(structure.anchored),
             int(structure.weights),
         )
