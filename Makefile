@@ -36,7 +36,7 @@ demo: $(VENV)/.demo  ## train five small networks, convert them, compare; a tabl
 test: $(VENV)/.dev  ## run the tests, without those marked slow or gpu
 	$(PYTEST) -m "not slow and not gpu"
 
-test-all: $(VENV)/.dev  ## run the tests marked slow as well
+test-all: $(VENV)/.all  ## run the tests marked slow as well, Lightning's among them
 	$(PYTEST) -m "not gpu"
 
 # Most of the time Triton compiles, so processes help though the GPU is one.
@@ -87,3 +87,8 @@ $(VENV)/.dev: pyproject.toml constraints.txt $(wildcard tools/tv-cpu-shim/*) | $
 	@echo "Installing threshold-gating and what its tests need into $(VENV) (about two minutes) ..."
 	@$(PIP_INSTALL) ./tools/tv-cpu-shim -e '.[dev]'
 	@touch $(VENV)/.demo $@
+
+# What the slow tests need beside it.
+$(VENV)/.all: $(VENV)/.dev
+	@$(PIP_INSTALL) -e '.[lightning]'
+	@touch $@
