@@ -4,6 +4,7 @@ import copy
 import json
 import math
 import pickle
+import sys
 import warnings
 
 import pytest
@@ -324,6 +325,20 @@ def test_what_cannot_be_watched_is_refused():
         WatchConfig(writer="tensorboard")
     with pytest.raises(ValueError, match="share above 0 up to 1"):
         Rule(share=1.5)
+
+
+@pytest.mark.parametrize(
+    ("make", "absent", "extra"),
+    [
+        (trainer_callback, ("transformers",), "text"),
+        (lightning_callback, ("lightning", "lightning.pytorch", "pytorch_lightning"), "lightning"),
+    ],
+)
+def test_a_callback_without_its_package_names_the_extra(make, absent, extra, monkeypatch):
+    for name in absent:
+        monkeypatch.setitem(sys.modules, name, None)  # an import is an error then
+    with pytest.raises(ImportError, match=rf"pip install 'threshold-gating\[{extra}\]'"):
+        make(every=10)
 
 
 def test_a_network_that_does_not_run_between_steps_is_said():
