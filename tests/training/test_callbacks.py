@@ -406,6 +406,7 @@ def test_accelerate_trains_learned_gates_and_is_watched(tmp_path):
 
     model = network("silu", ("tau", "theta"))
     start = copy.deepcopy(model.state_dict())
+    AcceleratorState._reset_state(reset_partial_state=True)  # a Trainer of another test leaves one
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, mixed_precision="bf16")
     try:
         data = torch.utils.data.DataLoader(list(zip(*batch(64), strict=True)), batch_size=16)
