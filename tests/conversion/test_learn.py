@@ -27,6 +27,7 @@ from threshold_gating.conversion import (
     learned_gates,
     revert,
 )
+from threshold_gating.conversion.checkpoint import schema
 from threshold_gating.training import check_decay, param_groups
 
 BOTH = ("tau", "theta")
@@ -508,6 +509,45 @@ def test_a_state_dict_of_another_start_does_not_load():
     model, other = net(), net(sites={":tanh#0": GateConfig(init="sigmoid")}, tol=torch.inf)
     with pytest.raises(RuntimeError, match="tg_tanh_0 was saved with"):
         model.load_state_dict(other.state_dict())
+
+
+class Everything(nn.Module):
+    """Modules called once and twice, calls, attention, a gated unit, and some that stay."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.linear, self.wide = nn.Conv2d(3, 8, 3), nn.Linear(8, 8), nn.Linear(8, 16)
+        self.twice, self.often, self.stays = nn.SiLU(), nn.Tanh(), nn.ReLU()
+        self.rnn = nn.GRU(8, 8, batch_first=True)
+
+    def forward(self, x):
+        h = self.stays(self.twice(self.twice(self.conv(x)))).flatten(2).transpose(1, 2)
+        h = torch.sigmoid(torch.sigmoid(self.linear(self.often(self.often(h)))))
+        q = h.unflatten(-1, (2, 4)).transpose(1, 2)
+        h = F.scaled_dot_product_attention(q, q, q).transpose(1, 2).flatten(2)
+        return self.rnn(F.glu(self.wide(h)))[0]
+
+
+def test_what_was_saved_says_how_to_convert_so_again(tmp_path):
+    torch.manual_seed(0)
+    net, x = Everything().eval(), torch.randn(2, 3, 4, 4)
+    sites = {
+        "often": GateConfig(train=(), init="tanh"),
+        "often#1": GateConfig(train=()),
+        "stays": None,
+        ":sigmoid#1": None,
+        "twice#1": GateConfig(share="neuron"),
+    }
+    gated = quietly(net, sites, train=BOTH, share="channel", inputs=x)
+    config = tg.conversion.load(tg.conversion.save(gated, tmp_path)).config
+    again = quietly(net, config=GateConfig.from_json(config.to_json()), inputs=x)
+    assert schema.structure(again) == schema.structure(gated)
+    assert gate_parameters(again).keys() == gate_parameters(gated).keys()
+    plain = tg.convert(net)  # whose calls are not known
+    tg.conversion.save(plain, tmp_path)
+    every = tg.convert(net, config=tg.conversion.load(tmp_path).config, inputs=x)
+    assert isinstance(every.stays, tg.Activation)
+    assert {":sigmoid#0", ":sigmoid#1"} <= {row.site for row in tg.verify(net, every, x).rows}
 
 
 def test_reverting_takes_the_parameters_away():

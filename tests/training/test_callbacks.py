@@ -4,6 +4,7 @@ import copy
 import json
 import math
 import pickle
+import sys
 import warnings
 
 import pytest
@@ -326,6 +327,20 @@ def test_what_cannot_be_watched_is_refused():
         Rule(share=1.5)
 
 
+@pytest.mark.parametrize(
+    ("make", "absent", "extra"),
+    [
+        (trainer_callback, ("transformers",), "text"),
+        (lightning_callback, ("lightning", "lightning.pytorch", "pytorch_lightning"), "lightning"),
+    ],
+)
+def test_a_callback_without_its_package_names_the_extra(make, absent, extra, monkeypatch):
+    for name in absent:
+        monkeypatch.setitem(sys.modules, name, None)  # an import is an error then
+    with pytest.raises(ImportError, match=rf"pip install 'threshold-gating\[{extra}\]'"):
+        make(every=10)
+
+
 def test_a_network_that_does_not_run_between_steps_is_said():
     model = network()
     optimizer = optimizer_of(model)
@@ -391,6 +406,7 @@ def test_accelerate_trains_learned_gates_and_is_watched(tmp_path):
 
     model = network("silu", ("tau", "theta"))
     start = copy.deepcopy(model.state_dict())
+    AcceleratorState._reset_state(reset_partial_state=True)  # a Trainer of another test leaves one
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, mixed_precision="bf16")
     try:
         data = torch.utils.data.DataLoader(list(zip(*batch(64), strict=True)), batch_size=16)

@@ -242,9 +242,6 @@ def _is_left_alone(frame: FrameType | None) -> bool:
     return False
 
 
-_PROFILED = "numpy, Python's numbers and other threads, because a profiler is on"
-
-
 class _Reader(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Reads the ops of one run."""
 

@@ -17,8 +17,9 @@ from typing import Any
 
 from torch import nn
 
-_SAVE, _UPLOAD = "save_pretrained", "_upload_modified_files"
-_REPORT = "tg_report"  # what verify measured, see checkpoint.card
+_SAVE = "save_pretrained"
+UPLOAD = "_upload_modified_files"  # of transformers: all its ways to the hub go through it
+REPORT = "tg_report"  # what verify measured, see checkpoint.card
 
 
 def guard(model: nn.Module) -> None:
@@ -27,8 +28,8 @@ def guard(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if callable(getattr(type(module), _SAVE, None)):
             module.__dict__[_SAVE] = _Saving(module, _is_answered_above(model, name))
-            if callable(getattr(type(module), _UPLOAD, None)):
-                module.__dict__[_UPLOAD] = _Uploading(module)
+            if callable(getattr(type(module), UPLOAD, None)):
+                module.__dict__[UPLOAD] = _Uploading(module)
             hooks = OrderedDict(module._load_state_dict_pre_hooks)  # its own, if this is undone
             module.__dict__["_load_state_dict_pre_hooks"] = hooks
             module.register_load_state_dict_pre_hook(_resume)
@@ -36,9 +37,9 @@ def guard(model: nn.Module) -> None:
 
 def unguard(model: nn.Module) -> None:
     """Undo `guard`."""
-    model.__dict__.pop(_REPORT, None)
+    model.__dict__.pop(REPORT, None)
     for module in model.modules():
-        for name, kind in ((_SAVE, _Saving), (_UPLOAD, _Uploading)):
+        for name, kind in ((_SAVE, _Saving), (UPLOAD, _Uploading)):
             if isinstance(vars(module).get(name), kind):
                 del module.__dict__[name]
         before = module._load_state_dict_pre_hooks
@@ -95,7 +96,7 @@ class _Saving(_Own):
 class _Uploading(_Own):
     """What uploads a folder, once gates and card are in it."""
 
-    name = _UPLOAD
+    name = UPLOAD
 
     def __call__(self, working_dir: Any, *args: Any, **kwargs: Any) -> Any:
         from threshold_gating.conversion.checkpoint import beside  # it imports this module
@@ -135,10 +136,7 @@ def _trainer() -> Iterator[Any]:
     """The frames of Hugging Face's Trainer, the innermost first, while it loads a checkpoint."""
     frame = sys._getframe(2)
     while frame is not None:
-        if frame.f_globals.get("__name__") in (
-            "transformers.trainer",
-            "transformers.trainer_utils",
-        ):
+        if frame.f_globals.get("__name__") in _TRAINER:
             yield frame
         frame = frame.f_back  # type: ignore[assignment]
 
@@ -146,8 +144,8 @@ def _trainer() -> Iterator[Any]:
 def _folders(frame: Any) -> Iterator[Path]:
     """Folders with gates that a frame has the name of, or of a file in them."""
     for value in list(frame.f_locals.values()):
-        if isinstance(value, str | os.PathLike) and os.fspath(value):
-            path = Path(value)
-            for folder in (path, path.parent):
-                if (folder / "tg_config.json").is_file():
-                    yield folder
+        # any text may be there: os.path says no where pathlib has an error (a text of 300 letters)
+        if isinstance(value, str | os.PathLike) and os.path.exists(value):
+            folder = Path(value) if os.path.isdir(value) else Path(value).parent
+            if (folder / "tg_config.json").is_file():
+                yield folder

@@ -107,7 +107,9 @@ class Learner:
                 site.name,
             )
         if why:
-            does = f"only {' and '.join(spec.learned)} is learned" if spec else "nothing is learned"
+            some = " and ".join(spec.learned) if spec else ""
+            verb = "are" if spec and spec.learned[1:] else "is"
+            does = f"only {some} {verb} learned" if spec else "nothing is learned"
             self.why.setdefault(f"{does}, because {why}", []).append(site.name)
         if isinstance(spec, GateSpec) and spec.share == "neuron":
             self.sizes[site.name] = spec.group
@@ -274,6 +276,14 @@ def spec_to_dict(spec: Any) -> dict[str, Any]:
     return {"share": spec.share, "channels": channels, "axis": spec.axis, "train": train, **layers}
 
 
+def config_of(t: TG | None, spec: Any) -> GateConfig:
+    """The config of a site that starts as `t` and learns what `spec` says, which may be nothing."""
+    if spec is None or not spec.learned:
+        return GateConfig(t)
+    found = isinstance(spec, Elementwise) and spec.share != "layer"  # where the run showed an axis
+    return GateConfig(t, spec.learned, spec.share, spec.axis if found else None)
+
+
 def elementwise_of_dict(t: TG, data: Mapping[str, Any]) -> GateSpec:
     """The gate that `spec_to_dict` has described, with the instance that it starts from."""
     group = group_of(data["share"], data["channels"])
@@ -325,13 +335,14 @@ def learned_gates(model: nn.Module) -> Iterator[tuple[str, Activation]]:
                 yield site_name(path, prefix), view(module, prefix, spec)
 
 
-def moved(model: nn.Module) -> dict[str, dict[str, float]]:
-    """How far what is learned at each site of a converted network is from its start, by name."""
+def moved(model: nn.Module, *, own: bool = False) -> dict[str, dict[str, float]]:
+    """How far what is learned at each site of a converted network is from its start, by name; with
+    `own`, of the gates, too, that the network had before it was converted."""
     found = {}
     for path, module in model.named_modules():
         site = vars(module).get("site")
-        if isinstance(module, Activation) and (site is None or site.learns is None):
-            continue  # it is the network's own
+        if isinstance(module, Activation) and (site is None or site.learns is None) and not own:
+            continue
         for prefix, spec in gates_of(module).items():
             if spec.learned:
                 found[site_name(path, prefix)] = spec.moved(module, prefix)

@@ -12,6 +12,7 @@ batches that are accumulated are one. Every `every` steps one step is observed a
 
 from __future__ import annotations
 
+import importlib
 import json
 import warnings
 from collections.abc import Iterable
@@ -23,6 +24,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from threshold_gating.conversion.checkpoint.save_load import inner
 from threshold_gating.training import telemetry
 from threshold_gating.training.families import family_report
 from threshold_gating.training.groups import check_decay, gate_parameters
@@ -92,7 +94,8 @@ class GateWatch:
         start: int = 0,
         writes: bool | None = None,
     ) -> None:
-        self.model, self.config = _inner(model), config or WatchConfig()
+        # inside of what is compiled or wrapped: sites have the network's own names
+        self.model, self.config = inner(model), config or WatchConfig()
         self.step, self.found = start, list[Stuck]()
         self.writes = _is_first() if writes is None else writes
         sites = list(telemetry.learned_sites(self.model))
@@ -248,7 +251,12 @@ def trainer_callback(**options: Any) -> Any:
     The Trainer's own optimiser decays gates, of which it warns: give it another, as in
     `optimizers=(torch.optim.AdamW(param_groups(model, lr, weight_decay=...)), None)`.
     """
-    from transformers import TrainerCallback
+    try:
+        from transformers import TrainerCallback
+    except ImportError as error:
+        raise ImportError(
+            "trainer_callback needs the package transformers: pip install 'threshold-gating[text]'."
+        ) from error
 
     config = WatchConfig(**options)
 
@@ -276,14 +284,10 @@ def lightning_callback(**options: Any) -> Any:
 
     `configure_optimizers` returns an optimiser over `param_groups(self, lr, weight_decay=...)`.
     """
-    try:
-        from lightning.pytorch import Callback
-    except ImportError:
-        from pytorch_lightning import Callback  # the same under its older name
-
+    base = _lightning().Callback
     config = WatchConfig(**options)
 
-    class GateCallback(Callback):  # type: ignore[misc]
+    class GateCallback(base):  # type: ignore[misc]
         watch: GateWatch | None = None
 
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -304,6 +308,18 @@ def lightning_callback(**options: Any) -> Any:
                 self.watch.close(failed=True)
 
     return GateCallback()
+
+
+def _lightning() -> Any:
+    """Lightning, by its name or the older one."""
+    for name in ("lightning.pytorch", "pytorch_lightning"):
+        try:
+            return importlib.import_module(name)
+        except ImportError:
+            continue
+    raise ImportError(
+        "lightning_callback needs the package lightning: pip install 'threshold-gating[lightning]'."
+    )
 
 
 def _copied(site: telemetry.LearnedSite) -> dict[str, Tensor]:
@@ -335,28 +351,15 @@ def _several(optimizer: Any) -> list[Any]:
 def _unwrapped(optimizer: Any) -> torch.optim.Optimizer:
     """The optimiser of torch inside of accelerate's and Lightning's."""
     while not hasattr(optimizer, "_optimizer_step_post_hooks"):
-        inner = getattr(optimizer, "optimizer", None)
-        if inner is None:
+        inside = getattr(optimizer, "optimizer", None)
+        if inside is None:
             raise TypeError(
                 "GateWatch: optimizer is one of torch.optim, or wraps one as accelerate's does; "
                 f"got {type(optimizer).__name__}."
             )
-        optimizer = inner
+        optimizer = inside
     found: torch.optim.Optimizer = optimizer
     return found
-
-
-def _inner(model: nn.Module) -> nn.Module:
-    """The network inside of what is compiled or wrapped, so that sites have its own names."""
-    while True:
-        inner = vars(model).get("_orig_mod") or model._modules.get("_orig_mod")
-        if inner is None and isinstance(
-            model, nn.parallel.DistributedDataParallel | nn.DataParallel
-        ):
-            inner = model.module
-        if not isinstance(inner, nn.Module):
-            return model
-        model = inner
 
 
 def _is_first() -> bool:

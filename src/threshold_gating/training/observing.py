@@ -138,7 +138,7 @@ class Observation:
             given = [own if a is x else a for a in args]
             return f(*given, **{k: own if v is x else v for k, v in kwargs.items()})
 
-        learns = getattr(site, "learns", None)
+        learns = site.learns
         axis = learns.axis if learns is not None and learns.share not in ("net", "layer") else None
         self._see(name, site.t, again, x, axis)
 

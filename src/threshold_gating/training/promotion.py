@@ -1,4 +1,4 @@
-"""Moves of networks between the tiers of Table 1: `promote` (exact), `demote`, `half_transfer`."""
+"""Moves of networks between the tiers of Table 1: `promote`, `demote`, `half_transfer`."""
 
 from __future__ import annotations
 

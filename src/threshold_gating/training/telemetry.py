@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from threshold_gating import primitive
+from threshold_gating.conversion.checkpoint.digest import whole
 from threshold_gating.conversion.learn import learned_gates, site_name
 from threshold_gating.instance import TG
 from threshold_gating.nn.activation import Activation
@@ -131,11 +132,6 @@ def _of_activation(at: str, act: Activation) -> LearnedSite:
     held = {name: whole(t) for name, t in {**act._buffers, **act._parameters}.items()}
     rows = act._structure.rows(act._structure.tensors(held, act))
     return LearnedSite(at, act.learned, act.init, *(_numbers(row) for row in rows))
-
-
-def whole(t: Any) -> Any:
-    """A tensor that processes share out, gathered; any other as it is."""
-    return t.full_tensor() if hasattr(t, "full_tensor") else t
 
 
 def _numbers(row: Sequence[Value]) -> list[Value]:

@@ -23,6 +23,7 @@ from threshold_gating.conversion.checkpoint import card, files, save_load, schem
 from threshold_gating.conversion.checkpoint.digest import digests, whole
 from threshold_gating.conversion.checkpoint.files import CheckpointError
 from threshold_gating.conversion.checkpoint.pretrained import implementations
+from threshold_gating.conversion.hub import UPLOAD
 
 _TENSORS = (".safetensors",)
 _PICKLED = (".bin", ".ckpt", ".h5", ".msgpack", *files.PICKLES)
@@ -94,9 +95,6 @@ def _check_call(model: nn.Module, call: inspect.BoundArguments) -> None:
             f"save_pretrained(push_to_hub=True) of {type(model).__name__} uploads before the gates "
             "are written; save without it, then upload the folder (huggingface_hub.upload_folder)."
         )
-
-
-UPLOAD = "_upload_modified_files"  # of transformers: all its ways to the hub go through it
 
 
 def _keys(model: nn.Module, gates: Mapping[str, Tensor]) -> set[str]:

@@ -18,14 +18,13 @@ from torch import Tensor, nn
 from threshold_gating._version import __version__
 from threshold_gating.conversion.audit import jsonable
 from threshold_gating.conversion.checkpoint.files import mark
-from threshold_gating.conversion.learn import site_name
-from threshold_gating.nn.spec import gates_of
+from threshold_gating.conversion.hub import REPORT
+from threshold_gating.conversion.learn import moved
 
 if TYPE_CHECKING:
     from threshold_gating.conversion.certificate import Certificate, Row
 
 NAME = "README.md"
-_REPORT = "tg_report"
 _BEGIN = "<!-- threshold-gating: this part is written anew at every save -->"
 _END = "<!-- /threshold-gating -->"
 _SECTION = re.compile(re.escape(_BEGIN) + ".*?" + re.escape(_END), re.DOTALL)
@@ -95,25 +94,15 @@ def _worst(rows: list[Row]) -> dict[str, Any]:
 
 def keep(model: nn.Module, report: Mapping[str, Any] | None) -> None:
     """Let a network remember what was measured of it last, for its card."""
-    model.__dict__[_REPORT] = report
+    model.__dict__[REPORT] = report
 
 
 def kept(model: nn.Module) -> Mapping[str, Any] | None:
     """What was measured of a network last, if anything was."""
-    return model.__dict__.get(_REPORT)
+    return model.__dict__.get(REPORT)
 
 
 # The card
-
-
-def moved(model: nn.Module) -> dict[str, dict[str, float]]:
-    """How far each gate that learns is from its start, the network's own gates among them."""
-    return {
-        site_name(path, prefix): spec.moved(module, prefix)
-        for path, module in model.named_modules()
-        for prefix, spec in gates_of(module).items()
-        if spec.learned
-    }
 
 
 def card(
@@ -135,14 +124,14 @@ def card(
         notes: what a reader of the errors has to know beside them.
     """
     report = kept(model) if certificate is None else measured(certificate, (), {})
-    far = moved(model)
+    far = moved(model, own=True)
     parts = [
         "## Threshold gating",
         _use(model, where, far),
         "### What was converted\n\n" + _converted(model),
         "### Errors of the conversion\n\n" + "\n\n".join([_errors(report), *notes]),
         *(["### What was trained\n\n" + _trained(far)] if far else []),
-        "### How to make it again\n\n" + _reproduce(model, where, command),
+        "### How to make it again\n\n" + _reproduce(model, command),
         _versions(),
     ]
     return "\n\n".join(parts)
@@ -270,7 +259,7 @@ def _trained(far: Mapping[str, Mapping[str, float]]) -> str:
     return _table(header, rows) + more
 
 
-def _reproduce(model: nn.Module, where: str, command: str | None) -> str:
+def _reproduce(model: nn.Module, command: str | None) -> str:
     if command is not None:
         return f"```sh\n{command}\n```"
     name = type(model).__name__
@@ -281,9 +270,8 @@ def _reproduce(model: nn.Module, where: str, command: str | None) -> str:
     lines = [
         "```python",
         "import threshold_gating as tg",
-        f'sites = tg.conversion.load("{where}").sites  # what stands at each site',
-        "choices = {name: site.t for name, site in sites.items() if site.t is not None}",
-        f"converted = tg.convert({make}, choices, inputs=...)",
+        'config = tg.conversion.load("FOLDER").config  # sites as they started, and what learns',
+        f"converted = tg.convert({make}, config=config, inputs=...)",
         "```",
     ]
     return "\n".join(lines)

@@ -29,7 +29,9 @@ from threshold_gating.conversion.checkpoint.files import (
     one_line,
     unreadable,
 )
+from threshold_gating.conversion.config import GateConfig
 from threshold_gating.conversion.learn import (
+    config_of,
     elementwise_of_dict,
     gate_parameters,
     spec_of_dict,
@@ -89,6 +91,23 @@ class Checkpoint:
         found = [site for entry in self.modules for site, _ in entry.holds]
         found += [site for entry in self.owners for site in (entry.holds or {}).values()]
         return {site.name: site for site in found if site is not None}
+
+    @property
+    def config(self) -> GateConfig:
+        """What `convert` takes, with inputs, to make these gates again as they started."""
+        found: dict[str, GateConfig] = {}
+        for entry in (e for e in self.modules if e.was is not None):  # the others were there before
+            name, alike = entry.names[0], len(entry.holds) == 1  # then one gate is for all calls
+            for k, (site, make) in enumerate(entry.holds):
+                key = f"re:{re.escape(name)}(#\\d+)?" if alike else f"{name}#{k}" if k else name
+                if site is not None:
+                    found[key] = config_of(site.t, spec(site, make))
+        for entry in self.owners:
+            for call, site in (entry.holds or {}).items():
+                if site is not None:
+                    found[f"{entry.names[0]}:{call}"] = config_of(site.t, site.learns)
+        known = all(entry.holds is not None for entry in self.owners)  # else calls as they come
+        return GateConfig(sites=tuple({**({"re:.*": None} if known else {}), **found}.items()))
 
 
 def describe(model: nn.Module) -> dict[str, Any]:
