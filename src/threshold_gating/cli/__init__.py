@@ -26,6 +26,7 @@ COMMANDS = {
     "prove": "prove",
     "spice": "spice",
     "simulate": "simulate",
+    "energy": "energy",
     "env": "env",
     "demo": "demo",
 }

@@ -35,7 +35,7 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(metavar="COMMAND")
     for add in (_table, _explain, _convert, _calibrate, _audit, _verify):
         add(commands)
-    for add in (_evaluate, _prove, _spice, _simulate, _env, _demo):
+    for add in (_evaluate, _prove, _spice, _simulate, _energy, _env, _demo):
         add(commands)
     words = "write the result to FILE as JSON; - prints JSON in place of the text"
     for each in commands.choices.values():
@@ -319,6 +319,36 @@ _CROSSBAR = {
     "programming": "standard deviation of a cell, as a share of the largest conductance",
     "seconds": "time since programming, with the drift of phase-change cells",
     "wire": "ohms of a wire from cell to cell",
+}
+
+
+def _energy(commands: Any) -> None:
+    words = "count conversions, energy and area of a network on crossbars"
+    parser = _of_network(commands, "energy", words)
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="stacked bars, .svg or .png")
+    for name, (default, words) in BUDGET.items():
+        shown = f"{default:g}" if isinstance(default, float) else str(default)
+        parser.add_argument(
+            f"--{name}",
+            type=_finite if isinstance(default, float) else type(default),
+            default=default,
+            metavar="NAME" if isinstance(default, str) else "X",
+            help=f"{words} (default: {shown})",
+        )
+
+
+# The fields of `hardware.assumptions.Assumptions`, with their defaults.
+BUDGET: dict[str, tuple[float | int | str, str]] = {
+    "node": (32.0, "process of everything, in nm"),
+    "rows": (128, "rows of a tile"),
+    "columns": (128, "columns of a tile"),
+    "adc-bits": (6, "effective bits of a column's converter"),
+    "dac-bits": (6, "bits of a row's converter"),
+    "adc-rate": (1.2e9, "conversions a second of one converter"),
+    "preset": ("sky130-moderate", "differential pair of a gate"),
+    "volts": (0.2, "row voltage of the largest input"),
+    "g-max": (25e-6, "largest conductance of a cell, in siemens"),
+    "read": (100e-9, "seconds that a tile is on for a conversion"),
 }
 
 

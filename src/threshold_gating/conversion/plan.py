@@ -153,10 +153,10 @@ def arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (inputs if isinstance(inputs, tuple) else (inputs,)), {}
 
 
-def run(model: nn.Module, inputs: Any) -> None:
+def run(model: nn.Module, inputs: Any) -> Any:
     args, kwargs = arguments(inputs)
     try:
-        model(*args, **kwargs)
+        return model(*args, **kwargs)
     except ConversionError:
         raise
     except Exception as error:

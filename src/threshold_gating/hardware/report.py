@@ -99,11 +99,11 @@ class Report:
 
     def table(self) -> str:
         """At most 100 columns wide."""
-        lines = [_row(SITE_HEADER, SITE_WIDTHS)]
-        lines += [_row(site_cells(row), SITE_WIDTHS) for row in self.sites]
+        lines = [in_columns(SITE_HEADER, SITE_WIDTHS)]
+        lines += [in_columns(site_cells(row), SITE_WIDTHS) for row in self.sites]
         if self.layers:
-            lines += ["", _row(LAYER_HEADER, LAYER_WIDTHS)]
-            lines += [_row(layer_cells(row), LAYER_WIDTHS) for row in self.layers]
+            lines += ["", in_columns(LAYER_HEADER, LAYER_WIDTHS)]
+            lines += [in_columns(layer_cells(row), LAYER_WIDTHS) for row in self.layers]
         for what, names in (
             ("stays ideal", self.ideal),
             ("ideal as asked", self.chosen_ideal),
@@ -149,7 +149,7 @@ def layer_cells(row: LayerRow) -> tuple[str, ...]:
     return (row.name, row.kind, *map(str, sizes), *bits, drop)
 
 
-def _row(cells: tuple[str, ...], widths: tuple[int, ...]) -> str:
+def in_columns(cells: tuple[str, ...], widths: tuple[int, ...]) -> str:
     """Cells in columns; a negative width is flush left, and cut in the middle where it is long."""
     parts = []
     for cell, width in zip(cells, widths, strict=True):
