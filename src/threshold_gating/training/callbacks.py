@@ -284,10 +284,9 @@ def lightning_callback(**options: Any) -> Any:
 
     `configure_optimizers` returns an optimiser over `param_groups(self, lr, weight_decay=...)`.
     """
-    base = _lightning().Callback
     config = WatchConfig(**options)
 
-    class GateCallback(base):  # type: ignore[misc]
+    class GateCallback(_lightning().Callback):  # type: ignore[misc]
         watch: GateWatch | None = None
 
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:

@@ -22,7 +22,7 @@ def digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
         return dict(zip(there, pool.map(_digest, there.values()), strict=True))
 
 
-def whole(t: Tensor) -> Tensor:
+def whole(t: Any) -> Any:
     """A tensor that is distributed over processes, gathered; any other as it is."""
     return t.full_tensor() if hasattr(t, "full_tensor") else t
 
