@@ -122,7 +122,7 @@ def test_json_to_stdout_stands_alone(capsys, few):
 def test_a_section_that_is_not_there_is_an_error(capsys):
     assert main(["--smoke", "--only", "made up"]) == 2
     assert (
-        "no section 'made up' here; there are cpu, frozen, growth, training, conversion, "
+        "no section 'made up' here; there are cpu, small inputs, frozen, growth, training, conversion, "
         in capsys.readouterr().err
     )
 

@@ -65,7 +65,8 @@ def test_a_command_like_no_other_gets_the_list(tg):
     code, _, err = tg("qqq")
     assert code == 2
     assert err.endswith(
-        "tg: error: no command 'qqq'; there are table, explain, convert, calibrate, audit, verify, evaluate, prove, env, demo.\n"
+        "tg: error: no command 'qqq'; there are table, explain, convert, calibrate, audit, verify, "
+        "evaluate, prove, spice, simulate, energy, env, demo.\n"
     )
 
 
