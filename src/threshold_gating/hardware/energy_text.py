@@ -29,7 +29,7 @@ def text(report: Report) -> str:
 
     a, tiles = report.assumptions, sum(row.tiles for row in report.layers)
     lines = [
-        f"Conversions of one run, {tiles} tiles of {a.rows} x {a.columns}. digital: activations are.",
+        f"Conversions of a run, {tiles} tiles of {a.rows} x {a.columns}. digital: activations are.",
         "analog: gates are analog. +: tiles of a sum add up on a wire; else each is converted.",
         *(in_columns(head, _LAYERS) for head in _LAYER_HEADS),
         *(in_columns(cells, _LAYERS) for cells in _layer_cells(report)),
