@@ -97,5 +97,7 @@ def test_the_network_is_left_as_it_was():
 def test_a_network_without_weights_and_inputs_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="nothing to put on crossbars"):
         trace(nn.ReLU(), torch.randn(3))
+    with pytest.raises(ValueError, match="0 has weights or inputs that are not finite"):
+        trace(nn.Sequential(nn.Linear(3, 3)), torch.full((2, 3), torch.nan))
     with pytest.raises(ValueError, match="does not run on the inputs given"):
         trace(nn.Linear(3, 3), torch.randn(3, 4))

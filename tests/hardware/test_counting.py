@@ -39,12 +39,17 @@ def test_analog_gates_leave_the_ends_when_layers_fit_a_tile(run):
 
 def test_a_sum_over_tiles_is_converted_unless_it_is_on_a_wire(run):
     tiles = Assumptions(rows=16)
-    analog, wired = (count(run, tiles, design) for design in ("analog", "wired"))
+    analog, wired = (count(run, tiles, design) for design in ("analog", "analog+"))
     # the first layer fits; its gate drives the second, whose two tiles are added digitally
     assert {k: v for k, v in analog.adc.items() if v} == {"2": 3 * 30 * 2, "4": 3 * 4 * 2}
     assert {k: v for k, v in analog.dac.items() if v} == {"0": 30, "4": 90}
     assert dict(analog.activations) == {"2": 90}
     assert {k: v for k, v in wired.adc.items() if v} == {"4": 12}
+    digital = count(run, tiles, "digital+")
+    assert digital.adc == {"0": 60, "2": 90, "4": 12}
+    assert (analog.converted_tiles, digital.converted_tiles) == (2 + 2, 3)
+    with pytest.raises(ValueError, match="no design 'wired'; there are digital"):
+        count(run, tiles, "wired")
 
 
 class Joined(nn.Module):

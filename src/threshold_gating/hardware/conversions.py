@@ -112,6 +112,12 @@ def trace(model: nn.Module, inputs: Any) -> Trace:
             f"energy: {type(model).__name__} multiplies nothing by weights, so there is nothing to "
             "put on crossbars; give a network with linear or convolution layers."
         )
+    for node in recorder.nodes:
+        if node.product is not None and not math.isfinite(node.product.activity):
+            raise ValueError(
+                f"energy: {node.name} has weights or inputs that are not finite, so its cells have "
+                "no power; give inputs and weights without NaN and infinity."
+            )
     return Trace(tuple(recorder.nodes), tuple(dict.fromkeys(found)))
 
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from threshold_gating.hardware.assumptions import Assumptions
 from threshold_gating.hardware.conversions import Node, Product, Trace
 
-DESIGNS = ("digital", "analog", "wired")
+WIRED = "+"  # currents of the tiles of a sum add up on a wire
+DESIGNS = ("digital", "digital+", "analog", "analog+")
 Totals = defaultdict[str, float]
 
 
@@ -41,6 +42,9 @@ class Counts:
 
 def count(run: Trace, settings: Assumptions, design: str) -> Counts:
     """Follow every signal of a run through one design; converters only where it is not analog."""
+    if design not in DESIGNS:
+        raise ValueError(f"energy: no design {design!r}; there are {', '.join(DESIGNS)}.")
+    gated, wired = design.startswith("analog"), design.endswith(WIRED)
     found = Counts()
     analog: list[bool] = []
     layer: list[str] = []  # the last one on the way of a signal
@@ -53,7 +57,11 @@ def count(run: Trace, settings: Assumptions, design: str) -> Counts:
         if analog[k] and k not in converted:
             converted.add(k)
             found.adc[layer[k]] += run.nodes[k].size
-            tiles[layer[k]] = tiles_of(products[layer[k]], settings)
+            tiles[layer[k]] = converters(products[layer[k]])
+
+    def converters(p: Product) -> int:
+        down = p.tiles(settings.rows, settings.columns)[0] if wired else 1
+        return tiles_of(p, settings) // down
 
     products = layers(run)
     for node in run.nodes:
@@ -69,11 +77,11 @@ def count(run: Trace, settings: Assumptions, design: str) -> Counts:
             if not stays:
                 found.dac[where] += p.count * p.rows * p.groups * across
                 drivers[where] = p.rows * p.groups * across
-            stays = design != "digital" and not p.overlaps and (down == 1 or design == "wired")
+            stays = gated and not p.overlaps and (down == 1 or wired)
             if not stays:
-                sums = 1 if design == "wired" else down
+                sums = 1 if wired else down
                 found.adc[where] += p.count * p.columns * p.groups * sums
-                tiles[where] = tiles_of(p, settings)
+                tiles[where] = converters(p)
             (found.gated if stays else found.crossbar)[where] += p.macs * p.activity
         elif node.kind == "gate" and stays:
             found.decisions[where] += node.size * node.tails

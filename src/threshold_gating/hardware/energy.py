@@ -3,9 +3,10 @@
     report = energy(model, inputs)
     print(report)
 
-One run is counted for three designs: "digital", where every column is converted and activations are
-digital; "analog", where gates stay analog, but a sum over several tiles is converted tile by tile
-and added digitally; "wired", where the currents of tiles add up on a wire. Every figure is brought
+One run is counted for four designs. "digital": every column is converted, and activations are
+digital. "analog": gates are analog, and what feeds a gate is not converted. In both, a sum over
+several tiles is converted tile by tile and added digitally; in "digital+" and "analog+" the
+currents of the tiles add up on a wire. Every figure is brought
 to one process; `Assumptions.figures` has each with its unit, node, rate and source.
 """
 

@@ -13,12 +13,13 @@ if TYPE_CHECKING:
     from threshold_gating.hardware.energy import Report
 
 WIDTH = 100
-_LAYERS = (-20, 11, 5, 7, 8, 8, 8, 8, 8, 8)
+_LAYERS = (-18, 10, 7, 8, 8, 8, 8, 8, 8, 8)
+_DACS = tuple(d for d in DESIGNS if d != "digital+")  # wires behind a tile change no DAC there
 _LAYER_HEADS = (
-    ("", "", "", "", *("ADC" for _ in DESIGNS), *("DAC" for _ in DESIGNS)),
-    ("layer", "rows x cols", "tiles", "MACs", *DESIGNS, *DESIGNS),
+    ("", "", "", *("ADC" for _ in DESIGNS), *("DAC" for _ in _DACS)),
+    ("layer", "rows x col", "MACs", *DESIGNS, *_DACS),
 )
-_PARTS = (-18, 12, 12, 12)
+_PARTS = (-18, 12, 12, 12, 12)
 _FIGURES = (-21, 10, 5, 6, 9)
 
 
@@ -26,10 +27,10 @@ def text(report: Report) -> str:
     """Layers, totals and every assumption."""
     from threshold_gating.hardware.energy import NOT_COUNTED
 
-    a = report.assumptions
+    a, tiles = report.assumptions, sum(row.tiles for row in report.layers)
     lines = [
-        "Conversions of one run. digital: activations are. analog: gates are analog, and sums over",
-        f"tiles of {a.rows} x {a.columns} digital. wired: gates are analog, tiles add up on wires.",
+        f"Conversions of a run, {tiles} tiles of {a.rows} x {a.columns}. digital: activations are.",
+        "analog: gates are analog. +: tiles of a sum add up on a wire; else each is converted.",
         *(in_columns(head, _LAYERS) for head in _LAYER_HEADS),
         *(in_columns(cells, _LAYERS) for cells in _layer_cells(report)),
         "",
@@ -54,15 +55,15 @@ def _layer_cells(report: Report) -> list[tuple[str, ...]]:
     rows = [
         (
             *(row.name, f"{row.rows}x{row.columns}" + (f"/{row.groups}" * (row.groups > 1))),
-            *(short(row.tiles), short(row.macs), *(short(row.adc[d]) for d in DESIGNS)),
-            *(short(row.dac[d]) for d in DESIGNS),
+            *(short(row.macs), *(short(row.adc[d]) for d in DESIGNS)),
+            *(short(row.dac[d]) for d in _DACS),
         )
         for row in report.layers
     ]
     sums = (
-        *(short(sum(getattr(row, name) for row in report.layers)) for name in ("tiles", "macs")),
+        short(sum(row.macs for row in report.layers)),
         *(short(sum(row.adc[d] for row in report.layers)) for d in DESIGNS),
-        *(short(sum(row.dac[d] for row in report.layers)) for d in DESIGNS),
+        *(short(sum(row.dac[d] for row in report.layers)) for d in _DACS),
     )
     return [*rows, ("all", "", *sums)]
 
