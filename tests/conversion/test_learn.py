@@ -257,6 +257,11 @@ def test_gates_that_learn_need_inputs():
         ({"share": "channel", "config": GateConfig()}, ValueError, "config and share"),
         ({"config": GateConfig(init="relu")}, ValueError, "would stand at every site"),
         ({"config": {"train": BOTH}}, TypeError, "config must be a GateConfig"),
+        ({"share": "channel"}, ValueError, "it says share or axis.*train names nothing"),
+        ({"config": GateConfig(axis=1)}, ValueError, "it says share or axis"),
+        ({"sites": {"act": GateConfig(share="layer")}}, ValueError, r"sites\['act'\] says share"),
+        ({"sites": {"re:(": None}}, ValueError, "no regular expression"),
+        ({"sites": {"9": GateConfig(train="tau")}}, ConversionError, "'9' matches no site"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_refused_and_nothing_is_changed(options, error, says):
