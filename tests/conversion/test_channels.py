@@ -114,6 +114,8 @@ def test_channels_are_followed_until_they_are_no_axis_any_more(after, axis):
         (lambda x: x + HEADS[0], (3, 4, 2), LOST),
         (lambda x: torch.cdist(x, W), (2, 3, 4), LOST),
         (lambda x: x.permute(0, 2, 3, 1), IMAGE, UNKNOWN),
+        (lambda x: linear(GAIN.t() + 0).relu(), ROWS, 1),
+        (lambda x: linear(x).new_zeros(2, 3).relu(), ROWS, None),
     ],
 )  # fmt: skip
 def test_a_product_has_its_channels_where_the_free_axis_of_the_weight_goes(layer, shape, axis):

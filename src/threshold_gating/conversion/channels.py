@@ -42,6 +42,8 @@ _CONVOLUTIONS = _spelled("conv1d conv2d conv3d conv_transpose1d conv_transpose2d
 _SECOND = _spelled("batch_norm group_norm instance_norm")
 _LAST_IF_ONE = _spelled("layer_norm rms_norm")  # where they normalise one axis
 _MATRICES = _spelled("matmul __matmul__ mm mv addmm addmv inner")
+_LAYERS = _LAST | _CONVOLUTIONS | _SECOND | _LAST_IF_ONE
+_FRESH = _spelled("new_zeros new_ones new_empty new_full new_tensor")  # of no tensor's values
 _EINSUM, _TENSORDOT, _INNER = _spelled("einsum"), _spelled("tensordot"), _spelled("inner")
 _TURNS = _spelled(
     "permute transpose movedim moveaxis swapaxes swapdims t adjoint rot90 transpose_ swapaxes_ "
@@ -133,9 +135,10 @@ class Channels(TorchFunctionMode):
         made = [t for t in aten_ops.tensors(out) if isinstance(t, Tensor)]
         if func is Tensor.__setitem__ and first not in self.axes:
             made = [first]
-        if given and all(t in self.constants for t in given):
+        is_constant = bool(given) and all(t in self.constants for t in given)
+        if is_constant:
             self.constants.update(dict.fromkeys(made))
-        elif made:
+        if made and (not is_constant or known or func in _LAYERS):
             self._note(made, self._followed(func, args, read, given, known, moved, made))
         return out
 
@@ -158,6 +161,8 @@ class Channels(TorchFunctionMode):
         moved: _Known | None,
         made: list[Tensor],
     ) -> Iterable[int | None]:
+        if func in _FRESH:
+            return [None for _ in made]
         layers = [each for each in known if each.is_weighted]
         said = _of_layer(func, args, kwargs, self.constants)
         if said is not None:

@@ -229,7 +229,8 @@ def _input(visit: Visit) -> Any:
 
 def _size(visit: Visit, axis: int | None) -> Any:
     if visit.is_call and visit.kind in ATTENTION:
-        return None if axis == HEADLESS else sites.heads_of(visit.kind, visit.args, visit.kwargs)
+        is_turned = axis == HEADLESS and visit.kind in ("softmax", "softmin")
+        return None if is_turned else sites.heads_of(visit.kind, visit.args, visit.kwargs)
     return sites.step_of(visit.kind, visit.args) if visit.kind in RECURRENT else None
 
 
