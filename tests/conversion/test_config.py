@@ -60,6 +60,11 @@ def test_a_config_of_a_site_has_the_rest_from_that_of_the_network():
         ({"sites": {"act": object()}}, TypeError, r"sites\['act'\] takes a TG"),
         ({"sites": {3: None}}, TypeError, "names of sites must be strings"),
         ({"sites": ["act"]}, TypeError, "sites is a dict"),
+        ({"sites": ["ab"]}, TypeError, "sites is a dict"),
+        ({"sites": 5}, TypeError, "sites is a dict by names of sites; got 5"),
+        ({"sites": "act"}, TypeError, "sites is a dict by names of sites; got 'act'"),
+        ({"sites": (("a", None), ("a", 3))}, ValueError, "sites has 'a' twice"),
+        ({"sites": {"re:(": None}}, ValueError, "'re:' is no regular expression .*re.escape"),
         ({"sites": {"a": GateConfig(sites={"b": None})}}, ValueError, "has sites itself"),
     ],
 )  # fmt: skip

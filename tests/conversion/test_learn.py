@@ -258,6 +258,11 @@ def test_gates_that_learn_need_inputs():
         ({"share": "channel", "config": GateConfig()}, ValueError, "config and share"),
         ({"config": GateConfig(init="relu")}, ValueError, "would stand at every site"),
         ({"config": {"train": BOTH}}, TypeError, "config must be a GateConfig"),
+        ({"share": "channel"}, ValueError, "it says share or axis.*train names nothing"),
+        ({"config": GateConfig(axis=1)}, ValueError, "it says share or axis"),
+        ({"sites": {"act": GateConfig(share="layer")}}, ValueError, r"sites\['act'\] says share"),
+        ({"sites": {"re:(": None}}, ValueError, "no regular expression"),
+        ({"sites": {"9": GateConfig(train="tau")}}, ConversionError, "'9' matches no site"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_refused_and_nothing_is_changed(options, error, says):
@@ -291,6 +296,66 @@ def test_an_input_of_another_size_than_its_gates_is_refused_with_its_shape():
     model = convert(Sequence(), inputs=torch.randn(2, 5), train="theta", share="channel")
     with pytest.raises(ValueError, match=r"\(5,\) at axis .* shape \(2, 7\)"):
         model(torch.randn(2, 7))
+
+
+class Then(nn.Module):
+    """A layer, something, and an activation."""
+
+    def __init__(self, layer, between):
+        super().__init__()
+        self.layer, self.between = layer, between
+
+    def forward(self, x):
+        return F.silu(self.between(self.layer(x)))
+
+
+@pytest.mark.parametrize(
+    ("layer", "between", "shape"),
+    [
+        (nn.Conv1d(5, 6, 1), lambda y: y.reshape(-1, 7), (2, 5, 7)),
+        (nn.Conv2d(3, 6, 1), lambda y: y.flatten(1), (2, 3, 4, 4)),
+        (nn.Linear(5, 5), lambda y: torch.cdist(y, torch.ones(5, 5)), (2, 4, 5)),
+        (nn.Conv1d(3, 4, 1), nn.LayerNorm(9), (2, 3, 9)),
+        (nn.Linear(3, 4), nn.BatchNorm1d(9), (2, 9, 3)),
+    ],
+)  # fmt: skip
+def test_channels_that_are_no_axis_any_more_are_refused_whatever_the_shape(layer, between, shape):
+    with pytest.raises(ConversionError, match=r"not known to keep the channels.*share='layer'"):
+        convert(Then(layer, between), inputs=torch.randn(shape), train="tau", share="channel")
+
+
+@pytest.mark.parametrize("first", [(3, 8, 8), (6, 3, 8, 8)])
+def test_gates_behind_a_convolution_are_per_channel_with_and_without_a_batch(first):
+    images = torch.randn(6, 3, 8, 8)
+    inputs = images if len(first) == 4 else images[0]
+    net = convert(
+        nn.Sequential(nn.Conv2d(3, 6, 1), nn.SiLU()), inputs=inputs, train="theta", share="channel"
+    )
+    with torch.no_grad():
+        net[1].dtheta.copy_(torch.randn(1, 6))
+    torch.testing.assert_close(torch.stack([net(image) for image in images]), net(images))
+
+
+class Scores(nn.Module):
+    """Attention whose logits are (batch, query, head, key)."""
+
+    def forward(self, x):
+        return torch.einsum("bqhd,bkhd->bqhk", x, x).mul(0.5).softmax(-1)
+
+
+def test_queries_are_not_taken_for_heads():
+    x = torch.randn(2, 5, 2, 4)
+    with pytest.warns(UserWarning, match="no heads"):
+        net = convert(Scores(), inputs=x, train="tau", share="channel")
+    assert [tuple(p.shape) for p in gate_parameters(net).values()] == [(1,)]
+    with pytest.raises(ConversionError, match="no heads"):
+        convert(Scores(), inputs=x, train="tau", share="head")
+
+
+def test_what_learns_is_listed_as_one_reads_it():
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU())
+    with pytest.warns(UserWarning, match="only theta, s and c are learned"):
+        convert(model, inputs=torch.randn(2, 3), train=("tau", "theta", "s", "c"))
 
 
 class Attention(nn.Module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -49,8 +50,7 @@ class GateConfig:
         if self.axis is not None and (isinstance(self.axis, bool) or type(self.axis) is not int):
             raise TypeError(f"GateConfig: axis must be a whole number or None; got {self.axis!r}.")
         check_choice("GateConfig: init", self.init)
-        given = self.sites.items() if isinstance(self.sites, Mapping) else self.sites
-        object.__setattr__(self, "sites", tuple(_pair(pair) for pair in given))
+        object.__setattr__(self, "sites", _pairs(self.sites))
 
     def over(self, default: GateConfig) -> GateConfig:
         """This for a site of a network whose config is `default`."""
@@ -140,12 +140,34 @@ def check_choice(what: str, choice: Any) -> None:
         )
 
 
+def _pairs(sites: Any) -> tuple[tuple[str, Choice], ...]:
+    if isinstance(sites, str) or not isinstance(sites, Iterable):
+        raise TypeError(f"GateConfig: sites is a dict by names of sites; got {sites!r:.60}.")
+    pairs = tuple(_pair(each) for each in (sites.items() if isinstance(sites, Mapping) else sites))
+    names = [name for name, _ in pairs]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"GateConfig: sites has {twice[0]!r} twice; give each name once.")
+    return pairs
+
+
+def _check_name(caller: str, name: Any) -> None:
+    """Refuse what is no name of a site and no pattern of names."""
+    if not isinstance(name, str):
+        raise TypeError(f"{caller}: names of sites must be strings; got {name!r:.60}.")
+    try:
+        re.compile(name.removeprefix("re:") if name.startswith("re:") else "")
+    except re.error as error:
+        raise ValueError(
+            f"{caller}: sites has {name!r}, and what is behind 're:' is no regular expression "
+            f"({error}); re.escape(...) writes a name as one."
+        ) from error
+
+
 def _pair(pair: Any) -> tuple[str, Choice]:
-    if not (isinstance(pair, Iterable) and len(both := tuple(pair)) == 2):
+    if isinstance(pair, str) or not (isinstance(pair, Iterable) and len(both := tuple(pair)) == 2):
         raise TypeError(f"GateConfig: sites is a dict by names of sites; got {pair!r:.60}.")
     name, choice = both
-    if not isinstance(name, str):
-        raise TypeError(f"GateConfig: names of sites must be strings; got {name!r:.60}.")
+    _check_name("GateConfig", name)
     if not isinstance(choice, GateConfig):
         check_choice(f"GateConfig: sites[{name!r}]", choice)
     elif choice.sites:
@@ -170,7 +192,10 @@ def requested(
 ) -> tuple[GateConfig, Mapping[str, Choice]]:
     """What the arguments of `convert` ask for: the config of the network, and choices by site."""
     if config is None:
-        return GateConfig(train=names_of(caller, train), share=share), sites or {}
+        default = GateConfig(train=names_of(caller, train), share=share)
+        for name in sites or {}:
+            _check_name(caller, name)
+        return _learning(caller, default, share not in ("layer", None), sites or {})
     if not isinstance(config, GateConfig):
         raise TypeError(f"{caller}: config must be a GateConfig; got {type(config).__name__}.")
     given = {"sites": bool(sites), "train": bool(train), "share": share != "layer"}
@@ -185,4 +210,23 @@ def requested(
             "sites that are meant, as GateConfig(sites={'act': GateConfig(init=...)})."
         )
     default = replace(config, sites=(), train=config.train or (), share=config.share or "layer")
-    return default, dict(config.sites)
+    return _learning(caller, default, config.share is not None, dict(config.sites))
+
+
+def _learning(
+    caller: str, default: GateConfig, is_shared: bool, sites: Mapping[str, Choice]
+) -> tuple[GateConfig, Mapping[str, Choice]]:
+    """The same, unless it says how something is shared or where its channels are, and not what."""
+    configs = {name: c for name, c in sites.items() if isinstance(c, GateConfig)}
+    trains = {name: bool(c.over(default).train) for name, c in configs.items()}
+    asked = {"": is_shared or default.axis is not None} | {
+        name: c.share is not None or c.axis is not None for name, c in configs.items()
+    }
+    learned = {"": bool(default.train) or any(trains.values()), **trains}
+    if idle := [name for name, is_asked in asked.items() if is_asked and not learned[name]]:
+        where = f"sites[{idle[0]!r}]" if idle[0] else "it"
+        raise ValueError(
+            f"{caller}: {where} says share or axis, which is for what is learned, and train names "
+            "nothing; say what, as in train=('tau', 'theta'), or leave share and axis out."
+        )
+    return default, sites

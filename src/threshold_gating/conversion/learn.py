@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import Tensor, nn
 
 from threshold_gating.conversion import sites
-from threshold_gating.conversion.channels import LOST, Channels
+from threshold_gating.conversion.channels import HEADLESS, UNKNOWN, Channels
 from threshold_gating.conversion.config import GateConfig
 from threshold_gating.instance import TG
 from threshold_gating.nn import rnn
@@ -84,7 +84,8 @@ class Learner:
         """Note what reaches a site."""
         x = _input(visit)
         if isinstance(x, Tensor):
-            at = Seen(tuple(x.shape), self.channels.axis(x), _size(visit))
+            axis = self.channels.axis(x)
+            at = Seen(tuple(x.shape), axis, _size(visit, axis))
             self.seen.setdefault(visit.name, []).append(at)
 
     def decided(self, site: Site | None) -> Site | None:
@@ -107,9 +108,7 @@ class Learner:
                 site.name,
             )
         if why:
-            some = " and ".join(spec.learned) if spec else ""
-            verb = "are" if spec and spec.learned[1:] else "is"
-            does = f"only {some} {verb} learned" if spec else "nothing is learned"
+            does = f"only {_listed(spec.learned)} learned" if spec else "nothing is learned"
             self.why.setdefault(f"{does}, because {why}", []).append(site.name)
         if isinstance(spec, GateSpec) and spec.share == "neuron":
             self.sizes[site.name] = spec.group
@@ -210,6 +209,11 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if names[3:] else "")
 
 
+def _listed(names: tuple[str, ...]) -> str:
+    *most, last = names
+    return f"{', '.join(most)} and {last} are" if most else f"{last} is"
+
+
 def _share(config: GateConfig) -> Any:
     return config.share or "layer"
 
@@ -223,9 +227,10 @@ def _input(visit: Visit) -> Any:
     return visit.x
 
 
-def _size(visit: Visit) -> Any:
+def _size(visit: Visit, axis: int | None) -> Any:
     if visit.is_call and visit.kind in ATTENTION:
-        return sites.heads_of(visit.kind, visit.args, visit.kwargs)
+        is_turned = axis == HEADLESS and visit.kind in ("softmax", "softmin")
+        return None if is_turned else sites.heads_of(visit.kind, visit.args, visit.kwargs)
     return sites.step_of(visit.kind, visit.args) if visit.kind in RECURRENT else None
 
 
@@ -241,26 +246,24 @@ def _channels(name: str, share: str, axis: int | None, seen: Seen) -> tuple[tupl
         raise CannotLearnError(f"its input of shape {shape} has no axis {at}")
     if share == "neuron":
         return shape[at % dim :], at
-    # from the end if it is the last: rows of a linear layer may have more axes in another run
-    at = -1 if at == dim - 1 else at
+    # from the end if a run says it: rows of a linear layer may have more axes in another run, and
+    # images may come without a batch
+    at = at - dim if axis is None or at == dim - 1 else at
     return (shape[at],), at
 
 
 def _axis(name: str, shape: tuple[int, ...], known: int | None) -> int:
     """The axis of the channels: as a layer before says, or where they usually are."""
     dim = len(shape)
-    if known is not None and known != LOST:
+    if known is not None and known >= 0:
         return known
-    if dim == 2:
-        return -1
-    if known is None and dim in (4, 5):
+    if known is None and dim in (2, 4, 5):
         return 1
     before = (
         "no layer with weights is before it"
-        if known is None
-        else (
-            "what is between it and the last layer with weights moves the channels out of one axis"
-        )
+        if known in (None, UNKNOWN)
+        else "what is between it and the last layer with weights is not known to keep the channels "
+        "in one axis"
     )
     raise CannotLearnError(
         f"its input has the shape {shape}, and {before}, so that the axis of the channels is not "

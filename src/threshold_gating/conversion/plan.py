@@ -106,9 +106,9 @@ def make_plan(
     notes: list[str] = []
     modules = module_sites(model, chosen, notes)
     calls: dict[str, dict[str, Site | None]] | None = None
+    learner = Learner(model, chosen) if chosen.trains else None
     if inputs is not None:
         calls = {}
-        learner = Learner(model, chosen) if chosen.trains else None
         watch = Watch(model, _collector(calls, chosen, notes, learner), whole(modules))
         with evaluating(model), learner.channels if learner else nullcontext(), watch:
             run(model, fresh(inputs))
@@ -119,9 +119,9 @@ def make_plan(
         fused = (nn.TransformerEncoder, nn.TransformerEncoderLayer)
         names = [name for name, module in model.named_modules() if isinstance(module, fused)]
         calls.update({name: calls.get(name, {}) for name in names})
-        if learner:
-            _learn(learner, modules, calls, notes)
     chosen.check_used()
+    if learner and calls is not None:
+        _learn(learner, modules, calls, notes)
     return Plan(modules, calls, tuple(notes))
 
 

@@ -83,7 +83,8 @@ def _plan(network: Network, node: fx.Node) -> dict[fx.Node, nn.Module] | str:
     for reader in readers:
         if reader.op != "call_module" or not _is_gated(_part(network, reader), type(norm)):
             return f"{reader.target}, which reads it, has no gates per channel"
-        new = _obstacle(network, reader) or _folded(_part(network, reader), a, d)
+        axis = 1 - max(_BEHIND[type(norm)].values())
+        new = _obstacle(network, reader) or _folded(_part(network, reader), a, d, axis)
         if isinstance(new, str):
             return f"{reader.target}, which reads it, {new}"
         if len(readers) > 1 and overwrites(network, reader):
@@ -130,8 +131,9 @@ class _Rows(NamedTuple):
 
 
 @torch.no_grad()
-def _folded(part: Any, a: Tensor, d: Tensor) -> nn.Module | str:
-    """A new `part` for x instead of z, or why there is none."""
+def _folded(part: Any, a: Tensor, d: Tensor, axis: int) -> nn.Module | str:
+    """A new `part` for x instead of z, or why there is none; `axis` is that of the channels of the
+    norm, from the end."""
     tiered = is_tiered(part)
     gate: Activation = part.gate if tiered else part
     t, flip, dtype = gate.init, a < 0, gate.theta0.dtype
@@ -139,7 +141,7 @@ def _folded(part: Any, a: Tensor, d: Tensor) -> nn.Module | str:
     if t.K < 2 or t.q is not None or t.clamp is not None:
         return "is not a plain blend of two or more affine branches"
     one = gate.group == (1,)
-    along = part.share in ("layer", "channel") if tiered else one or gate.axis == 1
+    along = part.share in ("layer", "channel") if tiered else one or gate.axis in (1, axis)
     if not along or not (one or gate.group == tuple(a.shape)):
         return "has gates that are not per channel"
     if tiered and bool(flip.any()) and t.s != t.s[::-1]:

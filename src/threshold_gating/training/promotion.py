@@ -239,7 +239,7 @@ def _obstacle(layer: Any, feeds: list[Fed]) -> str | None:
     if learned is None or learned.share in ("net", "layer"):
         return None
     width = layer.weight.shape[0 if is_transposed(layer) else 1] * getattr(layer, "groups", 1)
-    axes = (1,) if isinstance(layer, nn.Conv1d | nn.Conv2d | nn.Conv3d) else (1, -1)
+    axes = (1, 1 - layer.weight.dim())  # from the end: of a convolution, before its positions
     along = learned.axis in axes and learned.group == (width,)
     if learned.share == "neuron" or any(trail.is_moved for trail in trails) or not along:
         return "reads gates that differ by position or were moved on the way"
@@ -273,7 +273,7 @@ def _layer(
     own = learned is not None and learned.share not in ("net", "layer")
     take = Take(name, source.act, moved=not own)
     new.register_forward_pre_hook(take, with_kwargs=True)
-    if own and learned is not None and learned.axis == 1:
+    if own and learned is not None and learned.axis != -1:
         expect_axes(new, old.weight.dim())
     new.weight.requires_grad_(old.weight.requires_grad)
     return new.train(original.training)
