@@ -1,13 +1,14 @@
 """Owners look at every call they make, and answer those of their plan."""
 
 import copy
+import functools
 import gc
 import math
 import pickle
 import random
 import weakref
 from contextlib import contextmanager
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 import threshold_gating as tg
-from threshold_gating.conversion import ConversionError, intercept, sites
+from threshold_gating.conversion import ConversionError, gate_parameters, intercept, revert, sites
 
 
 class Inner(nn.Module):
@@ -437,3 +438,67 @@ def test_a_compiled_lstm_has_the_values_the_states_and_the_gradients_of_torch(ne
         grads = torch.autograd.grad(y.sum() + h.square().sum(), list(weights.parameters()))
         found.append([y, h, *grads])
     torch.testing.assert_close(*found)
+
+
+class Learns(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(7, 5), nn.Linear(5, 3)
+
+    def forward(self, x):
+        return self.b(F.silu(self.a(x)))
+
+
+def through(forward, *args, **kwargs):
+    return forward(*args, **kwargs)
+
+
+def wrapped_by_wraps(net):
+    forward = net.forward
+    net.forward = functools.wraps(forward)(lambda *args, **kwargs: forward(*args, **kwargs))
+
+
+def wrapped_by_partial(net):
+    net.forward = functools.partial(through, net.forward)
+
+
+def wrapped_as_a_method(net):  # as accelerate does it
+    forward = net.forward.__func__
+    net.forward = MethodType(lambda self, *args: forward(self, *args), net)
+
+
+def moved(net, x):
+    gated = tg.convert(net, train=("tau", "theta"), share="channel", inputs=x)
+    gate_parameters(gated)["tg_silu_0_dtheta"].data.add_(1.0)
+    return gated
+
+
+@pytest.mark.parametrize("wrap", [wrapped_by_wraps, wrapped_by_partial, wrapped_as_a_method])
+def test_a_forward_that_others_wrap_after_the_conversion_has_its_gates(wrap, x):
+    net = Learns()
+    gated = moved(net, x)
+    want = gated(x)
+    assert not torch.allclose(want, net(x))
+    wrap(gated)
+    assert torch.equal(gated(x), want)
+    assert torch.equal(torch.compile(gated, backend="eager", fullgraph=True)(x), want)
+    gated(x).sum().backward()
+    assert gate_parameters(gated)["tg_silu_0_dtheta"].grad.abs().max() > 0
+    assert torch.equal(revert(gated)(x), net(x))
+
+
+COPIES = [copy.deepcopy, lambda net: pickle.loads(pickle.dumps(net))]
+
+
+@pytest.mark.parametrize("copied", COPIES)
+def test_a_wrapped_forward_is_answered_once_also_by_a_copy(copied, x):
+    net = Learns()
+    want = moved(net, x)(x)
+    after = moved(net, x)
+    wrapped_by_partial(after)
+    wrapped_by_partial(net)
+    both = moved(net, x)
+    wrapped_by_partial(both)
+    for gated in (after, both, moved(net, x)):
+        assert torch.equal(copied(gated)(x), want)
+        assert torch.equal(type(gated).forward(copied(gated), x), want)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import threading
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any, cast
@@ -159,11 +160,12 @@ def _owned(base: type, learns: bool = False) -> type:
 
         @functools.wraps(base.forward)  # type: ignore[attr-defined]
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-            # through the wrapper, which answers already; or an object that was made of this class
             own = self.__dict__
-            if "forward" in own or not ("tg_sites" in own or "tg_follow" in own):
-                return base.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
             bound = functools.partial(base.forward, self)  # type: ignore[attr-defined]
+            if not ("tg_sites" in own or "tg_follow" in own):  # only an object of this class
+                return bound(*args, **kwargs)
+            if "forward" in own and _wrapped.runs and _wrapped.runs[-1] is self:
+                return _running(None, bound, args, kwargs)  # what wraps it answers already
             return _answered(self, bound, args, kwargs)
 
         def reduce(self: Any, protocol: Any) -> Any:
@@ -281,7 +283,28 @@ class _Wrapped:
         self.module, self.original = module, original
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return _answered(self.module, self.original, args, kwargs)
+        run = functools.partial(_running, self.module, self.original)
+        return _answered(self.module, lambda *args, **kwargs: run(args, kwargs), args, kwargs)
+
+
+class _Runs(threading.local):
+    """Whose wrapped forward runs in this thread; last None: the forward inside of the wrapper."""
+
+    def __init__(self) -> None:
+        self.runs: list[nn.Module | None] = []
+
+
+_wrapped = _Runs()
+
+
+def _running(module: nn.Module | None, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Run `forward` as that of a wrapper of `module`. What others set on the instance later calls
+    the forward of the class, too, and is no such wrapper."""
+    _wrapped.runs.append(module)
+    try:
+        return forward(*args, **kwargs)
+    finally:
+        _wrapped.runs.pop()
 
 
 # To Dynamo these are calls like others; eager checkpointing is followed by `recomputing`.
