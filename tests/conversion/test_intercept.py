@@ -502,3 +502,70 @@ def test_a_wrapped_forward_is_answered_once_also_by_a_copy(copied, x):
     for gated in (after, both, moved(net, x)):
         assert torch.equal(copied(gated)(x), want)
         assert torch.equal(type(gated).forward(copied(gated), x), want)
+
+
+class Crossed(nn.Module):
+    """Two layers with a call each, whose order `flag` decides."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(7, 7), nn.Linear(7, 7)
+
+    def forward(self, x, flag=True):
+        if flag:
+            u = torch.tanh(self.a(x))
+            v = torch.tanh(
+                self.b(x),
+            )
+        else:
+            v = torch.tanh(self.b(x))
+            u = torch.tanh(self.a(x))
+        return u - 2 * v
+
+
+class Either(Crossed):
+    def forward(self, x, flag=True):
+        if flag:
+            return torch.tanh(self.a(x))
+        return torch.tanh(self.b(x))
+
+
+class Repeated(Crossed):
+    def forward(self, x, times=3):
+        for _ in range(times):
+            x = torch.tanh(self.a(x))
+        return x
+
+
+OTHER_PATHS = [
+    (Crossed, False, "tanh#0 is made by"),
+    (Either, False, "tanh#0 is made by"),
+    (Repeated, 2, "called 2 times and 3 times"),
+]
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize(("kind", "other", "says"), OTHER_PATHS)
+def test_a_gate_that_learns_is_refused_to_another_call_also_in_a_compiled_graph(
+    kind, other, says, x
+):
+    torch._dynamo.reset()
+    gated = tg.convert(kind(), inputs=x, train="tau", share="channel")
+    compiled = torch.compile(gated, backend="aot_eager")
+    whole = torch.compile(gated, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(whole(x), gated(x))
+    for net in (gated, compiled):
+        for _ in range(2):  # what was refused once is not kept as if it were right
+            with pytest.raises(ConversionError, match=says):
+                net(x, other)
+            torch.testing.assert_close(net(x), gated(x))
+
+
+@pytest.mark.compile
+def test_unlike_instances_keep_their_calls_in_a_compiled_graph(x):
+    torch._dynamo.reset()
+    gated = tg.convert(Crossed(), {":tanh#0": "hardtanh"}, inputs=x, tol=math.inf)
+    compiled = torch.compile(gated, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), gated(x))
+    with pytest.raises(ConversionError, match="tanh#0 is made by"):
+        compiled(x, False)
