@@ -1,13 +1,14 @@
 """Owners look at every call they make, and answer those of their plan."""
 
 import copy
+import functools
 import gc
 import math
 import pickle
 import random
 import weakref
 from contextlib import contextmanager
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 import threshold_gating as tg
-from threshold_gating.conversion import ConversionError, intercept, sites
+from threshold_gating.conversion import ConversionError, gate_parameters, intercept, revert, sites
 
 
 class Inner(nn.Module):
@@ -437,3 +438,134 @@ def test_a_compiled_lstm_has_the_values_the_states_and_the_gradients_of_torch(ne
         grads = torch.autograd.grad(y.sum() + h.square().sum(), list(weights.parameters()))
         found.append([y, h, *grads])
     torch.testing.assert_close(*found)
+
+
+class Learns(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(7, 5), nn.Linear(5, 3)
+
+    def forward(self, x):
+        return self.b(F.silu(self.a(x)))
+
+
+def through(forward, *args, **kwargs):
+    return forward(*args, **kwargs)
+
+
+def wrapped_by_wraps(net):
+    forward = net.forward
+    net.forward = functools.wraps(forward)(lambda *args, **kwargs: forward(*args, **kwargs))
+
+
+def wrapped_by_partial(net):
+    net.forward = functools.partial(through, net.forward)
+
+
+def wrapped_as_a_method(net):  # as accelerate does it
+    forward = net.forward.__func__
+    net.forward = MethodType(lambda self, *args: forward(self, *args), net)
+
+
+def moved(net, x):
+    gated = tg.convert(net, train=("tau", "theta"), share="channel", inputs=x)
+    gate_parameters(gated)["tg_silu_0_dtheta"].data.add_(1.0)
+    return gated
+
+
+@pytest.mark.parametrize("wrap", [wrapped_by_wraps, wrapped_by_partial, wrapped_as_a_method])
+def test_a_forward_that_others_wrap_after_the_conversion_has_its_gates(wrap, x):
+    net = Learns()
+    gated = moved(net, x)
+    want = gated(x)
+    assert not torch.allclose(want, net(x))
+    wrap(gated)
+    assert torch.equal(gated(x), want)
+    assert torch.equal(torch.compile(gated, backend="eager", fullgraph=True)(x), want)
+    gated(x).sum().backward()
+    assert gate_parameters(gated)["tg_silu_0_dtheta"].grad.abs().max() > 0
+    assert torch.equal(revert(gated)(x), net(x))
+
+
+COPIES = [copy.deepcopy, lambda net: pickle.loads(pickle.dumps(net))]
+
+
+@pytest.mark.parametrize("copied", COPIES)
+def test_a_wrapped_forward_is_answered_once_also_by_a_copy(copied, x):
+    net = Learns()
+    want = moved(net, x)(x)
+    after = moved(net, x)
+    wrapped_by_partial(after)
+    wrapped_by_partial(net)
+    both = moved(net, x)
+    wrapped_by_partial(both)
+    for gated in (after, both, moved(net, x)):
+        assert torch.equal(copied(gated)(x), want)
+        assert torch.equal(type(gated).forward(copied(gated), x), want)
+
+
+class Crossed(nn.Module):
+    """Two layers with a call each, whose order `flag` decides."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(7, 7), nn.Linear(7, 7)
+
+    def forward(self, x, flag=True):
+        if flag:
+            u = torch.tanh(self.a(x))
+            v = torch.tanh(
+                self.b(x),
+            )
+        else:
+            v = torch.tanh(self.b(x))
+            u = torch.tanh(self.a(x))
+        return u - 2 * v
+
+
+class Either(Crossed):
+    def forward(self, x, flag=True):
+        if flag:
+            return torch.tanh(self.a(x))
+        return torch.tanh(self.b(x))
+
+
+class Repeated(Crossed):
+    def forward(self, x, times=3):
+        for _ in range(times):
+            x = torch.tanh(self.a(x))
+        return x
+
+
+OTHER_PATHS = [
+    (Crossed, False, "tanh#0 is made by"),
+    (Either, False, "tanh#0 is made by"),
+    (Repeated, 2, "called 2 times and 3 times"),
+]
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize(("kind", "other", "says"), OTHER_PATHS)
+def test_a_gate_that_learns_is_refused_to_another_call_also_in_a_compiled_graph(
+    kind, other, says, x
+):
+    torch._dynamo.reset()
+    gated = tg.convert(kind(), inputs=x, train="tau", share="channel")
+    compiled = torch.compile(gated, backend="aot_eager")
+    whole = torch.compile(gated, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(whole(x), gated(x))
+    for net in (gated, compiled):
+        for _ in range(2):  # what was refused once is not kept as if it were right
+            with pytest.raises(ConversionError, match=says):
+                net(x, other)
+            torch.testing.assert_close(net(x), gated(x))
+
+
+@pytest.mark.compile
+def test_unlike_instances_keep_their_calls_in_a_compiled_graph(x):
+    torch._dynamo.reset()
+    gated = tg.convert(Crossed(), {":tanh#0": "hardtanh"}, inputs=x, tol=math.inf)
+    compiled = torch.compile(gated, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), gated(x))
+    with pytest.raises(ConversionError, match="tanh#0 is made by"):
+        compiled(x, False)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import threading
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any, cast
@@ -25,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 from threshold_gating import kernels
 from threshold_gating.conversion import recomputing, sites
-from threshold_gating.conversion.plan import ConversionError, Site, calling_line
+from threshold_gating.conversion.plan import ConversionError, Site, calling_line, traced_line
 from threshold_gating.nn.spec import Elementwise, Holder, Spec, at_start, attach, detach, gate_names
 
 LEAVE = "*"  # in a plan: every call is left alone
@@ -138,9 +139,15 @@ def _told_to_dynamo() -> bool:
     `F.hardswish` and others, whose gates would be lost in a graph without a word. And the steps
     that it makes of `torch.lstm` crash in training, or give states of another shape (torch 2.11):
     a graph breaks there, as it does at nn.LSTM.
-    """
-    from torch._dynamo.variables.torch import get_overridable_functions  # a second to import
 
+    A call that is refused breaks the graph, too, and is refused again outside of it: what looks at
+    the line that makes the call is no graph by itself, for it would keep the line of its first one.
+    """
+    from torch._dynamo.eval_frame import skip_code  # a second to import
+    from torch._dynamo.variables.torch import get_overridable_functions
+
+    for looks in (Answering.__torch_function__, Answering._site, sites.read, calling_line):
+        skip_code(looks.__code__)
     get_overridable_functions().update(sites.FUNCTIONS)
     if _MADE.lstm is torch.lstm:
         _MADE.lstm = torch.compiler.disable(torch.lstm)  # type: ignore[no-untyped-call]
@@ -159,11 +166,12 @@ def _owned(base: type, learns: bool = False) -> type:
 
         @functools.wraps(base.forward)  # type: ignore[attr-defined]
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-            # through the wrapper, which answers already; or an object that was made of this class
             own = self.__dict__
-            if "forward" in own or not ("tg_sites" in own or "tg_follow" in own):
-                return base.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
             bound = functools.partial(base.forward, self)  # type: ignore[attr-defined]
+            if not ("tg_sites" in own or "tg_follow" in own):  # only an object of this class
+                return bound(*args, **kwargs)
+            if "forward" in own and _wrapped.runs and _wrapped.runs[-1] is self:
+                return _running(None, bound, args, kwargs)  # what wraps it answers already
             return _answered(self, bound, args, kwargs)
 
         def reduce(self: Any, protocol: Any) -> Any:
@@ -281,7 +289,28 @@ class _Wrapped:
         self.module, self.original = module, original
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return _answered(self.module, self.original, args, kwargs)
+        run = functools.partial(_running, self.module, self.original)
+        return _answered(self.module, lambda *args, **kwargs: run(args, kwargs), args, kwargs)
+
+
+class _Runs(threading.local):
+    """Whose wrapped forward runs in this thread; last None: the forward inside of the wrapper."""
+
+    def __init__(self) -> None:
+        self.runs: list[nn.Module | None] = []
+
+
+_wrapped = _Runs()
+
+
+def _running(module: nn.Module | None, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Run `forward` as that of a wrapper of `module`. What others set on the instance later calls
+    the forward of the class, too, and is no such wrapper."""
+    _wrapped.runs.append(module)
+    try:
+        return forward(*args, **kwargs)
+    finally:
+        _wrapped.runs.pop()
 
 
 # To Dynamo these are calls like others; eager checkpointing is followed by `recomputing`.
@@ -392,9 +421,9 @@ class Answering(TorchFunctionMode):
                 name,
             )
         site = self.plan[name]
-        if site is not None and site.line and self._is_told_apart(kind):
-            line = calling_line()
-            if line != site.line:
+        if site is not None and site.line and self._has_lines(site, kind):
+            line = traced_line() if torch.compiler.is_compiling() else calling_line()
+            if line not in ("", site.line):
                 raise ConversionError(
                     f"the call {name} is made by {line} and was made by {site.line} when the "
                     "network was converted, and its instance is for that one; convert it with "
@@ -403,10 +432,17 @@ class Answering(TorchFunctionMode):
                 )
         return site
 
+    def _has_lines(self, site: Site, kind: str) -> bool:
+        """Whether it matters which line makes a call, and the line is one of the owner's: the first
+        one outside of torch's own layers is that of whoever calls the network."""
+        home = "" if self.owner is None else type(self.owner).forward.__module__
+        own = home.partition(".")[0] != "torch"
+        return own and (site.learns is not None or self._is_told_apart(kind))
+
     def _is_told_apart(self, kind: str) -> bool:
         """Whether calls of a kind have unlike instances, so that it matters which is which."""
-        if torch.compiler.is_compiling() or f"{kind}#1" not in (self.plan or {}):
-            return False  # a graph is one path, and one call has no other
+        if f"{kind}#1" not in (self.plan or {}):
+            return False  # one call has no other
         if kind not in self.unlike:
             planned = self._planned(kind).items()
             self.unlike[kind] = len({_answer_of(*each) for each in planned}) > 1
