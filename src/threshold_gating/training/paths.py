@@ -230,7 +230,7 @@ class _Finder:
         if what == "product" and len(args) != 2:
             what = ""  # by name, which is not followed
         if what == "product":
-            args = next((p for p in (args, args[::-1]) if _is_gated(*p, y)), args)
+            args = next((p for p in (args, args[::-1]) if _is_gated(p[0], p[1], y)), args)
         trail = _checked(args[0]) if args else None
         if trail is not None and what in ("move", "copy"):
             for each in made:
