@@ -367,3 +367,23 @@ def test_what_a_network_writes_by_out_is_written_once_promoted(mode):
     assert new.promotion.layers == ("b",)
     with mode():
         torch.testing.assert_close(new(x), net(x), atol=ROUNDING, rtol=ROUNDING)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_hook_before_a_promoted_layer_sees_what_it_did_or_is_refused(compiled):
+    torch.manual_seed(0)
+    net, x, seen = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3)), torch.randn(6, 4), []
+    new = promote(net, share="channel", inputs=x)
+    run = torch.compile(new, backend="eager") if compiled else new
+    later = new[2].register_forward_pre_hook(lambda m, args: (args[0] + 1,))
+    with pytest.raises(PromotionError, match=r"2 was promoted.*prepend=True"):
+        run(x)
+    later.remove()
+    first = new[2].register_forward_pre_hook(lambda m, args: seen.append(args[0]), prepend=True)
+    torch.testing.assert_close(run(x), net(x), atol=ROUNDING, rtol=ROUNDING)
+    assert torch.equal(seen[0], net[:2](x))
+    first.remove()
+    new[2].register_forward_pre_hook(lambda m, args: (args[0] + 1,), prepend=True)
+    with pytest.raises(PromotionError, match="does not come from there"):
+        run(x)

@@ -103,7 +103,9 @@ class GateWatch:
             )
         optimizers = [_unwrapped(o) for o in _several(optimizer)]
         if self.writes:
-            check_decay([g for o in optimizers for g in o.param_groups], self.model)
+            # an optimiser whose groups do not say it has no decay
+            said = [{"weight_decay": 0.0, **g} for o in optimizers for g in o.param_groups]
+            check_decay(said, self.model)
         self._health = None if self.config.rule is None else Health(self.config.rule)
         self._writer = _writer(self.config) if self.writes else None
         self._drawn = {site.name: _copied(site) for site in sites}

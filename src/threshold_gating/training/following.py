@@ -200,6 +200,12 @@ class Take:
         self.name, self.act, self.moved = name, act, moved
 
     def __call__(self, layer: nn.Module, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
+        if not self._is_last(layer):
+            raise PromotionError(
+                f"{self.name} was promoted together with {self.act}, and a forward pre-hook was "
+                "registered on it later: it would be given the input of the activation, not its "
+                "result. Register it with prepend=True, or before the network is promoted."
+            )
         z: Tensor = (*args, *kwargs.values())[0]
         mark = mark_of(z)
         if mark is None or mark.act != self.act or (mark.moved and not self.moved):
@@ -214,6 +220,16 @@ class Take:
                 "overwritten in this run before the layer reads it. Use the network as it was."
             )
         return ((mark.pre,) if mark.factor is None else (mark.pre, mark.factor)), {}
+
+    def _is_last(self, layer: nn.Module) -> bool:
+        """Whether nobody's hook runs after this one, but ours and those of torch, which shard or
+        prune parameters and leave the input."""
+        after = False
+        for hook in layer._forward_pre_hooks.values():
+            if after and not str(hook.__module__).startswith(("threshold_gating.", "torch.")):
+                return False
+            after = after or hook is self
+        return True
 
 
 class Following(TorchFunctionMode):

@@ -271,10 +271,10 @@ def _layer(
     if tier != "W":
         new = lifted(new, tier, share)
     own = learned is not None and learned.share not in ("net", "layer")
-    take = Take(name, source.act, moved=not own)
-    new.register_forward_pre_hook(take, with_kwargs=True)
     if own and learned is not None and learned.axis == 1:
         expect_axes(new, old.weight.dim())
+    take = Take(name, source.act, moved=not own)  # after which no other hook runs
+    new.register_forward_pre_hook(take, with_kwargs=True)
     new.weight.requires_grad_(old.weight.requires_grad)
     return new.train(original.training)
 
