@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from threshold_gating.training import telemetry
 from threshold_gating.training.families import family_report
 from threshold_gating.training.groups import check_decay, gate_parameters
-from threshold_gating.training.health import Health, Rule, Stuck, described
+from threshold_gating.training.health import Health, Rule, Seen, Stuck, described
 from threshold_gating.training.observing import Observation
 
 
@@ -110,6 +110,7 @@ class GateWatch:
         self._writer = _writer(self.config) if self.writes else None
         self._drawn = {site.name: _copied(site) for site in sites}
         self._said: set[str] = set()
+        self._lost: set[str] = set()  # sites of which it was said that they are NaN
         self._observation: Observation | None = None
         self._hook: Any = optimizers[0].register_step_post_hook(self._stepped)
         self._arm()
@@ -188,6 +189,7 @@ class GateWatch:
     def _judge(self, observation: Observation) -> None:
         assert self._health is not None
         for name, seen in observation.seen.items():
+            self._tell_lost(name, seen)
             found = self._health.judge(name, seen, self.step)
             self.found += found
             if found:
@@ -208,6 +210,16 @@ class GateWatch:
                 "no gate was seen in an observed step, so that nothing is known of stuck channels: "
                 "the network did not run in training mode with gradients between two steps."
             )
+
+    def _tell_lost(self, name: str, seen: Seen) -> None:
+        """Say once of a site that it sees NaN, or makes it."""
+        given, made = seen.lost
+        if made and name not in self._lost:
+            self._lost.add(name)
+            why = "so are values of its input" if given else "its input is none, so its gates are"
+            text = f"step {self.step}: {name}: {made:,} values of its output are NaN: {why}."
+            self._text(f"{name}/nan", text)
+            warnings.warn(text, GateWarning, stacklevel=2)
 
     def _draw(self, sites: list[telemetry.LearnedSite]) -> None:
         drawable = [s for s in sites if s.start is not None]
