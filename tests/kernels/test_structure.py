@@ -166,3 +166,17 @@ def test_a_graph_is_not_compiled_again_for_other_numbers():
         for tau in (1.0, 2.0, 3.0):
             act = Activation(TG(tau, 0.1, (0, 1), (0, 0)))
             torch.testing.assert_close(compiled(act, x), act(x))
+
+
+@pytest.mark.parametrize("row", [0, 1])
+@pytest.mark.parametrize("name", ["relu6", "hardtanh", "hardsigmoid", "softshrink", "hardshrink"])
+def test_a_threshold_that_is_nan_makes_its_channel_nan_and_no_other(name, row):
+    act = Activation(name, train=("theta",), share="channel", channels=3)
+    x = torch.linspace(-9, 9, 21).unsqueeze(1).expand(-1, 3)
+    want = act(x)
+    with torch.no_grad():
+        act.dtheta[row, 1] = torch.nan
+    for run in (act, torch.compile(act, backend="eager")):
+        got = run(x)
+        assert got[:, 1].isnan().all()
+        assert torch.equal(got[:, ::2], want[:, ::2])

@@ -514,3 +514,27 @@ def test_lightning_is_watched(tmp_path):
             trainer.fit(model, data)
     assert callback.watch.step == trainer.global_step == 8
     assert [row["step"] for row in rows(tmp_path / "watch") if "scalars" in row] == [2, 4, 6, 8]
+
+
+@pytest.mark.parametrize("where", ["gates", "input"])
+def test_nan_is_told_of_once_with_the_site_and_the_step(where):
+    net = nn.Sequential(nn.Linear(4, 3), tg.Activation("relu", train=("theta",)))
+    optimizer = torch.optim.SGD(net.parameters(), 0.0)
+    x = torch.ones(8, 4)
+    if where == "gates":
+        net[1].dtheta.data.fill_(torch.nan)
+    else:
+        x[0, 0] = torch.nan
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        watch = GateWatch(net, optimizer, WatchConfig(every=2))
+        for _ in range(6):
+            net(x).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        watch._hook.remove()  # closing would ask for the family of gates that are NaN
+    said = [str(w.message) for w in told if "NaN" in str(w.message)]
+    why = "its gates are" if where == "gates" else "values of its input"
+    assert len(said) == 1
+    assert said[0].startswith("step 2: 1: 24 values of its output are NaN: ")
+    assert why in said[0]

@@ -249,3 +249,141 @@ def test_calls_with_unlike_instances_are_told_apart_or_left_alone():
     new = promote(alike, inputs=x)
     assert new.promotion.layers == ("a", "b")
     assert difference(alike, new, x) < ROUNDING < difference(net, new, x)
+
+
+class Called(nn.Module):
+    """An activation, whatever is done to its result, and a layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.write = nn.Linear(4, 5), nn.Linear(5, 3), None
+
+    def forward(self, x):
+        h = F.silu(self.a(x))
+        if self.write is not None:
+            self.write(h)
+        return self.b(h)
+
+
+def _assign(h):
+    h[0] = 1.0
+
+
+def _augment(h):
+    h += 1
+
+
+OVERWRITES = {
+    "relu": lambda h: F.relu(h, inplace=True),
+    "relu by position": lambda h: F.relu(h, True),
+    "relu by name": lambda h: F.relu(input=h, inplace=True),
+    "sigmoid_": lambda h: torch.sigmoid_(h),
+    "hardtanh": lambda h: F.hardtanh(h, -0.1, 0.1, True),
+    "leaky_relu_": lambda h: F.leaky_relu_(h, -2.0),
+    "the same activation": lambda h: F.silu(h, inplace=True),
+    "alpha_dropout": lambda h: F.alpha_dropout(h, 0.9, True, True),
+    "add out": lambda h: torch.add(h, 1, out=h),
+    "mul out": lambda h: torch.mul(h, 3, out=h),
+    "product out": lambda h: torch.mul(h, h + 2, out=h),
+    "tanh out": lambda h: torch.tanh(h, out=h),
+    "max out": lambda h: torch.sort(-h, out=(h, torch.empty(0, dtype=torch.long))),
+    "foreach": lambda h: torch._foreach_mul_([h], 3.0),
+    "foreach of a part": lambda h: torch._foreach_add_([h[0], h[1]], 3.0),
+    "init": lambda h: nn.init.constant_(h, 0.7),
+    "op": lambda h: torch.ops.aten.mul_(h, 3.0),
+    "overload": lambda h: torch.ops.aten.mul_.Tensor(h, torch.tensor(3.0)),
+    "assignment": _assign,
+    "augmented": _augment,
+}
+
+
+@pytest.fixture(scope="module")
+def called():
+    torch.manual_seed(0)
+    net, x = Called(), torch.randn(6, 4)
+    return net, promote(net, share="channel", inputs=x), x
+
+
+def _same_or_refused(want, run, x):
+    """A result is what the network computed before; else there is none."""
+    try:
+        got = run(x)
+    except PromotionError:
+        return
+    torch.testing.assert_close(got, want, atol=ROUNDING, rtol=ROUNDING)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("write", OVERWRITES)
+def test_whatever_overwrites_an_activation_is_refused_also_where_nobody_counts(called, write, mode):
+    net, new, x = called
+    net.write = new.write = OVERWRITES[write]
+    try:
+        with mode():
+            torch.manual_seed(1)
+            want = net(x)
+            torch.manual_seed(1)
+            _same_or_refused(want, new, x)
+    finally:
+        net.write = new.write = None
+
+
+@pytest.mark.parametrize("write", ["relu", "mul out"])
+def test_whatever_overwrites_an_activation_is_refused_in_graphs(called, write):
+    net, new, x = called
+    net.write = new.write = OVERWRITES[write]
+    torch._dynamo.reset()
+    try:
+        with torch.no_grad():
+            _same_or_refused(net(x), torch.compile(new, backend="eager"), x)
+    except torch._dynamo.exc.TorchDynamoException as error:
+        assert "PromotionError" in str(error)  # noqa: PT017
+    finally:
+        net.write = new.write = None
+
+
+class Buffered(nn.Module):
+    """Writes what it computed, and what it was given, to buffers by `out`."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 5), nn.Linear(5, 3)
+
+    def forward(self, x):
+        h = F.silu(self.a(x))
+        y = self.b(h.flip(0))
+        twice, first = torch.zeros_like(y), torch.zeros_like(h[:2])
+        with torch.no_grad():
+            torch.mul(y.detach(), 2.0, out=twice)
+            torch.index_select(h.detach(), 0, torch.tensor([0, 1]), out=first)
+        return y + twice, first
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_what_a_network_writes_by_out_is_written_once_promoted(mode):
+    torch.manual_seed(0)
+    net, x = Buffered(), torch.randn(6, 4)
+    new = promote(net, share="channel", inputs=x)
+    assert new.promotion.layers == ("b",)
+    with mode():
+        torch.testing.assert_close(new(x), net(x), atol=ROUNDING, rtol=ROUNDING)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_hook_before_a_promoted_layer_sees_what_it_did_or_is_refused(compiled):
+    torch.manual_seed(0)
+    net, x, seen = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3)), torch.randn(6, 4), []
+    new = promote(net, share="channel", inputs=x)
+    run = torch.compile(new, backend="eager") if compiled else new
+    later = new[2].register_forward_pre_hook(lambda m, args: (args[0] + 1,))
+    with pytest.raises(PromotionError, match=r"2 was promoted.*prepend=True"):
+        run(x)
+    later.remove()
+    first = new[2].register_forward_pre_hook(lambda m, args: seen.append(args[0]), prepend=True)
+    torch.testing.assert_close(run(x), net(x), atol=ROUNDING, rtol=ROUNDING)
+    assert torch.equal(seen[0], net[:2](x))
+    first.remove()
+    new[2].register_forward_pre_hook(lambda m, args: (args[0] + 1,), prepend=True)
+    with pytest.raises(PromotionError, match="does not come from there"):
+        run(x)

@@ -116,6 +116,12 @@ def test_a_step_without_gradient_moves_what_is_decayed_and_nothing_else(kind):
     assert moved == WEIGHTS
 
 
+@pytest.mark.parametrize("kind", [torch.optim.LBFGS, torch.optim.Rprop, torch.optim.SparseAdam])
+def test_an_optimiser_without_decay_decays_no_gate(kind):
+    net = Net()
+    assert check_decay(kind(list(net.parameters())), net) == []
+
+
 def test_a_decayed_gate_and_a_forgotten_one_are_named():
     net = Net()
     assert check_decay(torch.optim.AdamW(param_groups(net, 0.1, weight_decay=0.1)), net) == []

@@ -746,3 +746,31 @@ def test_a_module_with_an_instance_for_each_call_is_kept_and_that_is_said():
     gated = tg.convert(net, {"act#1": "silu"}, inputs=x, tol=math.inf)
     with pytest.raises(ValueError, match="an instance for each of its calls"):
         promote(gated, inputs=x)
+
+
+class Telling(nn.Module):
+    """A network that asks for the class of its layer."""
+
+    def __init__(self, noise=False):
+        super().__init__()
+        self.a, self.b, self.noise = nn.Linear(4, 5), nn.Linear(5, 3), noise
+
+    def forward(self, x):
+        y = self.b(torch.relu(self.a(x)))
+        if self.noise:
+            return y + torch.randn_like(y)
+        return y if type(self.b) is nn.Linear else y + 1
+
+
+def test_a_network_that_computes_something_else_once_promoted_is_refused():
+    x = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+    with pytest.raises(ValueError, match=r"the output differs by .* between the layers"):
+        promote(Telling(), inputs=x)
+    assert promote(Telling(noise=True), inputs=x).promotion.layers == ("b",)
+
+
+def test_a_layer_that_computes_something_else_once_promoted_is_named(monkeypatch):
+    forward = tg.Linear.forward
+    monkeypatch.setattr(tg.Linear, "forward", lambda self, *given: forward(self, *given) * 1.01)
+    with pytest.raises(ValueError, match=r"promote: b would differ by .* more than rounding"):
+        promote(Telling(), inputs=torch.ones(6, 4))

@@ -25,6 +25,7 @@ Shape = tuple[int, ...]
 MOST_BRANCHES = 8
 DIGITS = (0.0, 1.0, -1.0)  # numbers that compiled kernels and graphs may know
 _clamp, _sort = torch.ops.aten.clamp.default, torch.ops.aten.sort.stable
+_where = torch.ops.aten.where.self
 
 
 def rho_bound() -> float:
@@ -236,11 +237,14 @@ def in_order(tensors: Tensors) -> Tensors:
     """The same with theta = theta0 + dtheta low to high, differentiable; equal ones stay in place.
 
     A learned threshold that passes its neighbour takes its place: the k-th threshold is the k-th
-    from below, with the owner and the branches of that place.
+    from below, with the owner and the branches of that place. Where one is NaN all of them are:
+    sorted to the end it would be a threshold that no x reaches.
     """
     theta0, dtheta = tensors.theta0, tensors.dtheta
     assert theta0 is not None and dtheta is not None  # thresholds that are learned
-    return tensors._replace(theta0=_sort(theta0 + dtheta, stable=True, dim=0)[0], dtheta=None)
+    theta = _sort(theta0 + dtheta, stable=True, dim=0)[0]
+    last = theta[-1:].detach()  # NaN is sorted to the end
+    return tensors._replace(theta0=_where(last == last, theta, last), dtheta=None)
 
 
 def _sharpening(rho: float) -> float:

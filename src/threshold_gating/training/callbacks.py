@@ -28,7 +28,7 @@ from threshold_gating.conversion.checkpoint.save_load import inner
 from threshold_gating.training import telemetry
 from threshold_gating.training.families import family_report
 from threshold_gating.training.groups import check_decay, gate_parameters
-from threshold_gating.training.health import Health, Rule, Stuck, described
+from threshold_gating.training.health import Health, Rule, Seen, Stuck, described
 from threshold_gating.training.observing import Observation
 
 
@@ -106,11 +106,14 @@ class GateWatch:
             )
         optimizers = [_unwrapped(o) for o in _several(optimizer)]
         if self.writes:
-            check_decay([g for o in optimizers for g in o.param_groups], self.model)
+            # an optimiser whose groups do not say it has no decay
+            said = [{"weight_decay": 0.0, **g} for o in optimizers for g in o.param_groups]
+            check_decay(said, self.model)
         self._health = None if self.config.rule is None else Health(self.config.rule)
         self._writer = _writer(self.config) if self.writes else None
         self._drawn = {site.name: _copied(site) for site in sites}
         self._said: set[str] = set()
+        self._lost: set[str] = set()  # sites of which it was said that they are NaN
         self._observation: Observation | None = None
         self._hook: Any = optimizers[0].register_step_post_hook(self._stepped)
         self._arm()
@@ -189,6 +192,7 @@ class GateWatch:
     def _judge(self, observation: Observation) -> None:
         assert self._health is not None
         for name, seen in observation.seen.items():
+            self._tell_lost(name, seen)
             found = self._health.judge(name, seen, self.step)
             self.found += found
             if found:
@@ -209,6 +213,16 @@ class GateWatch:
                 "no gate was seen in an observed step, so that nothing is known of stuck channels: "
                 "the network did not run in training mode with gradients between two steps."
             )
+
+    def _tell_lost(self, name: str, seen: Seen) -> None:
+        """Say once of a site that it sees NaN, or makes it."""
+        given, made = seen.lost
+        if made and name not in self._lost:
+            self._lost.add(name)
+            why = "so are values of its input" if given else "its input is none, so its gates are"
+            text = f"step {self.step}: {name}: {made:,} values of its output are NaN: {why}."
+            self._text(f"{name}/nan", text)
+            warnings.warn(text, GateWarning, stacklevel=2)
 
     def _draw(self, sites: list[telemetry.LearnedSite]) -> None:
         drawable = [s for s in sites if s.start is not None]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from threshold_gating.conversion import aten_ops
@@ -102,11 +104,33 @@ def difference(model: nn.Module, other: nn.Module, inputs: Any) -> float:
     )
 
 
+def expect_same(model: nn.Module, inputs: Any, output: float) -> None:
+    """Refuse an `output` of `difference` that rounding does not explain: the layers are exact, and
+    what runs between them is not what it was. A network that draws numbers is not judged."""
+    allowed = 4 * max(map(rounding, _outputs(model, inputs)))  # which layers hand on
+    if not output <= allowed and difference(model, model, inputs) <= allowed:
+        raise ValueError(
+            f"promote: every promoted layer of {type(model).__name__} computes what it did, and "
+            f"the output differs by {output:.1e} of its largest value: what runs between the "
+            "layers changes with them. Promote a part of the network; it is left as it was."
+        )
+
+
 def _outputs(model: nn.Module, inputs: Any) -> list[Tensor]:
     args, kwargs = arguments(fresh(inputs))
     with evaluating(model):
         outputs = aten_ops.tensors(model(*args, **kwargs))
         return [y for y in outputs if y.is_floating_point() and y.numel()]
+
+
+def rounding(y: Tensor) -> float:
+    """What sums in another order cannot make of results like y, over the largest of them.
+
+    Half of their digits, and at most float32's, in which parts of a network may run; a GPU has 10
+    bits in products of float32 (TF32).
+    """
+    eps = max(torch.finfo(y.dtype).eps, torch.finfo(torch.float32).eps)
+    return math.sqrt(max(eps, 2.0**-10) if y.is_cuda else eps)
 
 
 @contextmanager
@@ -139,6 +163,12 @@ def measuring(
             want = old.forward(given.pop())
             d = None if changed else float((y - want).abs().max())
             scale = float(want.abs().max())
+            if d is not None and bound is not None and d > bound + rounding(y) * scale:
+                raise ValueError(
+                    f"promote: {name} would differ by {d:.1e} from what it computes now, of at "
+                    f"most {scale:.1e}, which is more than rounding and the bound {bound:.1e} of "
+                    f"{trail.source.act}; the network is left as it was."
+                )
             if name in errors:  # of several calls the largest
                 d = None if d is None else max(d, errors[name].measured or 0.0)
                 scale = max(scale, errors[name].scale)

@@ -9,6 +9,7 @@ or an error.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -48,18 +49,15 @@ def _all_functions() -> dict[Any, str]:
     """What functions of torch do to a tensor that is followed.
 
     They move or select its elements and nothing else ("move", or "copy" into new memory), so that
-    they commute with an activation; they multiply it; they drop elements; they overwrite it.
+    they commute with an activation; they multiply it; they drop elements. See `written` for those
+    that overwrite it.
     """
-    writing = [n for n in dir(Tensor) if n.endswith("_") and not n.endswith("__")]
-    writing += [n for n in dir(Tensor) if n.startswith("__i") and f"__{n[3:]}" in dir(Tensor)]
     moving = (
         "flatten reshape view permute transpose contiguous t movedim moveaxis swapaxes swapdims "
         "ravel unflatten squeeze unsqueeze detach view_as reshape_as narrow select expand "
         "expand_as roll flip index_select chunk split tensor_split unbind __getitem__"
     )
     return {
-        **dict.fromkeys(_functions(" ".join(writing)), "write"),
-        **dict.fromkeys(_functions("__setitem__"), "write"),
         **dict.fromkeys(_functions(moving), "move"),
         **dict.fromkeys((Tensor.T.__get__, Tensor.mT.__get__), "move"),  # type: ignore[attr-defined]
         **dict.fromkeys(_functions("clone"), "copy"),
@@ -75,6 +73,7 @@ def _functions(names: str) -> set[Any]:
 
 
 _DOES = _all_functions()
+_AUGMENTED = {f for n, f in vars(operator).items() if n[0] == "i" and hasattr(operator, n[1:])}
 _REGIONS = {tag_activation_checkpoint, checkpoint}
 
 
@@ -83,8 +82,47 @@ def does(func: Any) -> str:
     return _DOES.get(func, "")
 
 
+def _place(func: Any) -> int | None:
+    """Where a function is told what it overwrites: -1 if it always overwrites its first argument,
+    else the position of its argument `inplace`, None if it has none."""
+    name = str(getattr(func, "__name__", "")).partition(".")[0]  # an op has its overload there
+    augmented = name.startswith("__i") and hasattr(Tensor, f"__{name[3:]}")
+    plain = name.endswith("_") and not name.endswith("__")
+    if plain or augmented or func in _AUGMENTED or name == "__setitem__":
+        return -1
+    code = getattr(func, "__code__", None)
+    names = code.co_varnames[: code.co_argcount] if code is not None else ()
+    return names.index("inplace") if "inplace" in names else None
+
+
 # torch.compiler.assume_constant_result, without the second that its import takes
 does.__dict__["_dynamo_marked_constant"] = True
+_place.__dict__["_dynamo_marked_constant"] = True
+
+
+def written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """The tensors that a call of torch overwrites: in place, by `inplace`, or by `out`."""
+    place, out = _place(func), kwargs.get("out")
+    found = _tensors(out)
+    asked = place is not None and (
+        place < 0 or (args[place] if place < len(args) else kwargs.get("inplace"))
+    )
+    if asked:
+        found += _tensors((*args, *kwargs.values())[0])
+    return found
+
+
+def _tensors(given: Any) -> list[Tensor]:
+    several = given if isinstance(given, list | tuple) else [given]
+    return [t for t in several if isinstance(t, Tensor)]
+
+
+def _clear(overwritten: list[Tensor]) -> None:
+    """Nothing is known any more of what these tensors, and all views of them, were made of."""
+    for y in overwritten:
+        mark = mark_of(y)
+        if mark is not None:
+            mark.whole.clear()
 
 
 def _drops(p: float = 0.5, training: bool = True, inplace: bool = False) -> tuple[bool, bool]:
@@ -162,6 +200,12 @@ class Take:
         self.name, self.act, self.moved = name, act, moved
 
     def __call__(self, layer: nn.Module, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
+        if not self._is_last(layer):
+            raise PromotionError(
+                f"{self.name} was promoted together with {self.act}, and a forward pre-hook was "
+                "registered on it later: it would be given the input of the activation, not its "
+                "result. Register it with prepend=True, or before the network is promoted."
+            )
         z: Tensor = (*args, *kwargs.values())[0]
         mark = mark_of(z)
         if mark is None or mark.act != self.act or (mark.moved and not self.moved):
@@ -176,6 +220,16 @@ class Take:
                 "overwritten in this run before the layer reads it. Use the network as it was."
             )
         return ((mark.pre,) if mark.factor is None else (mark.pre, mark.factor)), {}
+
+    def _is_last(self, layer: nn.Module) -> bool:
+        """Whether nobody's hook runs after this one, but ours and those of torch, which shard or
+        prune parameters and leave the input."""
+        after = False
+        for hook in layer._forward_pre_hooks.values():
+            if after and not str(hook.__module__).startswith(("threshold_gating.", "torch.")):
+                return False
+            after = after or hook is self
+        return True
 
 
 class Following(TorchFunctionMode):
@@ -197,25 +251,28 @@ class Following(TorchFunctionMode):
                 return self._activation(kind, func, args, kwargs)
         elif func in _REGIONS and torch.compiler.is_compiling():
             return func(self._inside(args[0]), *args[1:], **kwargs)
+        _clear(written(func, args, kwargs))
         what = does(func)
-        if what == "product" and len(args) == 2:
+        if what == "product" and len(args) == 2 and not kwargs:
             return self._product(func, args)
         mark = mark_of(args[0]) if what and args else None
-        if mark is None:
+        if mark is None or kwargs.get("out") is not None:
             return func(*args, **kwargs)
         if what in ("move", "copy"):
             return self._moved(func, mark, args, kwargs)
         if what == "dropout":
             return self._dropped(func, mark, args, kwargs)
-        return self._written(func, mark, args, kwargs)
+        return func(*args, **kwargs)
 
     def _activation(self, kind: str, func: Any, args: Any, kwargs: Any) -> Any:
         x, parameters, asked = sites.KINDS[kind].read(*args, **kwargs)
         act = self.calls.get((kind, parameters))
+        overwritten = written(func, args, kwargs)
+        _clear(overwritten)
         if act is None or kwargs.get("out") is not None:
             return func(*args, **kwargs)
         self._follow()
-        pre = kept(x, asked or sites.FUNCTIONS[func][1])
+        pre = kept(x, asked or bool(overwritten))
         y = func(*args, **kwargs)
         put_mark(y, act, pre)
         return y
@@ -248,11 +305,6 @@ class Following(TorchFunctionMode):
                 break
         return y
 
-    def _written(self, func: Any, mark: Mark, args: Any, kwargs: Any) -> Any:
-        mark.whole.clear()
-        args[0].tg_mark = None
-        return func(*args, **kwargs)
-
     def _dropped(self, func: Any, mark: Mark, args: Any, kwargs: Any) -> Any:
         """Dropout is a product with what it leaves of ones."""
         drops, inplace = _drops(*args[1:], **kwargs)
@@ -262,7 +314,7 @@ class Following(TorchFunctionMode):
                 _go_on(y, mark, mark.pre, mark.factor)
             return y
         if inplace:
-            return self._written(func, mark, args, kwargs)
+            return func(*args, **kwargs)
         left = func(torch.ones_like(args[0]), *args[1:], **kwargs)
         return self._product(torch.mul, (args[0], left))
 

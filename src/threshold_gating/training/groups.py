@@ -90,10 +90,12 @@ def check_decay(
     """Warn of trained gates of `model` that `optimizer` decays or does not have; return them.
 
     Groups may be given instead. One that says nothing of its decay counts as decayed: AdamW's
-    default is not 0.
+    default is not 0. In an optimiser it does not: one without the option (LBFGS, Rprop) has none.
     """
-    groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else optimizer
-    decay = dict(_decays(groups))
+    if isinstance(optimizer, torch.optim.Optimizer):
+        decay = dict(_decays(optimizer.param_groups, 0.0))
+    else:
+        decay = dict(_decays(optimizer, float("inf")))
     trained = {n: p for n, p in gate_parameters(model).items() if p.requires_grad}
     decayed = [n for n, p in trained.items() if decay.get(id(p))]
     missing = [n for n, p in trained.items() if id(p) not in decay]
@@ -117,9 +119,9 @@ def _own_gates(module: nn.Module) -> Iterator[nn.Parameter]:
             yield p
 
 
-def _decays(groups: Iterable[dict[str, Any]]) -> Iterator[tuple[int, float]]:
-    """The decay of each parameter, by its id; infinite where a group does not say."""
+def _decays(groups: Iterable[dict[str, Any]], unsaid: float) -> Iterator[tuple[int, float]]:
+    """The decay of each parameter, by its id; `unsaid` where a group does not say."""
     for group in groups:
         params = group["params"]
         for p in [params] if isinstance(params, torch.Tensor) else params:
-            yield id(p), group.get("weight_decay", float("inf"))
+            yield id(p), group.get("weight_decay", unsaid)

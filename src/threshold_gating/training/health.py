@@ -48,6 +48,7 @@ class Seen(NamedTuple):
     level: Tensor  # the mean |y| there
     values: int  # how many there were of each
     axis: int  # of the channels in the input
+    lost: tuple[int, int] = (0, 0)  # how many inputs and how many outputs are NaN
 
 
 class Stuck(NamedTuple):
@@ -97,7 +98,8 @@ def look(
         weight = flat.float()
         level = torch.zeros_like(inputs) if out is None else out.abs().nan_to_num()
         level = (weight * level).sum(1) / weight.sum(1).clamp_min(1)
-        return Seen(weight.mean(1), level, inputs.shape[1], axis)
+        lost = int(inputs.isnan().sum()), int(y.detach().isnan().sum())
+        return Seen(weight.mean(1), level, inputs.shape[1], axis, lost)
 
 
 @contextmanager

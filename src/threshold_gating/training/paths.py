@@ -160,6 +160,9 @@ class _Finder:
         if visit.kind == _READ:
             return functools.partial(self._after, visit)
         self._readers(visit, visit.name)
+        if source is not None and visit.kwargs.get("out") is not None:
+            self.paths.kept[source.name] = "it writes to a tensor that it is given (out=)"
+            return None
         if source is None:
             return None
         self.paths.sources[source.name] = source
@@ -223,9 +226,11 @@ class _Finder:
             if id(t) in self.owners:
                 self.paths.read.add(self.owners[id(t)])
         func, args = visit.f, visit.args
-        what = does(func)
-        if what == "product" and len(args) == 2:
-            args = next((p for p in (args, args[::-1]) if _is_gated(*p, y)), args)
+        what = "" if visit.kwargs.get("out") is not None else does(func)
+        if what == "product" and len(args) != 2:
+            what = ""  # by name, which is not followed
+        if what == "product":
+            args = next((p for p in (args, args[::-1]) if _is_gated(p[0], p[1], y)), args)
         trail = _checked(args[0]) if args else None
         if trail is not None and what in ("move", "copy"):
             for each in made:

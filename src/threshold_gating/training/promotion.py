@@ -17,7 +17,13 @@ from threshold_gating.instance import TG
 from threshold_gating.nn.activation import Activation
 from threshold_gating.nn.dense import TIERED
 from threshold_gating.nn.tying import SHARES, Tier, TierShare, share_of
-from threshold_gating.training.closeness import LayerError, Promotion, difference, measuring
+from threshold_gating.training.closeness import (
+    LayerError,
+    Promotion,
+    difference,
+    expect_same,
+    measuring,
+)
 from threshold_gating.training.following import Follow, Remember, Take, forget, keep_input
 from threshold_gating.training.graph import expect_axes, is_hooked, put
 from threshold_gating.training.paths import (
@@ -95,6 +101,8 @@ def promote(
     errors: dict[str, LayerError] = {}
     with measuring(new, dense, chosen, errors, changed=gates is not None):
         output = difference(model, new, inputs)
+    if gates is None and not any(error.sup for error in errors.values()):
+        expect_same(model, inputs, output)
     in_order = {name: errors[name] for name in chosen}
     return _reported(new, Promotion(tuple(chosen), kept, in_order, output))
 
@@ -271,10 +279,10 @@ def _layer(
     if tier != "W":
         new = lifted(new, tier, share)
     own = learned is not None and learned.share not in ("net", "layer")
-    take = Take(name, source.act, moved=not own)
-    new.register_forward_pre_hook(take, with_kwargs=True)
     if own and learned is not None and learned.axis != -1:
         expect_axes(new, old.weight.dim())
+    take = Take(name, source.act, moved=not own)  # after which no other hook runs
+    new.register_forward_pre_hook(take, with_kwargs=True)
     new.weight.requires_grad_(old.weight.requires_grad)
     return new.train(original.training)
 
