@@ -435,8 +435,8 @@ class Answering(TorchFunctionMode):
     def _has_lines(self, site: Site, kind: str) -> bool:
         """Whether it matters which line makes a call, and the line is one of the owner's: the first
         one outside of torch's own layers is that of whoever calls the network."""
-        home = "" if self.owner is None else type(self.owner).forward.__module__
-        own = home.partition(".")[0] != "torch"
+        home = None if self.owner is None else type(self.owner).forward.__module__
+        own = (home or "").partition(".")[0] != "torch"  # a traced network's has none
         return own and (site.learns is not None or self._is_told_apart(kind))
 
     def _is_told_apart(self, kind: str) -> bool:
