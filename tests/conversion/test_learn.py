@@ -132,6 +132,26 @@ def test_a_fresh_network_is_verified_and_a_trained_one_says_what_moved(name, lea
     assert all(row.has_moved for row in after.rows if row.learns and row.calls)
 
 
+def test_what_was_changed_beside_weights_and_gates_is_found_although_gates_moved():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.act, self.second = nn.Linear(4, 5), nn.SiLU(), nn.Linear(5, 3)
+            self.scale = 1.0
+
+        def forward(self, x):
+            return self.scale * self.second(self.act(self.first(x)))
+
+    model, x = Scaled().eval(), torch.randn(6, 4)
+    gated = convert(model, inputs=x, train=BOTH, share="channel")
+    with torch.no_grad():
+        for p in gated.parameters():
+            p.add_(0.1)
+    assert tg.verify(model, gated, x).ok
+    gated.scale = 7.0
+    assert "beside weights and gates" in tg.verify(model, gated, x).failed["start"]
+
+
 def sites_that_learn(model):
     sites = {}
     for module in model.modules():

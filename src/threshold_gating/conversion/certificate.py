@@ -33,7 +33,7 @@ from threshold_gating.conversion.audit import (
     jsonable,
 )
 from threshold_gating.conversion.checkpoint import card
-from threshold_gating.conversion.learn import moved
+from threshold_gating.conversion.learn import moved, started
 from threshold_gating.conversion.outputs import Output
 from threshold_gating.conversion.plan import ConversionError
 from threshold_gating.conversion.site_error import RELATIVE, Error, Local
@@ -220,6 +220,14 @@ def verify(
         )
     if message := outputs.judged(compared, plain, have, bound, _worst(rows)):
         failed["output"] = message
+    if trained:
+        start = _as_it_started(model, converted, args, kwargs)
+        apart = outputs.compare(plain, start, exact, tol, wide)
+        if message := outputs.judged(apart, plain, start, tol, _worst(rows)):
+            failed["start"] = (
+                "something beside weights and gates was changed: with the original's weights, and "
+                f"its gates where they started, {message}"
+            )
     if not outputs.agree(plain, watched, tol, wide):
         failed = {"watching": _WATCHING, **failed}
     paired_metric = None if metric is None else paired.compare(metric, plain, have)
@@ -228,6 +236,13 @@ def verify(
     certificate = Certificate(*about)
     card.keep(converted, card.measured(certificate, args, kwargs))
     return certificate
+
+
+def _as_it_started(model: nn.Module, converted: nn.Module, args: Any, kwargs: Any) -> Any:
+    """The output of a trained network before it was trained."""
+    new, given = started(model, converted), fresh((args, kwargs))
+    with kernels.use("reference"), torch.random.fork_rng(devices=[]), evaluating(new):
+        return new(*given[0], **given[1])
 
 
 _WATCHING = (

@@ -6,10 +6,12 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from threshold_gating.conversion import sites
@@ -30,6 +32,7 @@ from threshold_gating.nn.spec import (
     group_of,
     learnable,
     learned,
+    restart,
 )
 from threshold_gating.nn.unitwise import Units
 from threshold_gating.taxonomy import TAXONOMY
@@ -350,6 +353,21 @@ def moved(model: nn.Module, *, own: bool = False) -> dict[str, dict[str, float]]
             if spec.learned:
                 found[site_name(path, prefix)] = spec.moved(module, prefix)
     return found
+
+
+@torch.no_grad()
+def started(model: nn.Module, converted: nn.Module) -> nn.Module:
+    """A copy of a network that learned, with the tensors of `model` and gates at their start."""
+    new = copy.deepcopy(converted)
+    own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    for name, t in (*new.named_parameters(), *new.named_buffers()):
+        if name in own and own[name].shape == t.shape:
+            t.copy_(own[name])
+    for module in new.modules():
+        site = vars(module).get("site")
+        if not isinstance(module, Activation) or (site is not None and site.learns is not None):
+            restart(module)
+    return new
 
 
 def as_at_start(gate: nn.Module, alone: bool = False) -> nn.Module:

@@ -205,6 +205,16 @@ def at_start(prefix: str, spec: Spec, x: Tensor) -> nn.Module:
     return holder.requires_grad_(False)
 
 
+@torch.no_grad()
+def restart(module: nn.Module) -> None:
+    """Return the gates that a module holds to where they started."""
+    for prefix, spec in gates_of(module).items():
+        for name in spec.roles():
+            if _is_held(module, prefix + name):
+                value = found(module, prefix + name)
+                value.copy_(spec.start(name, value.device, value.dtype))
+
+
 class Holder(nn.Module):
     """A module that holds the tensors of gates (`gates_of`), beside its own or alone.
 
@@ -226,12 +236,7 @@ class Holder(nn.Module):
         own = getattr(super(), "reset_parameters", None)
         if own is not None:
             own()
-        with torch.no_grad():
-            for prefix, spec in gates_of(self).items():
-                for name in spec.roles():
-                    if _is_held(self, prefix + name):
-                        value = found(self, prefix + name)
-                        value.copy_(spec.start(name, value.device, value.dtype))
+        restart(self)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
