@@ -192,9 +192,9 @@ def broken(gated, name, damage):
     where, _, call = name.rpartition("#")
     if ":" in name:  # a call of torch, answered by its owner
 
-        def answer(site, func, args, kwargs):
+        def answer(site, func, args, kwargs, owner=None):
             kept = fresh(args[:1])
-            y = original(site, func, args, kwargs)
+            y = original(site, func, args, kwargs, owner)
             if site.name != name:
                 return y
             bad = damage(y, kept)

@@ -64,6 +64,7 @@ class Slopes(NamedTuple):
 def left_family(model: nn.Module, tol: float = TOLERANCE) -> dict[str, list[int]]:
     """The channels that have left the family they started in, by site.
 
+    >>> from threshold_gating import Activation
     >>> act = Activation("sigmoid", share="channel", channels=3, train=("s",))
     >>> with torch.no_grad():
     ...     act.s[1, 2] = 0.1
@@ -108,6 +109,7 @@ class FamilyReport:
 def family_report(model: nn.Module, tol: float = TOLERANCE) -> FamilyReport:
     """The families of all learned gates, as they were at the start and as they are.
 
+    >>> from threshold_gating import Activation
     >>> print(family_report(nn.Sequential(Activation("silu", train=("tau", "s")))))
     0: multiplicative at the start; now 1 multiplicative
     """
