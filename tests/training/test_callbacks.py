@@ -24,6 +24,8 @@ from threshold_gating.training import (
 )
 from threshold_gating.training.health import Rule
 
+FEW = Rule(values=256)  # small networks and few steps: planted channels are all flat
+
 
 @pytest.fixture(autouse=True)
 def _seeded():
@@ -88,7 +90,7 @@ def test_a_planted_channel_is_found_within_two_observations(init, train, shift, 
     with torch.no_grad():
         model[0].bias[5] += shift
     with pytest.warns(GateWarning, match=rf"step 20: 1: channel 5 \(axis 1\) is {what}"):
-        watch = watched(model, 25, WatchConfig(every=10))
+        watch = watched(model, 25, WatchConfig(rule=FEW, every=10))
     assert [(s.step, s.site, s.channel, s.what) for s in watch.found] == [(20, "1", 5, what)]
     assert watch.found[0].values == 256
 
@@ -105,7 +107,7 @@ def test_a_channel_that_dies_on_the_way_is_found_and_one_that_recovers_is_told_o
     model = network()
     optimizer = torch.optim.SGD(param_groups(model, 1e-3))
     found = []
-    with GateWatch(model, optimizer, WatchConfig(every=5)) as watch:
+    with GateWatch(model, optimizer, WatchConfig(rule=FEW, every=5)) as watch:
         for shift in (0.0, -50.0, 50.0, -50.0):
             with torch.no_grad():
                 model[0].bias[3] += shift
@@ -147,7 +149,7 @@ def test_every_kind_of_gate_is_seen_and_named():
         model.conv.bias[3] = -100.0  # the call
     converted = tg.convert(model, inputs=batch()[0])
     with pytest.warns(GateWarning):
-        watch = watched(converted, 4, WatchConfig(every=1))
+        watch = watched(converted, 4, WatchConfig(rule=FEW, every=1))
     found = {(s.site, s.channel, s.what) for s in watch.found}
     wanted = {
         ("act", 1, "dead"),
@@ -180,7 +182,7 @@ def test_calls_that_learn_are_written_and_judged_like_modules(tmp_path):
     with pytest.warns(UserWarning, match="act, act#1: only theta is learned"):
         model = tg.convert(plain, train=("tau", "theta"), share="channel", inputs=x)
     with pytest.warns(GateWarning):
-        watch = watched(model, 4, WatchConfig(every=2, out=tmp_path, figures=False))
+        watch = watched(model, 4, WatchConfig(rule=FEW, every=2, out=tmp_path, figures=False))
     assert {(s.site, s.channel, s.what) for s in watch.found} >= {
         ("act", 2, "dead"),
         ("act#1", 2, "dead"),
@@ -215,7 +217,7 @@ def test_temperatures_and_recurrent_calls_are_written_and_said_not_to_be_judged(
     names = [s.name for s in tg.training.telemetry.learned_sites(model)]
     assert len(names) == len(set(names))
     with pytest.warns(GateWarning) as said:
-        watched(model, 4, WatchConfig(every=2, out=tmp_path, figures=0))
+        watched(model, 4, WatchConfig(rule=FEW, every=2, out=tmp_path, figures=0))
     left = "not looked at for stuck channels: "
     assert {str(w.message) for w in said} == {
         f"{left}lstm:lstm#0: lstm is not one element-wise function.",
@@ -238,7 +240,7 @@ def test_watching_changes_no_bit_of_a_run(tmp_path):
     torch.manual_seed(1)
     trained(plain, 12)
     torch.manual_seed(1)
-    watched(seen, 12, WatchConfig(every=3, out=tmp_path))
+    watched(seen, 12, WatchConfig(rule=FEW, every=3, out=tmp_path))
     assert all(
         torch.equal(a, b) for a, b in zip(plain.parameters(), seen.parameters(), strict=True)
     )
@@ -248,7 +250,7 @@ def test_watching_changes_no_bit_of_a_run(tmp_path):
 def test_an_armed_network_is_copied_and_pickled_without_its_hooks():
     model = tg.convert(Everywhere(), inputs=batch()[0])
     optimizer = optimizer_of(model)
-    with GateWatch(model, optimizer, WatchConfig(every=1)) as watch:
+    with GateWatch(model, optimizer, WatchConfig(rule=FEW, every=1)) as watch:
         assert watch._observation is not None
         x = batch()[0]
         for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
@@ -262,7 +264,7 @@ def test_accumulated_batches_are_one_step_and_skipped_steps_are_none():
     model = network()
     optimizer = torch.optim.SGD(param_groups(model, 1e-3))
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    with GateWatch(model, optimizer, WatchConfig(every=2)) as watch:
+    with GateWatch(model, optimizer, WatchConfig(rule=FEW, every=2)) as watch:
         trained(model, 3, optimizer, accumulate=4)
         assert watch.step == 3
         for weight in (1.0, math.inf, 1.0):
@@ -278,7 +280,7 @@ def test_lines_histograms_figures_and_families_are_written_and_a_run_goes_on(tmp
         network("silu", ("tau", "theta", "s")), tg.Activation("relu", train=("c",))
     )
     model[1].requires_grad_(False)  # it does not move
-    config = WatchConfig(every=5, out=tmp_path)
+    config = WatchConfig(rule=FEW, every=5, out=tmp_path)
     watched(model, 10, config)
     with GateWatch(model, optimizer_of(model), config, start=10) as again:
         trained(model, 5, again_optimizer := optimizer_of(model))
@@ -346,7 +348,7 @@ def test_a_network_that_does_not_run_between_steps_is_said():
     optimizer = optimizer_of(model)
     with (
         pytest.warns(GateWarning, match="no gate was seen in an observed step"),
-        GateWatch(model, optimizer, WatchConfig(every=1)),
+        GateWatch(model, optimizer, WatchConfig(rule=FEW, every=1)),
     ):
         optimizer.step()
 
@@ -359,7 +361,7 @@ def test_a_run_goes_on_where_looking_fails_and_the_site_is_named(monkeypatch):
     with pytest.warns(
         GateWarning, match="not looked at for stuck channels: 1: .* RuntimeError: no memory"
     ):
-        watch = watched(network(), 3, WatchConfig(every=2))
+        watch = watched(network(), 3, WatchConfig(rule=FEW, every=2))
     assert watch.step == 3
 
 
@@ -367,7 +369,7 @@ def test_a_run_that_fails_is_left_without_a_report(tmp_path):
     model = network()
     with (
         pytest.raises(KeyError),
-        GateWatch(model, optimizer_of(model), WatchConfig(every=1, out=tmp_path)),
+        GateWatch(model, optimizer_of(model), WatchConfig(rule=FEW, every=1, out=tmp_path)),
     ):
         raise KeyError("the run's own")
     assert not (tmp_path / "families.json").exists()
@@ -388,7 +390,7 @@ def test_compiled_networks_are_seen_too():
     assert len(ran) == 2
     with (
         pytest.warns(GateWarning, match=r"step 4: 1: channel 5 \(axis 1\) is dead"),
-        GateWatch(compiled, optimizer, WatchConfig(every=2)),
+        GateWatch(compiled, optimizer, WatchConfig(rule=FEW, every=2)),
     ):
         trained(compiled, 5, optimizer)
     assert len(ran) == 5  # steps 2 and 4 were observed, without the graph
@@ -396,7 +398,7 @@ def test_compiled_networks_are_seen_too():
 
 def test_tensorboard_is_written_where_it_is_installed(tmp_path):
     pytest.importorskip("tensorboard", reason="not among the extras")
-    watched(network(), 4, WatchConfig(every=2, out=tmp_path, writer="tensorboard"))
+    watched(network(), 4, WatchConfig(rule=FEW, every=2, out=tmp_path, writer="tensorboard"))
     assert list(tmp_path.glob("events.*"))
 
 
@@ -411,7 +413,7 @@ def test_accelerate_trains_learned_gates_and_is_watched(tmp_path):
     try:
         data = torch.utils.data.DataLoader(list(zip(*batch(64), strict=True)), batch_size=16)
         model, optimizer, data = accelerator.prepare(model, optimizer_of(model), data)
-        with GateWatch(model, optimizer, WatchConfig(every=2, out=tmp_path)) as watch:
+        with GateWatch(model, optimizer, WatchConfig(rule=FEW, every=2, out=tmp_path)) as watch:
             for _ in range(3):
                 for x, y in data:
                     with accelerator.accumulate(model):
@@ -457,7 +459,7 @@ def test_the_trainer_is_watched_warns_of_decay_and_resumes(tmp_path):
 
     def trainer(steps, **kwargs):
         torch.manual_seed(0)
-        callback = trainer_callback(every=2, out=out)
+        callback = trainer_callback(rule=FEW, every=2, out=out)
         args = arguments(tmp_path, max_steps=steps, gradient_accumulation_steps=2, **kwargs)
         model = Regression()
         optimizers = (optimizer_of(model), None)
@@ -500,7 +502,7 @@ def test_lightning_is_watched(tmp_path):
     model = Module()
     with torch.no_grad():
         model.net[0].bias[5] = -100.0
-    callback = lightning_callback(every=2, out=tmp_path / "watch")
+    callback = lightning_callback(rule=FEW, every=2, out=tmp_path / "watch")
     data = torch.utils.data.DataLoader(list(zip(*batch(2048), strict=True)), batch_size=128)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Lightning's own
@@ -527,7 +529,7 @@ def test_nan_is_told_of_once_with_the_site_and_the_step(where):
         x[0, 0] = torch.nan
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        watch = GateWatch(net, optimizer, WatchConfig(every=2))
+        watch = GateWatch(net, optimizer, WatchConfig(rule=FEW, every=2))
         for _ in range(6):
             net(x).sum().backward()
             optimizer.step()

@@ -63,6 +63,18 @@ def test_a_channel_is_told_of_after_enough_observations_and_values():
     assert said.startswith("step 30: act: channel 1 (axis 1) is dead: at least 300 values")
 
 
+@pytest.mark.parametrize(("values", "alarms"), [(3000, 0), (256, 1)])
+def test_sparse_channels_are_not_called_dead_before_enough_values_were_seen(values, alarms):
+    """64 channels of ReLU, each open for one value in a hundred; 20 observations of 64 values."""
+    assert Rule().values == 3000
+    state = Health(Rule(values=values))
+    found = []
+    for step in range(20):
+        x = torch.where(torch.rand(64, 64) < 0.01, 1.0, -1.0)
+        found += state.judge("act", seen(tg.TAXONOMY["relu"], x), step)
+    assert bool(found) == bool(alarms)
+
+
 def test_another_number_of_channels_starts_anew():
     state = Health(Rule(patience=2, values=1))
     for channels in (2, 3):

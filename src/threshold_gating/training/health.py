@@ -29,7 +29,7 @@ class Rule:
     flat: float = 0.01
     share: float = 0.999
     patience: int = 2
-    values: int = 256
+    values: int = 3000  # 3 / (1 - share): fewer, none of them steep, do not establish the share
     zero: float = 0.01
 
     def __post_init__(self) -> None:
