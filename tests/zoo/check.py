@@ -104,13 +104,22 @@ def in_float64(model, inputs):
 
     y, wide = run(model, inputs), copy.deepcopy(model).double()
     inputs = tree_map(double, inputs)
-    try:
-        want = run(wide, inputs)
-    except (RuntimeError, TypeError):
-        return math.inf, math.nan
-    gated = tg.convert(wide, inputs=inputs, strict=False).double()
-    with kernels.use("reference"):
+    with _Wide(), kernels.use("reference"):
+        try:
+            want = run(wide, inputs)
+        except (RuntimeError, TypeError):
+            return math.inf, math.nan
+        gated = tg.convert(wide, inputs=inputs, strict=False).double()
         return distance(want, y), distance(expected(wide, gated, inputs), run(gated, inputs))
+
+
+class _Wide(TorchFunctionMode):
+    """Torch, where a tensor that a network makes as `torch.float` is of float64."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        wide = {"dtype": torch.float64} if kwargs.get("dtype") is torch.float32 else {}
+        return func(*args, **kwargs | wide)
 
 
 def expected(model, gated, inputs):
