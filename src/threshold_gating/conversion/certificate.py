@@ -22,21 +22,13 @@ from torch import Tensor, nn
 
 from threshold_gating import kernels
 from threshold_gating.conversion import aten_ops, outputs, paired, sites
-from threshold_gating.conversion.audit import (
-    WIDTH,
-    Audit,
-    AuditedSite,
-    beside,
-    columns,
-    execute,
-    is_gate,
-    jsonable,
-)
+from threshold_gating.conversion.audit import Audit, AuditedSite, beside, execute, is_gate
 from threshold_gating.conversion.checkpoint import card
 from threshold_gating.conversion.learn import moved, started
 from threshold_gating.conversion.outputs import Output
 from threshold_gating.conversion.plan import ConversionError
 from threshold_gating.conversion.site_error import RELATIVE, Error, Local
+from threshold_gating.conversion.text import WIDTH, columns, jsonable
 from threshold_gating.conversion.watch import INTERNAL, evaluating, fresh
 from threshold_gating.nn.spec import gate_names
 

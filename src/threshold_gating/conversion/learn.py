@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from threshold_gating.conversion import sites
 from threshold_gating.conversion.channels import HEADLESS, UNKNOWN, Channels
 from threshold_gating.conversion.config import GateConfig
+from threshold_gating.conversion.text import some
 from threshold_gating.instance import TG
 from threshold_gating.nn import rnn
 from threshold_gating.nn.activation import Activation
@@ -122,11 +123,11 @@ class Learner:
     def notes(self) -> Iterator[str]:
         """What some sites cannot, a sentence for each reason, and sizes that are fixed now."""
         for what, names in self.why.items():
-            yield f"{_some(names)}: {what}"
+            yield f"{some(names)}: {what}"
         if self.sizes:
             each = [f"{name} {size}" for name, size in self.sizes.items()]
             said = "where each position has a gate, inputs of another size are refused"
-            yield f"{said}: {_some(each)}"
+            yield f"{said}: {some(each)}"
 
     def _spec(self, site: Site, config: GateConfig) -> tuple[Spec | None, str]:
         if site.kind in _FIXED:
@@ -206,10 +207,6 @@ class Learner:
         each = [_channels(site.name, share, config.axis, seen) for seen in self._calls(site)]
         group, axis = self._one(site, each, "channels")
         return group, axis
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if names[3:] else "")
 
 
 def _listed(names: tuple[str, ...]) -> str:

@@ -15,8 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from threshold_gating.conversion import sites
-from threshold_gating.conversion.audit import columns, described, gate_of, is_gate
+from threshold_gating.conversion.audit import described, gate_of, is_gate
 from threshold_gating.conversion.plan import Choices, module_sites, whole
+from threshold_gating.conversion.text import columns
 from threshold_gating.conversion.watch import Run, Told, Visit, Watch, fresh, undisturbed
 from threshold_gating.fitting.shape import curve
 from threshold_gating.nn.activation import Activation

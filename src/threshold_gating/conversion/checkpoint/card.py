@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from threshold_gating._version import __version__
-from threshold_gating.conversion.audit import jsonable
 from threshold_gating.conversion.checkpoint.files import mark
 from threshold_gating.conversion.hub import REPORT
 from threshold_gating.conversion.learn import moved
+from threshold_gating.conversion.text import jsonable
 
 if TYPE_CHECKING:
     from threshold_gating.conversion.certificate import Certificate, Row

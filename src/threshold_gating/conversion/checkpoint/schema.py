@@ -18,7 +18,6 @@ from threshold_gating import kernels
 from threshold_gating._version import __version__
 from threshold_gating.conversion import sites
 from threshold_gating.conversion.apply import PerCall
-from threshold_gating.conversion.audit import jsonable
 from threshold_gating.conversion.checkpoint.files import (
     BESIDE,
     CONFIG,
@@ -39,6 +38,7 @@ from threshold_gating.conversion.learn import (
 )
 from threshold_gating.conversion.plan import Site
 from threshold_gating.conversion.purity import probing
+from threshold_gating.conversion.text import jsonable
 from threshold_gating.instance import TG
 from threshold_gating.nn import rnn
 from threshold_gating.nn.activation import Activation
