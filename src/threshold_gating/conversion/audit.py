@@ -27,8 +27,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from threshold_gating import taxonomy
 from threshold_gating.conversion import aten_ops
-from threshold_gating.conversion.intercept import LEAVE, Answering, answer
-from threshold_gating.conversion.plan import Site
+from threshold_gating.conversion.answering import LEAVE, Answering, answer
+from threshold_gating.conversion.site import Site
 from threshold_gating.conversion.text import WIDTH, columns
 from threshold_gating.conversion.watch import Run, Running, evaluating, fresh
 from threshold_gating.nn import rnn

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx, nn
 
-from threshold_gating.conversion.apply import Gate, successor
+from threshold_gating.conversion.gate import Gate, successor
 from threshold_gating.nn.activation import Activation
 from threshold_gating.nn.dense import Conv1d, Conv2d, Conv3d, Linear
 from threshold_gating.training.graph import (

@@ -18,9 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from threshold_gating.conversion import sites
-from threshold_gating.conversion.apply import PerCall
-from threshold_gating.conversion.intercept import LEAVE, intercept_calls, release, site_of_call
-from threshold_gating.conversion.plan import Site
+from threshold_gating.conversion.answering import LEAVE, site_of_call
+from threshold_gating.conversion.gate import PerCall
+from threshold_gating.conversion.intercept import intercept_calls, release
+from threshold_gating.conversion.site import Site
 from threshold_gating.training.following import Remember, Take, does, forget, keep_input
 
 # What runs around a module's `forward` is kept under these names.

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from threshold_gating.conversion import sites
-from threshold_gating.conversion.apply import PerCall, successor
 from threshold_gating.conversion.audit import gate_of, is_gate
+from threshold_gating.conversion.gate import PerCall, successor
 from threshold_gating.conversion.learn import learned_gates
-from threshold_gating.conversion.plan import Choices, ModuleSites, module_sites, run, whole
+from threshold_gating.conversion.plan import ModuleSites, module_sites, run, whole
 from threshold_gating.conversion.watch import Run, Told, Visit, Watch, evaluating, fresh
 from threshold_gating.instance import TG
 from threshold_gating.nn import rnn
@@ -70,7 +70,7 @@ def harden(model: nn.Module, *, inputs: Any = None) -> Hardening:
             in a forward (`F.gelu`), which stay as they are, are seen and named in `kept`.
     """
     new = copy.deepcopy(model)
-    plain = module_sites(model, Choices(None))
+    plain = module_sites(model)
     kept = dict(_out_of_reach(model, plain, seen=inputs is not None))
     done: list[str] = []
     for name, module in list(new.named_modules()):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from threshold_gating import taxonomy
-from threshold_gating.conversion.apply import is_inplace
+from threshold_gating.conversion.gate import is_inplace
 from threshold_gating.conversion.intercept import follow, unshare
 from threshold_gating.instance import TG
 from threshold_gating.nn.activation import Activation
