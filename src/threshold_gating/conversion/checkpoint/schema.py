@@ -240,11 +240,8 @@ def _site_of_json(data: Any) -> Site:
 
 
 _WORDS = {
-    str: "a text",
-    bool: "true or false",
-    int: "a whole number",
-    list: "a list",
-    dict: "named",
+    **{str: "a text", bool: "true or false", int: "a whole number"},
+    **{list: "a list", dict: "named"},
 }
 _MOST = 2**26  # elements that share nothing; more is no layer, and would take all memory
 
@@ -374,16 +371,14 @@ def _pretrained(data: Any) -> dict[str, Any] | None:
 
 def _weights(about: Any) -> dict[str, Any]:
     """What is said of the file of tensors, which stands beside the config and nowhere else."""
-    found = {
-        k: _part(about, k, kind) for k, kind in {"file": str, "bytes": int, "sha256": str}.items()
-    }
     *most, last = known = (files.WEIGHTS, files.GATES, files.BESIDE)
-    if found["file"] not in known:
+    if (file := _part(about, "file", str)) not in known:
         raise ValueError(
             f"the file of tensors must be {', '.join(most)} or {last}, in the same directory; "
-            f"got {found['file']!r}."
+            f"got {file!r}."
         )
-    return found
+    size, digest = _part(about, "bytes", int), _part(about, "sha256", str)
+    return {"file": file, "bytes": size, "sha256": digest}
 
 
 def _check_once(found: Checkpoint) -> None:
@@ -391,9 +386,8 @@ def _check_once(found: Checkpoint) -> None:
     seen: set[str] = set()
     for entry in (*found.modules, *found.owners, *found.recurrent):
         # A recurrent layer of ours is on record with its gates; its calls may be, too.
-        names = (
-            entry.names if entry not in found.recurrent else [f"{n}, gates" for n in entry.names]
-        )
+        mark = ", gates" if entry in found.recurrent else ""
+        names = [f"{name}{mark}" for name in entry.names]
         if again := [name for name in names if name in seen]:
             raise ValueError(f"{again[0]!r} is on record twice.")
         seen.update(names)
