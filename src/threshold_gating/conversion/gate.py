@@ -98,11 +98,10 @@ class Gate(_Converted, Activation):
     @classmethod
     def made(cls, spec: Elementwise, inplace: bool, device: Any) -> Gate:
         """A gate with tensors of its own."""
-        channels = None if spec.share in ("net", "layer") else spec.group
         return cls(
             spec.init,
             share=spec.share,
-            channels=channels,
+            channels=_channels(spec),
             axis=spec.axis,
             train=spec.learned,
             inplace=inplace,
@@ -118,9 +117,16 @@ class Gate(_Converted, Activation):
         def __call__(self, *args: Tensor, **named: Tensor) -> Tensor: ...
 
 
+def _channels(spec: Elementwise) -> tuple[int, ...] | None:
+    """The sizes that `Activation` takes for how a gate is shared."""
+    return None if spec.share in ("net", "layer") else spec.group
+
+
 def successor(act: Activation, record: TG, **options: Any) -> Activation:
-    """A new activation for where `act` stands: on its device, in its type, called by its names."""
+    """A new activation for where `act` stands: on its device, in its type, called by its names, and
+    shared as it is if `options` do not say otherwise."""
     kind = Gate if isinstance(act, Gate) else Activation
+    options = {"share": act.share, "channels": _channels(act), "axis": act.axis, **options}
     new = kind(record, device=act.theta0.device, **options).to(act.theta0.dtype)
     vars(new).update({k: v for k, v in vars(act).items() if k == "argument"})
     return new

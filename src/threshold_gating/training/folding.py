@@ -190,6 +190,7 @@ def _gate(gate: Activation, train: tuple[str, ...], channels: int) -> Activation
         replace(gate.init, anchor=None),
         share="channel",
         channels=channels,
+        axis=1,
         train=[n for n in train if not (gate.init.hard and n == "tau")],
     )
     return new.eval().requires_grad_(False)

@@ -11,7 +11,7 @@ import functools
 import operator
 from collections import Counter
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,7 @@ from threshold_gating.conversion.intercept import intercept_calls, release
 from threshold_gating.conversion.site import Site
 from threshold_gating.training.following import Remember, Take, does, forget, keep_input
 
+Module = TypeVar("Module", bound=nn.Module)
 # What runs around a module's `forward` is kept under these names.
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # Of `operator`, which torch.fx records for what is written x[k] and x * y.
@@ -186,6 +187,12 @@ def put(model: nn.Module, old: nn.Module, new: nn.Module) -> nn.Module:
             if child is old:
                 parent._modules[name] = new
     return new if model is old else model
+
+
+def hooked_as(new: Module, old: nn.Module) -> Module:
+    """`new` with whatever runs around the forward of `old`."""
+    vars(new).update({k: v for k, v in vars(old).items() if "_hook" in k})
+    return new
 
 
 def is_hooked(part: nn.Module) -> bool:

@@ -21,7 +21,7 @@ from threshold_gating.instance import TG
 from threshold_gating.nn import rnn
 from threshold_gating.nn.activation import Activation
 from threshold_gating.training.closeness import difference
-from threshold_gating.training.graph import put
+from threshold_gating.training.graph import hooked_as, put
 from threshold_gating.training.tiers import is_tiered
 
 
@@ -148,16 +148,7 @@ def _hard(act: Activation) -> Activation:
     learned = [n for n in act.learned if n != "tau"]
     if act.learned:  # what it has learned has to be kept somewhere
         learned = ["theta", *(n for n in ("s", "c") if n in act.learned), "c"]
-    new = successor(
-        act,
-        record,
-        share=act.share,
-        channels=None if act.share in ("net", "layer") else act.group,
-        axis=act.axis,
-        train=learned,
-        inplace=act.inplace,
-    )
-    vars(new).update({k: v for k, v in vars(act).items() if "_hook" in k})
+    new = hooked_as(successor(act, record, train=learned, inplace=act.inplace), act)
     if act.learned:
         _, theta, s, c = act.values()
         new.set_values(math.inf, theta, s, c)

@@ -62,7 +62,6 @@ class Trail:
     """
 
     source: Source
-    inplace: bool
     runs: tuple[Run, ...]
     held: tuple[tuple[Tensor, int], ...]
     version: int
@@ -212,10 +211,9 @@ class _Finder:
         return None
 
     def _made(self, source: Source, x: Tensor, version: int, y: Any) -> None:
-        inplace = x._version != version or y is x
-        held = () if inplace else ((x, version),)
-        runs = tuple(self.watch.running.stack)
-        _put(y, Trail(source, inplace, runs, held, y._version))
+        in_place = x._version != version or y is x
+        held = () if in_place else ((x, version),)
+        _put(y, Trail(source, tuple(self.watch.running.stack), held, y._version))
 
     def _after(self, visit: Visit, y: Any) -> None:
         """What a call made of followed tensors, or of a layer's parameters."""

@@ -239,7 +239,7 @@ def _site_of_json(data: Any) -> Site:
     return Site(name, kind, t, _part(data, "exact", bool), float(data["sup"]), parameters)
 
 
-_WORDS = {
+_WORDS: dict[type, str] = {
     **{str: "a text", bool: "true or false", int: "a whole number"},
     **{list: "a list", dict: "named"},
 }
