@@ -35,7 +35,7 @@ _MATRICES = spelled("matmul __matmul__ mm mv addmm addmv inner")
 _LAYERS = _LAST | _CONVOLUTIONS | _SECOND | _LAST_IF_ONE
 _FRESH = spelled("new_zeros new_ones new_empty new_full new_tensor")  # of no tensor's values
 _EINSUM, _TENSORDOT, _INNER = spelled("einsum"), spelled("tensordot"), spelled("inner")
-_TURNS = TURNS | spelled("transpose_ swapaxes_ swapdims_ t_")
+_TURNS = TURNS | spelled("rot90 transpose_ swapaxes_ swapdims_ t_")
 _MOVES = _TURNS | VIEWS | COPIES | spelled("squeeze_ unsqueeze_ mean sum amax amin")
 # Their channels stay where they are, though there are more or fewer of them then.
 _RESIZED = spelled("cat concat concatenate glu pixel_shuffle pixel_unshuffle channel_shuffle pad")

@@ -24,7 +24,7 @@ def getters(names: str) -> frozenset[Any]:
 
 
 # The axes are in another order then.
-TURNS = spelled("permute transpose movedim moveaxis swapaxes swapdims t adjoint rot90") | getters(
+TURNS = spelled("permute transpose movedim moveaxis swapaxes swapdims t adjoint") | getters(
     "T mT H mH"
 )
 # In the same memory, where that can be.
@@ -33,4 +33,4 @@ VIEWS = TURNS | spelled(
     "narrow select diagonal chunk split tensor_split unbind unsafe_chunk unsafe_split "
     "split_with_sizes __getitem__"
 )
-COPIES = spelled("index_select take_along_dim repeat tile roll flip")
+COPIES = spelled("index_select take_along_dim repeat tile roll flip rot90")
