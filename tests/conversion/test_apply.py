@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import threshold_gating as tg
 from threshold_gating import TAXONOMY, TG, Activation, kernels
 from threshold_gating.conversion import ConversionError, convert, convert_, revert
-from threshold_gating.conversion.apply import PerCall
+from threshold_gating.conversion.gate import PerCall
 
 
 @pytest.fixture(autouse=True)

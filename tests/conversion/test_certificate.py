@@ -13,8 +13,8 @@ from torch import nn
 
 from threshold_gating import TAXONOMY, TG, kernels
 from threshold_gating.conversion import ConversionError, convert, site_error
-from threshold_gating.conversion.certificate import verify
-from threshold_gating.conversion.plan import Site
+from threshold_gating.conversion.site import Site
+from threshold_gating.conversion.verification import verify
 from threshold_gating.kernels.blend import function
 from threshold_gating.nn.activation import Activation
 

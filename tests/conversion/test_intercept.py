@@ -17,7 +17,13 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 import threshold_gating as tg
-from threshold_gating.conversion import ConversionError, gate_parameters, intercept, revert, sites
+from threshold_gating.conversion import (
+    ConversionError,
+    answering,
+    gate_parameters,
+    revert,
+    sites,
+)
 
 
 class Inner(nn.Module):
@@ -44,13 +50,13 @@ class Outer(nn.Module):
 def looks(monkeypatch):
     """The plans that were looked up, one for each run of an owner."""
     plans = []
-    start = intercept.Answering.__init__
+    start = answering.Answering.__init__
 
     def counted(self, plan, *counts):
         plans.append(sorted(plan))
         start(self, plan, *counts)
 
-    monkeypatch.setattr(intercept.Answering, "__init__", counted)
+    monkeypatch.setattr(answering.Answering, "__init__", counted)
     return plans
 
 
@@ -387,11 +393,11 @@ def test_a_region_that_is_compiled_by_itself_is_answered_if_its_calls_are_alike(
     gated = tg.convert(Twice(), inputs=x)
     with tg.kernels.use("reference"):
         for plan in (gated.tg_sites, None):
-            run = intercept.Answering(plan)._inside(Twice().forward)
+            run = answering.Answering(plan)._inside(Twice().forward)
             assert torch.equal(run(x), gated(x))
     unlike = tg.convert(Twice(), {":gelu#1": 2}, inputs=x, tol=math.inf).tg_sites
     with pytest.raises(tg.conversion.ConversionError, match="cannot be told apart there"):
-        intercept.Answering(unlike)._inside(Twice().forward)
+        answering.Answering(unlike)._inside(Twice().forward)
 
 
 # What Dynamo does not hand to a mode by itself: F.selu_, torch.relu_, F.hardswish and others.

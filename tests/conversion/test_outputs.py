@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from threshold_gating.conversion import ConversionError, convert
-from threshold_gating.conversion.certificate import verify
 from threshold_gating.conversion.outputs import Output, agree, compare, described, leaves
+from threshold_gating.conversion.verification import verify
 
 X = torch.randn(4, 5, 6, generator=torch.Generator().manual_seed(0)) * 2
 

@@ -10,7 +10,8 @@ from torch import nn
 import threshold_gating as tg
 from threshold_gating import TAXONOMY, TG
 from threshold_gating.conversion import ConversionError, apply, convert, convert_
-from threshold_gating.conversion.plan import Site, make_plan
+from threshold_gating.conversion.plan import make_plan
+from threshold_gating.conversion.site import Site
 
 
 class Net(nn.Module):

@@ -10,7 +10,7 @@ from torch import nn
 
 from threshold_gating import Activation, convert
 from threshold_gating.conversion.audit import audit, is_gate
-from threshold_gating.conversion.plan import Choices, module_sites, whole
+from threshold_gating.conversion.plan import module_sites, whole
 from threshold_gating.conversion.watch import Run, Running, Watch, evaluating, fresh
 
 
@@ -50,7 +50,7 @@ X = torch.randn(5, 6)
 
 
 def sites_of(model):
-    return whole(module_sites(model, Choices(None)))
+    return whole(module_sites(model))
 
 
 def visits(model, x=X, kind_of=None, see=lambda visit: None, **options):

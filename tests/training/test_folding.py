@@ -446,6 +446,28 @@ def test_an_owner_that_loses_its_calls_is_refused():
         fold_batchnorm(gated)
 
 
+class Parted(nn.Module):
+    """A linear layer behind each half of an activation, one cut off and one indexed."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.act = nn.BatchNorm1d(6), nn.SiLU(inplace=True)
+        self.first, self.second = nn.Linear(3, 2), nn.Linear(3, 2)
+
+    def forward(self, x):
+        y = self.act(self.norm(x))
+        return self.first(y.chunk(2, 1)[0]) + self.second(y[:, 3:])
+
+
+def test_promoted_layers_behind_parts_of_an_activation_are_read_off_the_graph():
+    torch.manual_seed(0)
+    net, x = Parted().double(), torch.randn(8, 6, dtype=torch.float64)
+    net(x)  # in training, for the statistics of the norm
+    wide = promote(net.eval(), inputs=x)
+    assert wide.promotion.layers == ("first", "second")
+    assert difference(net, fold_batchnorm(wide), x) < 1e-12
+
+
 def test_float64_is_kept_through_promotion():
     torch.manual_seed(0)
     parts = (nn.Linear(4, 4), norm_of(4, 1), nn.SiLU(), nn.Linear(4, 4))

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map
 
 import threshold_gating as tg
 from threshold_gating import kernels
-from threshold_gating.conversion import intercept, sites
+from threshold_gating.conversion import answering, sites
 from threshold_gating.conversion.plan import arguments
 from threshold_gating.conversion.site_error import difference, floats
 from threshold_gating.conversion.watch import evaluating, fresh
@@ -209,8 +209,8 @@ def broken(gated, name, damage):
             bad = damage(y, kept)
             return y.copy_(bad) if isinstance(y, torch.Tensor) else bad  # it may be in place
 
-        original = intercept.answer
-        with mock.patch.object(intercept, "answer", answer):
+        original = answering.answer
+        with mock.patch.object(answering, "answer", answer):
             yield
         return
     index, count, kept = int(call) if where else 0, 0, ()

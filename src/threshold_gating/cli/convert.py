@@ -18,11 +18,11 @@ from threshold_gating import conversion, taxonomy
 from threshold_gating.cli import spec
 from threshold_gating.cli.printing import UsageError, progress, say, show, working
 from threshold_gating.cli.spec import Network, network
-from threshold_gating.conversion.audit import WIDTH
 from threshold_gating.conversion.checkpoint import card, compare
 from threshold_gating.conversion.checkpoint.files import CONFIG
 from threshold_gating.conversion.checkpoint.pretrained import load
 from threshold_gating.conversion.plan import arguments
+from threshold_gating.conversion.text import WIDTH
 
 
 def convert(args: argparse.Namespace) -> int:

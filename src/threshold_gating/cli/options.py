@@ -74,29 +74,21 @@ class _Renamed(argparse.Action):
 def _table(commands: Any) -> None:
     parser = _command(commands, "table", "show activations as instances, with their errors")
     parser.add_argument("names", nargs="*", metavar="NAME", help="rows to show (default: Table 2)")
-    parser.add_argument(
-        "--all", action="store_true", help="every row, then the functions without a row, and why"
-    )
-    words = "form of the table (default: text)"
-    parser.add_argument("--format", type=_format, choices=TABLES, default="text", help=words)
+    _flag(parser, "--all", "every row, then the functions without a row, and why")
+    _option(parser, "--format", "form of the table", "text", type=_format, choices=TABLES)
 
 
 def _explain(commands: Any) -> None:
     words = "show family, fits and theory of any activation, and draw them"
-    parser = _command(commands, "explain", words)
-    parser.epilog = dedent(_EXPLAIN_EXAMPLES)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument(
-        "what",
-        metavar="WHAT",
-        help="a name (gelu), an expression in x, or FILE.py:NAME for a function or module of your "
-        "own (FILE.py is imported, which runs what it says)",
+    parser = _command(commands, "explain", words, _EXPLAIN_EXAMPLES)
+    words = (
+        "a name (gelu), an expression in x, or FILE.py:NAME for a function or module of your own "
+        "(FILE.py is imported, which runs what it says)"
     )
+    parser.add_argument("what", metavar="WHAT", help=words)
     words = "numbers of branches to fit with, after WHAT (default: 2 3 4 5)"
     _branches(parser, nargs="+", default=[2, 3, 4, 5], help=words)
-    parser.add_argument(
-        "--at", type=_finite, default=0.0, metavar="X", help="centre of the theory (default: 0)"
-    )
+    _option(parser, "--at", "centre of the theory", 0.0, metavar="X")
     _out(parser, "FILE", "write a picture there, .png or .svg", type=_picture)
 
 
@@ -112,7 +104,7 @@ _EXPLAIN_EXAMPLES = """
 def _convert(commands: Any) -> None:
     parser = _of_network(commands, "convert", "convert a network to gates and certify every site")
     _saved(parser)
-    parser.add_argument("--gates-only", action="store_true", help="save the gates, no weights")
+    _flag(parser, "--gates-only", "save the gates, no weights")
     _site(parser)
     _tol(parser)
 
@@ -120,18 +112,13 @@ def _convert(commands: Any) -> None:
 def _calibrate(commands: Any) -> None:
     parser = _of_network(commands, "calibrate", "fit a network's gates to its own inputs")
     _saved(parser)
-    parser.add_argument(
-        "--data",
-        type=Path,
-        metavar="FILE",
-        help="samples along the first axis: a tensor, or several by name (.pt, .safetensors, .npz)",
-    )
+    words = "samples along the first axis: a tensor, or several by name (.pt, .safetensors, .npz)"
+    _option(parser, "--data", words, type=Path, metavar="FILE")
     _count(parser, "--batch-size", "samples at a time", 32)
     either = parser.add_mutually_exclusive_group()
     _branches(either, help="branches of every site (default: as convert chooses)")
-    either.add_argument(
-        "--max-error", type=float, metavar="E", help="the fewest branches whose error is below E"
-    )
+    words = "the fewest branches whose error is below E"
+    _option(either, "--max-error", words, type=float, metavar="E")
     either.add_argument("--recipe", choices=("paper",), help="App. F: K = 3 by Nelder-Mead; slow")
     _tol(parser)
 
@@ -156,102 +143,64 @@ def _evaluate(commands: Any) -> None:
     _count(parser, "--context", "tokens of a window", 1024)
     _count(parser, "--stride", "tokens between windows (default: as --context)")
     _count(parser, "--limit", "read the first N tokens only")
-    words, all_of_them = f"some of {','.join(COLUMNS)} (default: all)", list(COLUMNS)
-    parser.add_argument(
-        "--columns", type=_columns, default=all_of_them, metavar="NAMES", help=words
-    )
+    words, every = f"some of {','.join(COLUMNS)} (default: all)", list(COLUMNS)
+    parser.add_argument("--columns", type=_columns, default=every, metavar="NAMES", help=words)
     _site(parser)
     _device(parser)
-    parser.add_argument(
-        "--dtype", choices=DTYPES, default="float32", help="type of the weights (default: float32)"
-    )
-    parser.add_argument(
-        "--finished", type=Path, metavar="FILE", help="keep finished windows here; go on from it"
-    )
+    _option(parser, "--dtype", "type of the weights", "float32", type=str, choices=DTYPES)
+    words = "keep finished windows here; go on from it"
+    _option(parser, "--finished", words, type=Path, metavar="FILE")
 
 
 def _prove(commands: Any) -> None:
     words = "compare a gate with its function on every finite float32, float16, bfloat16"
     parser = _command(commands, "prove", words)
-    parser.add_argument(
-        "what",
-        nargs="+",
-        metavar="WHAT",
-        help="rows of the taxonomy (silu), all (every exact row), or one network: "
-        f"{SPECS}, or a folder that tg convert -o wrote",
+    words = (
+        "rows of the taxonomy (silu), all (every exact row), or one network: "
+        f"{SPECS}, or a folder that tg convert -o wrote"
     )
+    parser.add_argument("what", nargs="+", metavar="WHAT", help=words)
+    words = f"some of {', '.join(DTYPES)} (default: all; float32 takes minutes on a CPU)"
+    every = list(DTYPES)
     parser.add_argument(
-        "--dtype",
-        nargs="+",
-        type=_dtype,
-        default=list(DTYPES),
-        metavar="TYPE",
-        help=f"some of {', '.join(DTYPES)} (default: all; float32 takes minutes on a CPU)",
+        "--dtype", nargs="+", type=_dtype, default=every, metavar="TYPE", help=words
     )
     _count(parser, "--sample", "about N inputs, of every exponent: no proof")
     _count(parser, "--jobs", "processes, on a CPU", 1)
     _device(parser)
-    words = "what evaluates the gates (default: reference)"
-    parser.add_argument("--backend", choices=BACKENDS, default="reference", help=words)
+    words = "what evaluates the gates"
+    _option(parser, "--backend", words, "reference", type=str, choices=BACKENDS)
     of_network = parser.add_argument_group("of a network")
     _gates(of_network)
     _weights(of_network)
 
 
 def _spice(commands: Any) -> None:
-    parser = _command(commands, "spice", "write gates as transistors, and measure them by ngspice")
-    parser.epilog = dedent(_SPICE_EXAMPLES)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument(
-        "what",
-        metavar="WHAT",
-        help="an activation (silu), pair, lse, families (Table 3), tradeoff or presets",
-    )
-    parser.add_argument("--run", action="store_true", help="measure: needs ngspice and TG_PDK")
+    words = "write gates as transistors, and measure them by ngspice"
+    parser = _command(commands, "spice", words, _SPICE_EXAMPLES)
+    words = "an activation (silu), pair, lse, families (Table 3), tradeoff or presets"
+    parser.add_argument("what", metavar="WHAT", help=words)
+    _flag(parser, "--run", "measure: needs ngspice and TG_PDK")
     _out(parser, "FILE", "write the netlist there (presets: their JSON)", type=Path)
-    parser.add_argument(
-        "--plot", type=_picture, metavar="FILE", help="draw what was measured, .png or .svg"
-    )
-    parser.add_argument(
-        "--tail", choices=TAILS, help="of current sources or mirrors (default: real; pair: ideal)"
-    )
-    parser.add_argument(
-        "--bias",
-        metavar="A",
-        help="current of a pair or branch, as 100n (default: 100n; pair: 10n)",
-    )
+    words = "draw what was measured, .png or .svg"
+    _option(parser, "--plot", words, type=_picture, metavar="FILE")
+    words = "of current sources or mirrors (default: real; pair: ideal)"
+    parser.add_argument("--tail", choices=TAILS, help=words)
+    words = "current of a pair or branch, as 100n (default: 100n; pair: 10n)"
+    parser.add_argument("--bias", metavar="A", help=words)
     either = parser.add_mutually_exclusive_group()
-    either.add_argument(
-        "--tau", type=_finite, metavar="T", help="pair: find the bias for T per volt"
-    )
-    either.add_argument(
-        "--swing",
-        type=_finite,
-        metavar="V",
-        help="volts at a gate for the largest |x| (default: 0.2; pair: 0.4)",
-    )
-    parser.add_argument(
-        "--supply", type=_finite, metavar="V", help="supply (default: the process's)"
-    )
-    parser.add_argument(
-        "--transistor", choices=TRANSISTORS, default="nfet", help="of the pairs (default: nfet)"
-    )
-    parser.add_argument(
-        "--models", metavar="SET", help="set of models (default: sky130; pair: sky130-binned)"
-    )
-    parser.add_argument(
-        "--corner",
-        default="",
-        metavar="NAME",
-        help="corner of the process: tt, ff, ss, ... (default: tt; gf180: typical)",
-    )
-    parser.add_argument(
-        "--celsius", type=_finite, default=27.0, metavar="C", help="temperature (default: 27)"
-    )
-    parser.add_argument(
-        "--draws", type=int, metavar="N", help="of mismatch (default: 100; presets: 1000)"
-    )
-    parser.add_argument("--seed", type=int, default=1, metavar="N", help="of mismatch (default: 1)")
+    _option(either, "--tau", "pair: find the bias for T per volt", metavar="T")
+    words = "volts at a gate for the largest |x| (default: 0.2; pair: 0.4)"
+    _option(either, "--swing", words, metavar="V")
+    _option(parser, "--supply", "supply (default: the process's)", metavar="V")
+    _option(parser, "--transistor", "of the pairs", "nfet", type=str, choices=TRANSISTORS)
+    words = "set of models (default: sky130; pair: sky130-binned)"
+    parser.add_argument("--models", metavar="SET", help=words)
+    words = "corner of the process: tt, ff, ss, ... (default: tt; gf180: typical)"
+    parser.add_argument("--corner", default="", metavar="NAME", help=words)
+    _option(parser, "--celsius", "temperature", 27.0, metavar="C")
+    _count(parser, "--draws", "of mismatch (default: 100; presets: 1000)")
+    _count(parser, "--seed", "of mismatch", 1)
 
 
 _SPICE_EXAMPLES = """
@@ -266,48 +215,26 @@ _SPICE_EXAMPLES = """
 def _simulate(commands: Any) -> None:
     words = "run a network on simulated analog gates and crossbars, chip by chip"
     parser = _of_network(commands, "simulate", words)
-    parser.add_argument(
-        "--preset", required=True, metavar="NAME", help="differential pair, as sky130-weak"
-    )
-    parser.add_argument(
-        "--draws", type=int, default=8, metavar="N", help="chips to simulate (default: 8)"
-    )
-    parser.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="seed of devices and noise (default: 0)"
-    )
-    parser.add_argument(
-        "--share",
-        choices=SHARED_GATES,
-        default="channel",
-        help="what one physical gate serves (default: channel)",
-    )
-    parser.add_argument(
-        "--celsius", type=_finite, default=27.0, metavar="C", help="temperature (default: 27)"
-    )
-    parser.add_argument(
-        "--level",
-        type=_finite,
-        metavar="V",
-        help="volts of a hard gate's largest input, by default the preset's swing",
-    )
-    parser.add_argument(
-        "--rail",
-        type=_finite,
-        metavar="V",
-        help="largest voltage of an input, by default half of the supply",
-    )
-    parser.add_argument(
-        "--sensitivity", action="store_true", help="try each site alone, and sort them"
-    )
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page there")
-    cells = parser.add_argument_group(
-        "crossbars", "linear and convolution layers are on crossbars if one of these is given"
-    )
+    words = "differential pair, as sky130-weak"
+    parser.add_argument("--preset", required=True, metavar="NAME", help=words)
+    _count(parser, "--draws", "chips to simulate", 8)
+    _count(parser, "--seed", "seed of devices and noise", 0)
+    words = "what one physical gate serves"
+    _option(parser, "--share", words, "channel", type=str, choices=SHARED_GATES)
+    _option(parser, "--celsius", "temperature", 27.0, metavar="C")
+    words = "volts of a hard gate's largest input, by default the preset's swing"
+    _option(parser, "--level", words, metavar="V")
+    words = "largest voltage of an input, by default half of the supply"
+    _option(parser, "--rail", words, metavar="V")
+    _flag(parser, "--sensitivity", "try each site alone, and sort them")
+    _option(parser, "--html", "write a page there", type=Path, metavar="FILE")
+    words = "linear and convolution layers are on crossbars if one of these is given"
+    cells = parser.add_argument_group("crossbars", words)
     for name, words in _CROSSBAR.items():
-        kind = _finite if name in ("programming", "seconds", "wire") else int
-        cells.add_argument(
-            f"--{name}", type=kind, metavar="X" if kind is _finite else "N", help=words
-        )
+        if name in ("programming", "seconds", "wire"):
+            _option(cells, f"--{name}", words, metavar="X")
+        else:
+            _count(cells, f"--{name}", words)
 
 
 _CROSSBAR = {
@@ -325,16 +252,11 @@ _CROSSBAR = {
 def _energy(commands: Any) -> None:
     words = "count conversions, energy and area of a network on crossbars"
     parser = _of_network(commands, "energy", words)
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="stacked bars, .svg or .png")
+    _option(parser, "--plot", "stacked bars, .svg or .png", type=Path, metavar="FILE")
     for name, (default, words) in BUDGET.items():
-        shown = f"{default:g}" if isinstance(default, float) else str(default)
-        parser.add_argument(
-            f"--{name}",
-            type=_finite if isinstance(default, float) else type(default),
-            default=default,
-            metavar="NAME" if isinstance(default, str) else "X",
-            help=f"{words} (default: {shown})",
-        )
+        kind = _finite if isinstance(default, float) else type(default)
+        metavar = "NAME" if isinstance(default, str) else "X"
+        _option(parser, f"--{name}", words, default, type=kind, metavar=metavar)
 
 
 # The fields of `hardware.assumptions.Assumptions`, with their defaults.
@@ -365,10 +287,13 @@ def _demo(commands: Any) -> None:
 # What several of them take
 
 
-def _command(commands: Any, name: str, words: str) -> argparse.ArgumentParser:
+def _command(commands: Any, name: str, words: str, examples: str = "") -> argparse.ArgumentParser:
     about = f"{words[0].upper()}{words[1:]}."
     parser: argparse.ArgumentParser = commands.add_parser(name, help=words, description=about)
     parser.set_defaults(command=name)
+    if examples:
+        parser.epilog = dedent(examples)
+        parser.formatter_class = argparse.RawDescriptionHelpFormatter
     return parser
 
 
@@ -381,28 +306,32 @@ def _of_network(
     return parser
 
 
-def _weights(parser: Any) -> None:
-    parser.add_argument("--checkpoint", type=Path, metavar="FILE", help="weights to load")
-    parser.add_argument(
-        "--trust", action="store_true", help="run code that a pickled checkpoint asks for"
-    )
-    parser.add_argument("--pretrained", action="store_true", help="let timm fetch its own weights")
-    parser.add_argument(
-        "--inputs",
-        metavar="WHAT",
-        help="a shape (1,3,224,224), a file of tensors (.safetensors, .pt) or FILE.py:FUNCTION",
-    )
+def _option(parser: Any, name: str, words: str, default: Any = None, **more: Any) -> None:
+    """An option, a finite number if no type is given; its default is said behind the words."""
+    shown = f"{default:g}" if isinstance(default, float) else default
+    words += "" if default is None else f" (default: {shown})"
+    parser.add_argument(name, default=default, help=words, **{"type": _finite, **more})
 
 
 def _count(parser: Any, name: str, words: str, default: int | None = None) -> None:
-    words += "" if default is None else f" (default: {default})"
-    parser.add_argument(name, type=int, default=default, metavar="N", help=words)
+    _option(parser, name, words, default, type=int, metavar="N")
+
+
+def _flag(parser: Any, name: str, words: str) -> None:
+    parser.add_argument(name, action="store_true", help=words)
+
+
+def _weights(parser: Any) -> None:
+    _option(parser, "--checkpoint", "weights to load", type=Path, metavar="FILE")
+    _flag(parser, "--trust", "run code that a pickled checkpoint asks for")
+    _flag(parser, "--pretrained", "let timm fetch its own weights")
+    words = "a shape (1,3,224,224), a file of tensors (.safetensors, .pt) or FILE.py:FUNCTION"
+    parser.add_argument("--inputs", metavar="WHAT", help=words)
 
 
 def _gates(parser: Any) -> None:
-    parser.add_argument(
-        "--gates", type=Path, metavar="DIR", help="use the gates that tg convert -o wrote"
-    )
+    words = "use the gates that tg convert -o wrote"
+    _option(parser, "--gates", words, type=Path, metavar="DIR")
 
 
 def _out(parser: Any, metavar: str, words: str, **options: Any) -> None:
@@ -425,11 +354,11 @@ def _site(parser: Any) -> None:
 
 def _tol(parser: Any) -> None:
     words = "largest max|d|/max|y| allowed at each output; inf accepts any, and says so"
-    parser.add_argument("--tol", type=_bound, metavar="E", help=words)
+    _option(parser, "--tol", words, type=_bound, metavar="E")
 
 
 def _device(parser: Any) -> None:
-    parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
+    _option(parser, "--device", "cpu or cuda", "cpu", type=str)
 
 
 # What a word means

@@ -13,7 +13,7 @@ from typing import Any
 
 from threshold_gating.cli.options import STDOUT
 from threshold_gating.conversion import CheckpointError, ConversionError
-from threshold_gating.conversion.audit import jsonable
+from threshold_gating.conversion.text import jsonable
 
 
 class UsageError(ValueError):

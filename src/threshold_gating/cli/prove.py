@@ -25,11 +25,11 @@ from threshold_gating.cli.options import SPECS
 from threshold_gating.cli.printing import UsageError, progress, say, show
 from threshold_gating.cli.spec import network
 from threshold_gating.conversion import Site, proof, sites
-from threshold_gating.conversion.audit import WIDTH
 from threshold_gating.conversion.checkpoint import files, schema
 from threshold_gating.conversion.enumeration import FORMATS, name_of
 from threshold_gating.conversion.plan import Plan, make_plan
 from threshold_gating.conversion.record import Proof, table
+from threshold_gating.conversion.text import WIDTH, some
 from threshold_gating.instance import TG
 from threshold_gating.nn.activation import Activation
 
@@ -69,8 +69,7 @@ def prove(args: argparse.Namespace) -> int:
 
 
 def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f"{', '.join(names[:3])}{more} {'are' if len(names) > 1 else 'is'}"
+    return f"{some(names)} {'are' if len(names) > 1 else 'is'}"
 
 
 def _proven(args: argparse.Namespace, each: _Instance, dtype: str) -> Proof:

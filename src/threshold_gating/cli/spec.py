@@ -12,7 +12,7 @@ import pickle
 import re
 import sys
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,6 +24,7 @@ from threshold_gating import conversion
 from threshold_gating.cli.function import failure, from_file
 from threshold_gating.cli.options import SPECS
 from threshold_gating.cli.printing import UsageError
+from threshold_gating.conversion.aten_ops import tensors
 
 
 class Network(NamedTuple):
@@ -147,7 +148,7 @@ def _inputs(text: str) -> Any:
         )
     else:
         inputs = _loaded(Path(text))
-    if not any(t.numel() for t in _tensors(inputs)):
+    if not any(t.numel() for t in tensors(inputs)):
         raise UsageError(
             f"--inputs {text} holds no values, so nothing of the network would be seen."
         )
@@ -166,14 +167,6 @@ def _loaded(path: Path) -> Any:
     except (OSError, LookupError, RuntimeError, EOFError) as error:
         said = str(error).splitlines()[0] if str(error) else "it is empty"
         raise UsageError(f"{path} does not load as tensors: {said}") from error
-
-
-def _tensors(inputs: Any) -> Iterator[torch.Tensor]:
-    if isinstance(inputs, torch.Tensor):
-        yield inputs
-    elif isinstance(inputs, Mapping | list | tuple):
-        for part in inputs.values() if isinstance(inputs, Mapping) else inputs:
-            yield from _tensors(part)
 
 
 def is_shape(text: str) -> bool:
@@ -216,18 +209,18 @@ def batches(path: Path, size: int) -> list[Any]:
     read = _arrays(path) if path.suffix == ".npz" else _loaded(path)
     if isinstance(read, Mapping) and list(read) == ["arr_0"]:  # numpy's name for one without
         read = read["arr_0"]
-    tensors = list(read.values()) if isinstance(read, Mapping) else [read]
-    if not tensors or not all(isinstance(t, torch.Tensor) and t.dim() for t in tensors):
+    parts = list(read.values()) if isinstance(read, Mapping) else [read]
+    if not parts or not all(isinstance(t, torch.Tensor) and t.dim() for t in parts):
         raise UsageError(f"--data {path} holds no tensor with samples along its first axis.")
-    if len({len(t) for t in tensors}) != 1 or not len(tensors[0]):
-        counts = ", ".join(str(len(t)) for t in tensors)
+    if len({len(t) for t in parts}) != 1 or not len(parts[0]):
+        counts = ", ".join(str(len(t)) for t in parts)
         raise UsageError(
             f"--data {path} must have equally many samples of each tensor; it has {counts}."
         )
     if isinstance(read, torch.Tensor):
         return list(torch.split(read, size))
-    parts = zip(*(torch.split(t, size) for t in tensors), strict=True)
-    return [dict(zip(read, part, strict=True)) for part in parts]
+    each = zip(*(torch.split(t, size) for t in parts), strict=True)
+    return [dict(zip(read, batch, strict=True)) for batch in each]
 
 
 def _arrays(path: Path) -> dict[str, torch.Tensor]:
@@ -236,10 +229,10 @@ def _arrays(path: Path) -> dict[str, torch.Tensor]:
 
     try:
         with np.load(path) as file:
-            tensors = {name: torch.from_numpy(file[name]) for name in file.files}
+            found = {name: torch.from_numpy(file[name]) for name in file.files}
     except (ValueError, OSError, TypeError, EOFError, zipfile.BadZipFile) as error:
         raise UsageError(f"--data {path}: {brief(error)}") from error
-    return {k: t.float() if t.dtype == torch.float64 else t for k, t in tensors.items()}
+    return {k: t.float() if t.dtype == torch.float64 else t for k, t in found.items()}
 
 
 def device(name: str) -> torch.device:

@@ -3,15 +3,16 @@
 from threshold_gating.conversion.apply import convert, convert_, revert
 from threshold_gating.conversion.audit import Audit, audit
 from threshold_gating.conversion.calibration import Calibration, SiteFit, calibrate
-from threshold_gating.conversion.certificate import Certificate, verify
+from threshold_gating.conversion.certificate import Certificate
 from threshold_gating.conversion.checkpoint.card import card
 from threshold_gating.conversion.checkpoint.files import CheckpointError, load_weights
 from threshold_gating.conversion.checkpoint.save_load import load, save
 from threshold_gating.conversion.checkpoint.schema import Checkpoint
 from threshold_gating.conversion.config import GateConfig
 from threshold_gating.conversion.learn import gate_parameters, learned_gates
-from threshold_gating.conversion.plan import ConversionError, Site
+from threshold_gating.conversion.site import ConversionError, Site
 from threshold_gating.conversion.thresholds import fixed_thresholds
+from threshold_gating.conversion.verification import verify
 
 AUDITED_AS = "machinery"  # see conversion.audit
 

@@ -10,7 +10,6 @@ named as not looked at: data that leave torch, other threads, ops of other libra
 from __future__ import annotations
 
 import functools
-import math
 import sys
 import threading
 from collections import Counter
@@ -28,13 +27,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from threshold_gating import taxonomy
 from threshold_gating.conversion import aten_ops
-from threshold_gating.conversion.intercept import LEAVE, Answering, answer
-from threshold_gating.conversion.plan import Site
+from threshold_gating.conversion.answering import LEAVE, Answering, answer
+from threshold_gating.conversion.site import Site
+from threshold_gating.conversion.text import WIDTH, columns
 from threshold_gating.conversion.watch import Run, Running, evaluating, fresh
 from threshold_gating.nn import rnn
 from threshold_gating.nn.activation import Activation
 
-WIDTH = 100
 _PACKAGE = __name__.partition(".")[0]
 # What the ops are that the code of a module or package calls; it says so itself, as AUDITED_AS.
 Role = Literal["gates", "native", "machinery", "network", "passing"]
@@ -433,32 +432,3 @@ def _cells(site: AuditedSite) -> tuple[str, ...]:
     ran = "native" if site.native else "gates" if site.calls else "never called"
     K = "" if site.K is None else str(site.K)
     return site.name, site.kind, K, what, ran, str(site.calls)
-
-
-def jsonable(value: Any) -> Any:
-    """The same in JSON's terms: lists alone, and texts for the numbers it has not (inf, nan)."""
-    if isinstance(value, dict):
-        return {k: jsonable(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [jsonable(v) for v in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a table under its header, within `WIDTH`.
-
-    A long kind is cut; a name that is too long has a line to itself, above its row.
-    """
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for column, least in ((1, 12), (0, 0)):
-        excess = sum(widths) + 2 * (len(widths) - 1) - WIDTH
-        widths[column] -= max(0, min(excess, widths[column] - least))
-    lines = []
-    for first, second, *rest in (rows[0], ["-" * w for w in widths], *rows[1:]):
-        if len(first) > widths[0]:
-            lines.append(first[-WIDTH:])
-            first = ""
-        second = second if len(second) <= widths[1] else second[: widths[1] - 1] + "…"
-        cells = zip((first, second, *rest), widths, strict=True)
-        lines.append("  ".join(cell.ljust(width) for cell, width in cells).rstrip())
-    return lines

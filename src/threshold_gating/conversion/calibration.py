@@ -16,9 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from threshold_gating.conversion import aten_ops
-from threshold_gating.conversion.audit import columns
-from threshold_gating.conversion.plan import ConversionError, instance_at, refuse
+from threshold_gating.conversion.choices import instance_at
+from threshold_gating.conversion.plan import refuse
 from threshold_gating.conversion.sampling import Sampled, Sampler
+from threshold_gating.conversion.site import ConversionError
+from threshold_gating.conversion.text import columns
 from threshold_gating.conversion.watch import evaluating
 from threshold_gating.fitting import Fit, fit, match
 from threshold_gating.instance import TG

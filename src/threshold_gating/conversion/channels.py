@@ -13,62 +13,44 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from threshold_gating.conversion import aten_ops
+from threshold_gating.conversion.moves import COPIES, TURNS, VIEWS, getters, spelled
 
 LOST = -1  # there was a layer, and its channels are not one axis any more
 HEADLESS = -2  # the same, and of four axes the second is not known to be that of heads
 UNKNOWN = -3  # there was no layer, and the axes are not those of an input any more
 
 
-def _spelled(names: str) -> frozenset[Any]:
-    """Functions of torch by their names, however they are called."""
-    homes = (F, torch, Tensor, torch.linalg)
-    return frozenset(getattr(h, n) for n in names.split() for h in homes if hasattr(h, n))
-
-
-def _getters(names: str) -> frozenset[Any]:
-    return frozenset(getattr(Tensor, name).__get__ for name in names.split())
-
-
-_LAST = _spelled("linear bilinear embedding embedding_bag lstm_cell gru_cell") | _spelled(
+_LAST = spelled("linear bilinear embedding embedding_bag lstm_cell gru_cell") | spelled(
     "rnn_tanh_cell rnn_relu_cell lstm gru rnn_tanh rnn_relu multi_head_attention_forward"
 )
-_CONVOLUTIONS = _spelled("conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d")
-_SECOND = _spelled("batch_norm group_norm instance_norm")
-_LAST_IF_ONE = _spelled("layer_norm rms_norm")  # where they normalise one axis
-_MATRICES = _spelled("matmul __matmul__ mm mv addmm addmv inner")
+_CONVOLUTIONS = spelled("conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d")
+_SECOND = spelled("batch_norm group_norm instance_norm")
+_LAST_IF_ONE = spelled("layer_norm rms_norm")  # where they normalise one axis
+_MATRICES = spelled("matmul __matmul__ mm mv addmm addmv inner")
 _LAYERS = _LAST | _CONVOLUTIONS | _SECOND | _LAST_IF_ONE
-_FRESH = _spelled("new_zeros new_ones new_empty new_full new_tensor")  # of no tensor's values
-_EINSUM, _TENSORDOT, _INNER = _spelled("einsum"), _spelled("tensordot"), _spelled("inner")
-_TURNS = _spelled(
-    "permute transpose movedim moveaxis swapaxes swapdims t adjoint rot90 transpose_ swapaxes_ "
-    "swapdims_ t_"
-) | _getters("T mT H mH")
-_MOVES = _TURNS | _spelled(
-    "view reshape flatten unflatten squeeze unsqueeze squeeze_ unsqueeze_ expand expand_as view_as "
-    "reshape_as narrow select chunk split tensor_split unbind unsafe_chunk unsafe_split "
-    "split_with_sizes __getitem__ index_select take_along_dim repeat tile roll flip diagonal mean "
-    "sum amax amin"
-)
+_FRESH = spelled("new_zeros new_ones new_empty new_full new_tensor")  # of no tensor's values
+_EINSUM, _TENSORDOT, _INNER = spelled("einsum"), spelled("tensordot"), spelled("inner")
+_TURNS = TURNS | spelled("rot90 transpose_ swapaxes_ swapdims_ t_")
+_MOVES = _TURNS | VIEWS | COPIES | spelled("squeeze_ unsqueeze_ mean sum amax amin")
 # Their channels stay where they are, though there are more or fewer of them then.
-_RESIZED = _spelled("cat concat concatenate glu pixel_shuffle pixel_unshuffle channel_shuffle pad")
-_PIXELS, _SHUFFLE = _spelled("pixel_shuffle pixel_unshuffle"), _spelled("channel_shuffle")
+_RESIZED = spelled("cat concat concatenate glu pixel_shuffle pixel_unshuffle channel_shuffle pad")
+_PIXELS, _SHUFFLE = spelled("pixel_shuffle pixel_unshuffle"), spelled("channel_shuffle")
 # Beside what torch itself calls pointwise (`_is_pointwise`).
 _KEPT = (
     _RESIZED
     | _LAST_IF_ONE
-    | _spelled(
+    | spelled(
         "to type type_as float double half bfloat16 clone contiguous detach detach_ requires_grad_ "
         "alias copy_ cpu cuda fill_ zero_ masked_fill_ zeros_like ones_like empty_like full_like "
         "rand_like randn_like bernoulli dropout dropout1d dropout2d dropout3d dropout_ "
         "alpha_dropout feature_alpha_dropout feature_dropout pow __pow__ __rpow__ __rsub__ __rdiv__"
     )
-    | _spelled(
+    | spelled(
         "__floordiv__ __rfloordiv__ __rmod__ floor_divide multiply subtract divide negative "
         "absolute hardswish hardswish_ tanhshrink softsign logsigmoid prelu special_expit softmax "
         "softmin log_softmax gumbel_softmax normalize local_response_norm cumsum cumprod "
@@ -78,7 +60,7 @@ _KEPT = (
         "fake_quantize_per_tensor_affine"
     )
     | frozenset({torch.special.expit})
-    | _getters("data real")
+    | getters("data real")
 )
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from threshold_gating import logits
-from threshold_gating.conversion.intercept import Answering
+from threshold_gating.conversion.answering import Answering
 from threshold_gating.taxonomy import TAXONOMY
 
 AUDITED_AS = "native"  # see conversion.audit

@@ -9,14 +9,18 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from threshold_gating.conversion import sites
+from threshold_gating.conversion import learned_calls, sites
 from threshold_gating.conversion.channels import HEADLESS, UNKNOWN, Channels
+from threshold_gating.conversion.choices import Choices
 from threshold_gating.conversion.config import GateConfig
+from threshold_gating.conversion.site import ConversionError, Site, site_name
+from threshold_gating.conversion.text import some
+from threshold_gating.conversion.watch import Visit
 from threshold_gating.instance import TG
 from threshold_gating.nn import rnn
 from threshold_gating.nn.activation import Activation
@@ -36,10 +40,6 @@ from threshold_gating.nn.spec import (
 )
 from threshold_gating.nn.unitwise import Units
 from threshold_gating.taxonomy import TAXONOMY
-
-if TYPE_CHECKING:
-    from threshold_gating.conversion.plan import Choices, Site
-    from threshold_gating.conversion.watch import Visit
 
 # Sites that are no element-wise function and learn nothing, and why.
 _FIXED = {
@@ -103,8 +103,6 @@ class Learner:
         except CannotLearnError as error:
             spec, why = None, str(error)
         if spec is None and self.chosen.names(site.name):
-            from threshold_gating.conversion.plan import ConversionError  # it imports this module
-
             raise ConversionError(
                 f"{site.name} ({site.kind}) is to learn {', '.join(config.train)} and cannot: "
                 f"{why}.",
@@ -122,11 +120,11 @@ class Learner:
     def notes(self) -> Iterator[str]:
         """What some sites cannot, a sentence for each reason, and sizes that are fixed now."""
         for what, names in self.why.items():
-            yield f"{_some(names)}: {what}"
+            yield f"{some(names)}: {what}"
         if self.sizes:
             each = [f"{name} {size}" for name, size in self.sizes.items()]
             said = "where each position has a gate, inputs of another size are refused"
-            yield f"{said}: {_some(each)}"
+            yield f"{said}: {some(each)}"
 
     def _spec(self, site: Site, config: GateConfig) -> tuple[Spec | None, str]:
         if site.kind in _FIXED:
@@ -208,10 +206,6 @@ class Learner:
         return group, axis
 
 
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if names[3:] else "")
-
-
 def _listed(names: tuple[str, ...]) -> str:
     *most, last = names
     return f"{', '.join(most)} and {last} are" if most else f"{last} is"
@@ -233,8 +227,8 @@ def _input(visit: Visit) -> Any:
 def _size(visit: Visit, axis: int | None) -> Any:
     if visit.is_call and visit.kind in ATTENTION:
         is_turned = axis == HEADLESS and visit.kind in ("softmax", "softmin")
-        return None if is_turned else sites.heads_of(visit.kind, visit.args, visit.kwargs)
-    return sites.step_of(visit.kind, visit.args) if visit.kind in RECURRENT else None
+        return None if is_turned else learned_calls.heads_of(visit.kind, visit.args, visit.kwargs)
+    return learned_calls.step_of(visit.kind, visit.args) if visit.kind in RECURRENT else None
 
 
 def _channels(name: str, share: str, axis: int | None, seen: Seen) -> tuple[tuple[int, ...], int]:
@@ -390,27 +384,3 @@ def view(
     if isinstance(module, Activation):
         return module
     return kind.of(spec, {name: found(module, prefix + name) for name in spec.roles()})
-
-
-_CALL = "tg_call_"  # before the number of a call of a module that is called several times
-
-
-def prefix_of(call: str) -> str:
-    """Of the names of a call's tensors in its owner: "tg_relu_0_" for "relu#0"."""
-    return f"tg_{call.replace('#', '_')}_"
-
-
-def prefix_of_call(k: int) -> str:
-    """Of the names of the tensors of a module's k-th call in a run."""
-    return f"{_CALL}{k}_"
-
-
-def site_name(path: str, prefix: str) -> str:
-    """The name of the site whose tensors stand under `prefix` in the module `path`."""
-    if not prefix:
-        return path
-    if prefix.startswith(_CALL):
-        k = prefix.removeprefix(_CALL).rstrip("_")
-        return path if k == "0" else f"{path}#{k}"
-    kind, _, k = prefix.removeprefix("tg_").rstrip("_").rpartition("_")
-    return f"{path}:{kind}#{k}"

@@ -11,7 +11,6 @@ under torchrun the windows are shared out, and the result is the same.
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
 import math
@@ -30,6 +29,7 @@ from threshold_gating import kernels
 from threshold_gating.conversion import audit, convert_
 from threshold_gating.conversion.checkpoint.schema import structure
 from threshold_gating.conversion.config import Choice
+from threshold_gating.conversion.gate import twin
 
 COLUMNS = {
     "sm": "the network as it is",
@@ -199,7 +199,7 @@ def _networks(
     model = model.eval()
     example = ids[None, :32].to(next(model.parameters()).device)  # convert proves it on these
     # whatever the gates are off by: the perplexity says what that is worth
-    whole = convert_(_twin(model), sites, inputs=example, tol=math.inf)
+    whole = convert_(twin(model), sites, inputs=example, tol=math.inf)
     soft: list[str] = []
     bent: list[str] = []
     for site in audit(whole, example).sites:
@@ -212,14 +212,8 @@ def _networks(
             **(sites if name == "act" else {}),
             **dict.fromkeys(left[name]),
         }
-        found[name] = convert_(_twin(model), chosen, inputs=example, strict=False)
+        found[name] = convert_(twin(model), chosen, inputs=example, strict=False)
     return {name: found[name] for name in names}, {"softmax": len(soft), "activations": len(bent)}
-
-
-def _twin(model: nn.Module) -> nn.Module:
-    """Modules of its own around the same tensors."""
-    tensors = (*model.parameters(), *model.buffers())
-    return copy.deepcopy(model, {id(t): t for t in tensors})
 
 
 @torch.no_grad()

@@ -5,67 +5,30 @@
 
 from __future__ import annotations
 
-import difflib
-import os
-import re
-import sys
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field
-from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch._guards import TracingContext
+from torch import nn
 
 from threshold_gating import kernels, taxonomy
 from threshold_gating.conversion import recognise, sites
+from threshold_gating.conversion.choices import Choices
 from threshold_gating.conversion.config import Choice, GateConfig
-from threshold_gating.conversion.learn import Learner, prefix_of
+from threshold_gating.conversion.learn import Learner
+from threshold_gating.conversion.lines import calling_line
 from threshold_gating.conversion.purity import obstacle, own_attributes, probing
-from threshold_gating.conversion.watch import Run, Visit, Watch, evaluating, fresh
-from threshold_gating.instance import TG
-from threshold_gating.nn.activation import Activation
-from threshold_gating.nn.spec import Spec
 
-Function = Callable[[Tensor], Tensor]
+# by these names also for networks that were pickled when they stood here
+from threshold_gating.conversion.site import ConversionError as ConversionError
+from threshold_gating.conversion.site import Site as Site
+from threshold_gating.conversion.site import instead
+from threshold_gating.conversion.watch import Run, Visit, Watch, evaluating, fresh
+from threshold_gating.nn.activation import Activation
+
 # How transformers calls attention in kernels (those of its hub have a slash), and gates already.
 _CLOSED = ("flash_attention", "flex_attention", "tg")
-
-
-class ConversionError(ValueError):
-    """A network, or a part of it, that cannot be converted; `site` names the place."""
-
-    def __init__(self, message: str, site: str = "") -> None:
-        super().__init__(message)
-        self.site = site
-
-
-@dataclass(frozen=True)
-class Site:
-    """One place where a nonlinearity happens, and the instance that stands there.
-
-    `t` is None where the nonlinearity is not one element-wise function (softmax, attention, GLU).
-    `sup` is the largest error of `t` over the line, 0.0 where it is exact. `learns` is None where
-    nothing is learned; else the site starts as `t`.
-    """
-
-    name: str
-    kind: str
-    t: TG | None = None
-    exact: bool = True
-    sup: float = 0.0
-    parameters: tuple[Any, ...] = ()
-    op: Callable[[Tensor], Tensor] | None = field(default=None, repr=False, compare=False)
-    line: str = field(default="", repr=False, compare=False)  # of the code that makes the call
-    learns: Spec | None = None
-    # Before the names of its tensors in its owner. A field, and not made from the name in a graph,
-    # which would be compiled again for each layer.
-    prefix: str = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "prefix", prefix_of(self.name.rpartition(":")[2]))
 
 
 ModuleSites = dict[nn.Module, list[Site | None]]
@@ -157,16 +120,9 @@ def arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 def run(model: nn.Module, inputs: Any) -> Any:
     args, kwargs = arguments(inputs)
-    try:
+    after = "; give a tensor, a tuple of arguments or a dict of keyword arguments that it takes."
+    with instead(f"{type(model).__name__} does not run on the inputs given", after):
         return model(*args, **kwargs)
-    except ConversionError:
-        raise
-    except Exception as error:
-        raise ConversionError(
-            f"{type(model).__name__} does not run on the inputs given "
-            f"({type(error).__name__}: {error}); give a tensor, a tuple of arguments or a dict of "
-            "keyword arguments that it takes."
-        ) from error
 
 
 def refuse(model: nn.Module) -> None:
@@ -198,110 +154,6 @@ def refuse(model: nn.Module) -> None:
             )
 
 
-class Choices:
-    """What the caller wants at which site, and whether every choice was used."""
-
-    def __init__(
-        self, given: Mapping[str, Choice] | None, default: GateConfig | None = None
-    ) -> None:
-        self.given = dict(given or {})
-        self.default = default or GateConfig()
-        self.used: set[str] = set()
-        self.seen: dict[str, None] = {}  # the names of the sites, in their order
-
-    def at(self, name: str, default: sites.Recognised, f: Function) -> sites.Recognised | None:
-        """What stands at the element-wise site `name` for `f`; None leaves it alone."""
-        self.seen[name] = None
-        key = self.deciding(name)
-        if key is None:
-            return default
-        choice = self.given[key]
-        if choice is None:
-            return None
-        if isinstance(choice, GateConfig):
-            choice = choice.init
-        t = default.t if choice is None else instance_at(choice, default, f, name)
-        return default if t == default.t else sites.judged(t, f)
-
-    @property
-    def trains(self) -> bool:
-        """Whether anything is to be learned anywhere."""
-        given = [c.train for c in self.given.values() if isinstance(c, GateConfig)]
-        return any((self.default.train, *given))
-
-    def config(self, name: str) -> GateConfig:
-        """What a site learns, and how it is shared."""
-        key = self._key(name)
-        choice = None if key is None else self.given[key]
-        return choice.over(self.default) if isinstance(choice, GateConfig) else self.default
-
-    def names(self, name: str) -> bool:
-        """Whether the caller has named this very site, and not by a pattern."""
-        return name in self.given
-
-    def leaves_alone(self, name: str) -> bool:
-        """Whether a site is to stay as it is; asking uses no other choice."""
-        key = self._key(name)
-        return key is not None and self.given[key] is None and self.deciding(name) == key
-
-    def leaves(self, name: str) -> bool:
-        """Whether a site that is not element-wise is left alone: the only choice there."""
-        self.seen[name] = None
-        key = self.deciding(name)
-        choice = None if key is None else self.given[key]
-        choice = choice.init if isinstance(choice, GateConfig) else choice
-        if key is not None and choice is not None and not key.startswith("re:"):
-            raise ConversionError(
-                f"{name} is not one element-wise function, so no instance can be chosen for it; "
-                "give None to leave it alone.",
-                name,
-            )
-        return self.leaves_alone(name)
-
-    def deciding(self, name: str) -> str | None:
-        """The name or pattern among the caller's that decides about a site, which is met."""
-        self.used.update(self._patterns(name))
-        self.used.update({name} & self.given.keys())
-        return self._key(name)
-
-    def _key(self, name: str) -> str | None:
-        return name if name in self.given else next(reversed(self._patterns(name)), None)
-
-    def _patterns(self, name: str) -> list[str]:
-        return [k for k in self.given if k.startswith("re:") and re.fullmatch(k[3:], name)]
-
-    def check_used(self) -> None:
-        if unused := [k for k in self.given if k not in self.used]:
-            near = difflib.get_close_matches(unused[0].removeprefix("re:"), self.seen, 5, 0.0)
-            names = f"give the name of one, as {', '.join(map(repr, near))}; " if near else ""
-            raise ConversionError(
-                f"sites: {unused[0]!r} matches no site of this network; {names}"
-                "`tg.audit(model, inputs)` lists them.",
-                unused[0],
-            )
-
-
-def instance_at(choice: TG | str | int, default: sites.Recognised, f: Function, name: str) -> TG:
-    if isinstance(choice, TG):
-        return choice
-    if isinstance(choice, str):
-        return taxonomy.TAXONOMY[taxonomy.key_of(choice)]
-    if isinstance(choice, bool) or not isinstance(choice, int) or choice < 2:
-        raise ConversionError(
-            f"{name}: sites takes a TG, a key of TAXONOMY, a number of branches K >= 2 or None; "
-            f"got {choice!r}.",
-            name,
-        )
-    if default.exact and choice == default.t.K:
-        return default.t
-    base = taxonomy.name_of(default.t)
-    if base is not None and f"{base}_k{choice}" in taxonomy.TAXONOMY:
-        return taxonomy.TAXONOMY[f"{base}_k{choice}"]
-    from threshold_gating.fitting import fit  # scipy, only where a fit is needed
-
-    return fit(f, over="line", K=choice).t
-
-
 class Judged(NamedTuple):
     """What a module is by itself: an instance, or None for one whose calls are answered instead.
 
@@ -313,8 +165,11 @@ class Judged(NamedTuple):
     note: str = ""
 
 
-def module_sites(model: nn.Module, chosen: Choices, notes: list[str] | None = None) -> ModuleSites:
+def module_sites(
+    model: nn.Module, chosen: Choices | None = None, notes: list[str] | None = None
+) -> ModuleSites:
     """The modules that are element-wise nonlinearities, each with its site; adds to the notes."""
+    chosen = Choices(None) if chosen is None else chosen
     found: ModuleSites = {}
     known: dict[Any, Judged] = {}
     notes = [] if notes is None else notes
@@ -470,34 +325,3 @@ def _call_site(visit: Visit, chosen: Choices, notes: list[str]) -> Site | None:
     if what is None:
         return None
     return Site(name, kind, *what, parameters, kernels.native(what.t), calling_line())
-
-
-def calling_line() -> str:
-    """The line of the network's code that is running, as file:line."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        home = str(frame.f_globals.get("__name__", ""))
-        if home.partition(".")[0] != "torch" and not home.startswith(_HOME):
-            return _spelled(frame.f_code.co_filename, frame.f_lineno)
-        frame = frame.f_back
-    return ""
-
-
-def traced_line() -> str:
-    """The same while a compiler follows the code, in frames of its own; "" where it has none."""
-    for at in reversed(TracingContext.extract_stack()):
-        if not at.filename.startswith(_HOMES):
-            return _spelled(at.filename, at.lineno or 0)
-    return ""
-
-
-traced_line.__dict__["_dynamo_marked_constant"] = True  # run while the graph is traced
-
-
-def _spelled(file: str, line: int) -> str:
-    """Each copy of a graph module has the same code again, in a file with another number."""
-    return f"{re.sub('^<eval_with_key>.*', '<eval_with_key>', file)}:{line}"
-
-
-_HOME = __name__.rpartition(".")[0]  # of the conversion, which looks on
-_HOMES = tuple(os.path.dirname(file) + os.sep for file in (torch.__file__, __file__))

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from threshold_gating.conversion.audit import WIDTH, columns, jsonable
 from threshold_gating.conversion.site_error import LIMITS
+from threshold_gating.conversion.text import WIDTH, columns, jsonable
 
 
 def vector(device: torch.device) -> str:

@@ -11,14 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from threshold_gating.conversion import sites
-from threshold_gating.conversion.plan import (
-    Choices,
-    ConversionError,
-    Function,
-    module_sites,
-    run,
-    whole,
-)
+from threshold_gating.conversion.choices import Function
+from threshold_gating.conversion.plan import module_sites, run, whole
+from threshold_gating.conversion.site import ConversionError
 from threshold_gating.conversion.watch import Visit, Watch, fresh
 
 _CHUNK = 2**20  # values looked at together
@@ -98,7 +93,7 @@ class Sampler:
         self.found: dict[str, Sampled] = {}
         self.exact: dict[str, str] = {}  # kinds of the others
         self.notes: list[str] = []  # on modules that stay as they are
-        found = module_sites(model, Choices(None), self.notes)
+        found = module_sites(model, notes=self.notes)
         self.modules = {module: made for module, made in found.items() if made}
 
     def run(self, inputs: Any) -> None:

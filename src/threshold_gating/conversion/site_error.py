@@ -23,10 +23,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from threshold_gating.conversion import aten_ops, sites
+from threshold_gating.conversion.answering import LEAVE, answer, site_of_call
 from threshold_gating.conversion.audit import described, gate_of, is_gate
-from threshold_gating.conversion.intercept import LEAVE, answer, site_of_call
 from threshold_gating.conversion.learn import as_at_start
-from threshold_gating.conversion.plan import Site
+from threshold_gating.conversion.site import Site
 from threshold_gating.conversion.watch import Run, Told, Visit, Watch, fresh
 from threshold_gating.nn.spec import GateSpec
 

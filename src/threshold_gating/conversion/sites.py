@@ -149,10 +149,10 @@ APPROXIMATE = frozenset(
 def _softmax(
     input: Tensor, dim: int | None = None, *rest: Any, dtype: Any = None, **more: Any
 ) -> Tensor:
-    return attention.softmax(input, *_axis_and_type(input, dim, rest, dtype))
+    return attention.softmax(input, *axis_and_type(input, dim, rest, dtype))
 
 
-def _axis_and_type(input: Tensor, dim: int | None, rest: Any, dtype: Any) -> tuple[int, Any]:
+def axis_and_type(input: Tensor, dim: int | None, rest: Any, dtype: Any) -> tuple[int, Any]:
     if rest and isinstance(rest[-1], torch.dtype):  # torch.softmax(x, dim, dtype), by position
         dtype = rest[-1]
     axis = (0 if input.dim() in (0, 1, 3) else 1) if dim is None else dim  # F.softmax's old rule
@@ -228,7 +228,7 @@ def _extreme(side: int) -> Callable[..., Tensor]:
 # A copy of torch's function whose softmax and attention are ours. The original stops at its first
 # line to ask whoever intercepts it, so its inside could not be reached. Its globals have no name:
 # a compiler would look them up in the module of that name.
-_multi_head_attention = types.FunctionType(
+multi_head_attention = types.FunctionType(
     F.multi_head_attention_forward.__code__,
     {
         **{name: value for name, value in vars(F).items() if name != "__name__"},
@@ -241,127 +241,6 @@ _multi_head_attention = types.FunctionType(
 )
 
 
-class Step(NamedTuple):
-    """The gates of one step of a recurrent call, how many units, and how many layers it has."""
-
-    gates: tuple[tuple[str, TG], ...]
-    units: int
-    layers: int  # times directions
-
-
-def step_of(kind: str, args: tuple[Any, ...]) -> Step:
-    """What a recurrent call of torch steps through."""
-    gates = rnn.SITES[kind.removesuffix("_cell")]
-    blocks = len(gates) - ("cell" in gates)  # in the rows of a weight
-    if kind.endswith("_cell"):
-        return Step(tuple(gates.items()), args[3].shape[0] // blocks, 1)
-    is_padded = isinstance(args[3], bool)
-    params, _, layers, _, _, both = args[2:8] if is_padded else args[3:9]
-    each = layers * (2 if both else 1)
-    return Step(tuple(gates.items()), params[1].shape[0] // blocks, each)
-
-
-Learns = Callable[..., Any]  # of what is learned, who holds it, the prefix, then as the call
-
-
-def _learned_softmax(
-    learns: Any,
-    holder: Any,
-    prefix: str,
-    input: Tensor,
-    dim: int | None = None,
-    *rest: Any,
-    dtype: Any = None,
-    **more: Any,
-) -> Tensor:
-    axis, dtype = _axis_and_type(input, dim, rest, dtype)
-    y: Tensor = learns.softmax(holder, prefix, input, axis, dtype)
-    return y
-
-
-def _learned_softmin(
-    learns: Any, holder: Any, prefix: str, input: Tensor, *rest: Any, **more: Any
-) -> Tensor:
-    return _learned_softmax(learns, holder, prefix, -input, *rest, **more)
-
-
-def heads_of(kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
-    """How many heads a call of softmax or attention has; None where its shape does not show any."""
-    if kind == "multi_head_attention_forward":
-        heads: int = args[4] if len(args) > 4 else kwargs["num_heads"]
-        return heads
-    x: Tensor = (*args, *kwargs.values())[0]
-    if kind == "scaled_dot_product_attention":
-        return x.shape[-3] if x.dim() > 3 else None
-    dim = args[1] if len(args) > 1 else kwargs.get("dim")
-    of_keys = x.dim() == 4 and dim in (-1, 3)  # batch, head, query, key
-    return x.shape[1] if of_keys else None
-
-
-def _learned_attention(
-    learns: Any, holder: Any, prefix: str, query: Tensor, *args: Any, **kwargs: Any
-) -> Tensor:
-    heads = query.shape[-3] if query.dim() > 2 else 1
-    tau = learns.tau(holder, prefix, heads)
-    return attention.scaled_dot_product_attention(query, *args, tau=tau, **kwargs)
-
-
-def _learned_multi_head(
-    learns: Any,
-    holder: Any,
-    prefix: str,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    size: int,
-    heads: int,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    *rest: Any,
-    q_proj_weight: Tensor | None = None,
-    **more: Any,
-) -> Any:
-    """The temperature of a head is a factor of its queries, and so of the rows that make them."""
-    tau = learns.tau(holder, prefix, heads).repeat_interleave(size // heads)
-
-    def scaled(w: Tensor | None) -> Tensor | None:
-        if w is None:
-            return None
-        rest = torch.ones(len(w) - size, dtype=tau.dtype, device=tau.device)
-        factor = torch.cat([tau, rest]).to(w.dtype)
-        return w * (factor if w.dim() == 1 else factor[:, None])
-
-    return _multi_head_attention(
-        *(query, key, value, size, heads, scaled(weight), scaled(bias), *rest),
-        q_proj_weight=scaled(q_proj_weight),
-        **more,
-    )
-
-
-def _learned_glu(learns: Any, holder: Any, prefix: str, input: Tensor, dim: int = -1) -> Tensor:
-    a, b = halves(input, dim)
-    y: Tensor = learns.evaluate(holder, prefix, b, v=a)
-    return y
-
-
-def _learned_step(kind: str, gated: Callable[..., Any]) -> Learns:
-    def run(learns: Any, holder: Any, prefix: str, *args: Any) -> Any:
-        now = learns.now(holder, prefix, step_of(kind, args).units)
-        return gated(*args, gates=now[0] if kind.endswith("_cell") else now)
-
-    return run
-
-
-# The same where something is learned.
-LEARNED: dict[str, Learns] = {
-    "softmax": _learned_softmax,
-    "softmin": _learned_softmin,
-    "glu": _learned_glu,
-    "scaled_dot_product_attention": _learned_attention,
-    "multi_head_attention_forward": _learned_multi_head,
-    **{f.__name__: _learned_step(f.__name__, gated) for f, gated in rnn.FUNCTIONS.items()},
-}
-
 # What is not one element-wise function, evaluated by gates as a whole.
 WHOLE: dict[str, Callable[..., Any]] = {
     "softmax": _softmax,
@@ -369,7 +248,7 @@ WHOLE: dict[str, Callable[..., Any]] = {
     "glu": _glu,
     "prelu": _prelu,
     "scaled_dot_product_attention": attention.scaled_dot_product_attention,
-    "multi_head_attention_forward": _multi_head_attention,
+    "multi_head_attention_forward": multi_head_attention,
     "maximum": _extreme(1),
     "minimum": _extreme(-1),
     **{f"{kind}_by_tensors": _clamp_by_tensors(kind) for kind in KINDS if "clamp" in kind},

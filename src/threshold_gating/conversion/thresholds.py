@@ -20,9 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from threshold_gating import logits
-from threshold_gating.conversion.apply import places
+from threshold_gating.conversion.gate import places
 from threshold_gating.conversion.intercept import intercept_calls
-from threshold_gating.conversion.plan import ConversionError, Site, make_plan, run
+from threshold_gating.conversion.plan import make_plan, run
+from threshold_gating.conversion.site import ConversionError, Site
 from threshold_gating.conversion.watch import evaluating, fresh
 from threshold_gating.primitive import wide
 

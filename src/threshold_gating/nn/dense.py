@@ -55,6 +55,33 @@ class _Tiered(nn.Module):
     const: nn.Parameter | None  # general: the constant of each synapse
     gate: Activation
 
+    @classmethod
+    def from_dense(
+        cls,
+        layer: nn.Module,
+        init: TG | str,
+        *,
+        tier: Tier = "W",
+        share: TierShare | None = None,
+        train: Iterable[str] | None = None,
+        size: Sequence[int] = (),
+    ) -> Self:
+        """The layer that computes `layer(init(x))`, with the weights of `layer`."""
+        plain = next(c for c, ours in TIERED.items() if ours is cls)
+        if type(layer) is not plain:
+            raise TypeError(
+                f"{cls.__name__}.from_dense: takes a plain torch.nn.{plain.__name__}; "
+                f"got {type(layer).__name__}."
+            )
+        new = object.__new__(cls)
+        nn.Module.__init__(new)
+        for name, value in vars(layer).items():
+            if not name.startswith("_") or name == "_reversed_padding_repeated_twice":
+                vars(new)[name] = value
+        new.weight, new.bias = layer.weight, layer.bias
+        new._set(None, tier, share, init, train, size)
+        return new
+
     def _set(
         self,
         K: int | None,
@@ -203,10 +230,10 @@ class _Tiered(nn.Module):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.extra_repr()})"  # the gates are in it
 
-    def _words(self) -> str:
+    def extra_repr(self) -> str:
         family = taxonomy.family(self.init)
         return (
-            f"tier={self.tier}, K={self.K}, share={self.share}, {family}, "
+            f"{super().extra_repr()}, tier={self.tier}, K={self.K}, share={self.share}, {family}, "
             f"+{100 * self.overhead():.3g}% parameters"
         )
 
@@ -262,21 +289,6 @@ class Linear(_Tiered, nn.Linear):
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
         self._set(K, tier, share, init, train, ())
 
-    @classmethod
-    def from_dense(
-        cls,
-        layer: nn.Module,
-        init: TG | str,
-        *,
-        tier: Tier = "W",
-        share: TierShare | None = None,
-        train: Iterable[str] | None = None,
-        size: Sequence[int] = (),
-    ) -> Self:
-        """The layer that computes `layer(init(x))`, with the weights of `layer`."""
-        new: Self = _from_dense(cls, layer, init, tier, share, train, size)
-        return new
-
     def forward(self, x: Tensor, factor: Tensor | None = None) -> Tensor:
         """(..., in_features) -> (..., out_features); the gated input is multiplied by `factor`."""
         if self.share in ("layer", "channel", "neuron"):
@@ -284,9 +296,6 @@ class Linear(_Tiered, nn.Linear):
         y = self._synaptic(x.reshape(-1, x.shape[-1]), factor, (), 1)
         y = y.view(*x.shape[:-1], y.shape[-1])
         return y if self.bias is None else y + self.bias
-
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, {self._words()}"
 
 
 class _Conv(_Tiered):
@@ -315,8 +324,6 @@ class _Conv(_Tiered):
     ) -> None:
         super().__init__(in_channels, out_channels, kernel_size, **options)
         self._set(K, tier, share, init, train, size)
-
-    from_dense = Linear.__dict__["from_dense"]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """As torch's, which goes by the number of axes when it converts to channels_last."""
@@ -384,9 +391,6 @@ class _Conv(_Tiered):
         assert total is not None
         return total
 
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, {self._words()}"
-
 
 class Conv1d(_Conv, nn.Conv1d):
     """An activation and the convolution behind it in one; arguments as `Linear`'s and torch's.
@@ -415,31 +419,6 @@ TIERED: dict[type[nn.Module], type[Any]] = {
     nn.Conv2d: Conv2d,
     nn.Conv3d: Conv3d,
 }
-
-
-def _from_dense(
-    cls: Any,
-    layer: nn.Module,
-    init: TG | str,
-    tier: str,
-    share: str | None,
-    train: Iterable[str] | None,
-    size: Sequence[int],
-) -> Any:
-    plain = next(c for c, ours in TIERED.items() if ours is cls)
-    if type(layer) is not plain:
-        raise TypeError(
-            f"{cls.__name__}.from_dense: takes a plain torch.nn.{plain.__name__}; "
-            f"got {type(layer).__name__}."
-        )
-    new = object.__new__(cls)
-    nn.Module.__init__(new)
-    for name, value in vars(layer).items():
-        if not name.startswith("_") or name == "_reversed_padding_repeated_twice":
-            vars(new)[name] = value
-    new.weight, new.bias = layer.weight, layer.bias
-    new._set(None, tier, share, init, train, size)
-    return new
 
 
 def _branches(beside: Tensor, K: int) -> Tensor:

@@ -242,13 +242,17 @@ def _draw_best(
 
 def _finish_explanation(figure: Figure, panels: Sequence[Axes], x: Tensor) -> None:
     for ax in panels:
-        ax.set_xlim(float(x[0]), float(x[-1]))
-        ax.grid(color="#E4E4E4", linewidth=0.6)
-        ax.set_axisbelow(True)
-        ax.spines[["top", "right"]].set_visible(False)
+        _tidy(ax, x)
         ax.set_xlabel("x")
         _put_legend(ax, tall=ax is panels[-1] and len(panels) > 2)
     figure.get_layout_engine().set(h_pad=0.09, w_pad=0.08)  # type: ignore[union-attr, call-arg]
+
+
+def _tidy(ax: Axes, x: Tensor) -> None:
+    ax.set_xlim(float(x[0]), float(x[-1]))
+    ax.grid(color="#E4E4E4", linewidth=0.6)
+    ax.set_axisbelow(True)
+    ax.spines[["top", "right"]].set_visible(False)
 
 
 def _put_legend(ax: Axes, tall: bool) -> None:
@@ -364,10 +368,7 @@ def _finish(figure: Figure, axes: Any, x: Tensor, values: Sequence[Tensor]) -> N
     for row, label in zip(axes, labels, strict=True):
         row[0].set_ylabel(label, fontsize=11)
     for ax in axes.flat:
-        ax.set_xlim(float(x[0]), float(x[-1]))
-        ax.grid(color="#E4E4E4", linewidth=0.6)
-        ax.set_axisbelow(True)
-        ax.spines[["top", "right"]].set_visible(False)
+        _tidy(ax, x)
     figure.suptitle(r"$y = \sum_k\, g_k(x)\,(s_k x + c_k)$", fontsize=16)
     figure.legend(
         handles=_legend(), loc="outside lower center", ncols=5, frameon=False, fontsize=11

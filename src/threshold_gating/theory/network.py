@@ -15,8 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from threshold_gating.conversion import sites
-from threshold_gating.conversion.audit import columns, described, gate_of, is_gate
-from threshold_gating.conversion.plan import Choices, module_sites, whole
+from threshold_gating.conversion.audit import described, gate_of, is_gate
+from threshold_gating.conversion.plan import module_sites, whole
+from threshold_gating.conversion.text import columns
 from threshold_gating.conversion.watch import Run, Told, Visit, Watch, fresh, undisturbed
 from threshold_gating.fitting.shape import curve
 from threshold_gating.nn.activation import Activation
@@ -122,7 +123,7 @@ class _Seen:
         self.skipped: dict[str, str] = {}
         self.reads: dict[str, float] = {}
         self.last: tuple[str, Any] = ("", None)
-        self.bent = whole(module_sites(model, Choices(None)))
+        self.bent = whole(module_sites(model))
         self.watch = Watch(model, self._see, self._kind, read=_read, answered=True)
 
     def _kind(self, run: Run) -> str | None:

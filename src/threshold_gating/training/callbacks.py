@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from threshold_gating.conversion.checkpoint.save_load import inner
+from threshold_gating.conversion.text import some
 from threshold_gating.training import telemetry
 from threshold_gating.training.families import family_report
 from threshold_gating.training.groups import check_decay, gate_parameters
@@ -206,8 +207,7 @@ class GateWatch:
                 self._writer.add_scalar(f"gates/{name}/stuck", float(stuck), self.step)
         for why in sorted(set(observation.unjudged.values())):
             names = [name for name, reason in observation.unjudged.items() if reason == why]
-            some = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if names[8:] else "")
-            self._say_once(f"not looked at for stuck channels: {some}: {why}.")
+            self._say_once(f"not looked at for stuck channels: {some(names, 8)}: {why}.")
         if not observation.seen and not observation.unjudged:
             self._say_once(
                 "no gate was seen in an observed step, so that nothing is known of stuck channels: "

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from threshold_gating.conversion import aten_ops
-from threshold_gating.conversion.audit import WIDTH, columns
 from threshold_gating.conversion.plan import arguments
+from threshold_gating.conversion.text import WIDTH, columns
 from threshold_gating.conversion.watch import evaluating, fresh
 from threshold_gating.training.paths import Fed, is_transposed
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from threshold_gating import taxonomy
 from threshold_gating.conversion.learn import learned_gates
+from threshold_gating.conversion.text import some
 from threshold_gating.instance import TG
 from threshold_gating.nn.rnn import GRU, LSTM
 
@@ -90,12 +91,8 @@ class FamilyReport:
         rows = []
         for name, (start, now, left) in self.sites.items():
             counts = ", ".join(f"{n} {word}" for word, n in now.items())
-            some = ", ".join(map(str, left[:8])) + (
-                f" and {len(left) - 8} more" if left[8:] else ""
-            )
-            rows.append(
-                f"{name}: {start} at the start; now {counts}" + (f"; left: {some}" * bool(left))
-            )
+            gone = f"; left: {some([str(group) for group in left], 8)}" if left else ""
+            rows.append(f"{name}: {start} at the start; now {counts}{gone}")
         return "\n".join(rows)
 
     def to_dict(self) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx, nn
 
-from threshold_gating.conversion.apply import Gate, successor
+from threshold_gating.conversion.gate import Gate, successor
 from threshold_gating.nn.activation import Activation
 from threshold_gating.nn.dense import Conv1d, Conv2d, Conv3d, Linear
 from threshold_gating.training.graph import (
@@ -190,6 +190,7 @@ def _gate(gate: Activation, train: tuple[str, ...], channels: int) -> Activation
         replace(gate.init, anchor=None),
         share="channel",
         channels=channels,
+        axis=1,
         train=[n for n in train if not (gate.init.hard and n == "tau")],
     )
     return new.eval().requires_grad_(False)

@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from threshold_gating.conversion import aten_ops, recomputing, sites
+from threshold_gating.conversion.moves import COPIES, VIEWS, spelled
 
 AUDITED_AS = "passing"  # see conversion.audit
 
@@ -52,24 +53,12 @@ def _all_functions() -> dict[Any, str]:
     they commute with an activation; they multiply it; they drop elements. See `written` for those
     that overwrite it.
     """
-    moving = (
-        "flatten reshape view permute transpose contiguous t movedim moveaxis swapaxes swapdims "
-        "ravel unflatten squeeze unsqueeze detach view_as reshape_as narrow select expand "
-        "expand_as roll flip index_select chunk split tensor_split unbind __getitem__"
-    )
     return {
-        **dict.fromkeys(_functions(moving), "move"),
-        **dict.fromkeys((Tensor.T.__get__, Tensor.mT.__get__), "move"),  # type: ignore[attr-defined]
-        **dict.fromkeys(_functions("clone"), "copy"),
-        **dict.fromkeys(_functions("mul multiply __mul__ __rmul__"), "product"),
+        **dict.fromkeys(VIEWS | spelled("contiguous detach"), "move"),
+        **dict.fromkeys(COPIES | spelled("clone"), "copy"),
+        **dict.fromkeys(spelled("mul multiply __mul__ __rmul__"), "product"),
         **dict.fromkeys((F.dropout, torch.dropout), "dropout"),
     }
-
-
-def _functions(names: str) -> set[Any]:
-    """The functions and methods of torch with these names."""
-    homes = (torch, Tensor, F)
-    return {getattr(home, n) for n in names.split() for home in homes if hasattr(home, n)}
 
 
 _DOES = _all_functions()

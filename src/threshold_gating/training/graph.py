@@ -10,34 +10,25 @@ import copy
 import functools
 import operator
 from collections import Counter
-from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from threshold_gating.conversion import recognise, sites
-from threshold_gating.conversion.apply import PerCall
-from threshold_gating.conversion.intercept import LEAVE, intercept_calls, release, site_of_call
-from threshold_gating.conversion.plan import Site
-from threshold_gating.instance import TG
-from threshold_gating.nn.activation import Activation
+from threshold_gating.conversion import sites
+from threshold_gating.conversion.answering import LEAVE, site_of_call
+from threshold_gating.conversion.gate import PerCall
+from threshold_gating.conversion.intercept import intercept_calls, release
+from threshold_gating.conversion.site import Site
 from threshold_gating.training.following import Remember, Take, does, forget, keep_input
 
-# What moves elements around and nothing else, so that it commutes with an activation.
-_MOVES: tuple[Any, ...] = (
-    *(torch.flatten, torch.reshape, torch.permute, torch.transpose),
-    *("flatten", "reshape", "view", "permute", "transpose", "contiguous"),
-)
-# What else gives tensors in the memory of its input.
-_VIEWS = (
-    *("getitem", "chunk", "split", "tensor_split", "unbind", "narrow", "select", "expand"),
-    *("squeeze", "unsqueeze", "unflatten", "movedim", "swapaxes", "diagonal", "detach", "t"),
-)
+Module = TypeVar("Module", bound=nn.Module)
 # What runs around a module's `forward` is kept under these names.
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+# Of `operator`, which torch.fx records for what is written x[k] and x * y.
+_WRITTEN = {operator.getitem: Tensor.__getitem__, operator.mul: Tensor.mul}
 # Functions of `operator` that overwrite their first argument.
 _OVER = ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor")
 
@@ -66,18 +57,10 @@ class Tracer(fx.Tracer):
         return ours or super().is_leaf_module(m, qualified_name)
 
 
-class Act(NamedTuple):
-    """An activation in the graph: its instance, and the module if it has learned parameters."""
-
-    t: TG
-    learned: Activation | None
-
-
 class Network(NamedTuple):
-    """A copy of a network as a graph, the activations in it, and what answers its calls."""
+    """A copy of a network as a graph, and what answers its calls."""
 
     module: fx.GraphModule
-    acts: dict[fx.Node, Act]
     calls: dict[fx.Node, Site | None]
     as_they_come: bool  # converted without inputs: gates answer whatever is called
 
@@ -115,7 +98,7 @@ def trace(model: nn.Module) -> Network:
     _separate(module)
     calls = _calls(module, plans)
     come = None in plans.values() and None not in calls.values()
-    network = Network(module, dict(_acts(module, calls)), calls, come)
+    network = Network(module, calls, come)
     _connect(network)
     return network
 
@@ -197,44 +180,6 @@ def finished(network: Network) -> fx.GraphModule:
     return module
 
 
-def _acts(
-    module: fx.GraphModule, calls: dict[fx.Node, Site | None]
-) -> Iterator[tuple[fx.Node, Act]]:
-    recognised: dict[nn.Module, Act | None] = {}
-    for node in module.graph.nodes:
-        if node.op == "call_module":
-            part = module.get_submodule(node.target)
-            if part not in recognised:
-                recognised[part] = _of_module(part)
-            found = recognised[part]
-        elif node.op in ("call_function", "call_method"):
-            found = _of_call(node, calls.get(node))
-        else:
-            found = None
-        if found is not None:
-            yield node, found
-
-
-def _of_module(part: nn.Module) -> Act | None:
-    if isinstance(part, Activation):
-        return Act(part.init, part if part.learned else None)
-    plain = not any(True for _ in part.parameters()) and not any(True for _ in part.buffers())
-    if not plain or not recognise.is_bent(part):
-        return None
-    return Act(recognise.recognise(part).t, None)
-
-
-def _of_call(node: fx.Node, site: Site | None) -> Act | None:
-    kind = _kind(node)
-    if kind not in sites.KINDS or not node.args:
-        return None
-    if site is not None:
-        return None if site.t is None else Act(site.t, None)
-    how = sites.KINDS[kind]
-    args: Any = node.args
-    return Act(how.make(*how.read(*args, **node.kwargs).parameters), None)
-
-
 def put(model: nn.Module, old: nn.Module, new: nn.Module) -> nn.Module:
     """`model` with `new` wherever `old` was, under each of its names; `new` if it is the root."""
     for parent in list(model.modules()):
@@ -242,6 +187,12 @@ def put(model: nn.Module, old: nn.Module, new: nn.Module) -> nn.Module:
             if child is old:
                 parent._modules[name] = new
     return new if model is old else model
+
+
+def hooked_as(new: Module, old: nn.Module) -> Module:
+    """`new` with whatever runs around the forward of `old`."""
+    vars(new).update({k: v for k, v in vars(old).items() if "_hook" in k})
+    return new
 
 
 def is_hooked(part: nn.Module) -> bool:
@@ -270,8 +221,8 @@ def views(network: Network, node: fx.Node) -> list[fx.Node]:
 
 
 def _is_view(network: Network, node: fx.Node) -> bool:
-    name = getattr(node.target, "__name__", str(node.target))
-    return is_move(network, node) or name in _VIEWS or overwrites(network, node)
+    is_copy = node.op != "call_module" and does(function(node)) == "copy"
+    return (is_move(network, node) and not is_copy) or overwrites(network, node)
 
 
 def overwrites(network: Network, node: fx.Node) -> bool:
@@ -307,7 +258,9 @@ def _check_axes(axes: int, layer: nn.Module, args: Any) -> None:
 def function(node: fx.Node) -> Any:
     """The function that a node calls, also where it is a method of a tensor."""
     target: Any = node.target
-    return getattr(Tensor, target, None) if isinstance(target, str) else target
+    if isinstance(target, str):
+        return getattr(Tensor, target, None) if node.op == "call_method" else None
+    return _WRITTEN.get(target, target)
 
 
 def _part(network: Network, node: fx.Node) -> nn.Module:
@@ -320,7 +273,7 @@ def is_move(network: Network, node: fx.Node) -> bool:
         part = _part(network, node)
         idle = isinstance(part, nn.Dropout) and not (part.p and part.training)
         return idle or isinstance(part, nn.Flatten | nn.Identity)
-    return node.op in ("call_function", "call_method") and node.target in _MOVES
+    return does(function(node)) in ("move", "copy")
 
 
 def _connect(network: Network) -> None:
@@ -329,9 +282,10 @@ def _connect(network: Network) -> None:
     promoted = [n for n in graph.nodes if n.op == "call_module" and _take(_part(network, n))]
     if not promoted:
         return
-    fixed = _keep_inputs(network)
+    acts = {node for node in graph.nodes if _is_act(network, node)}
+    open_acts = acts - _keep_inputs(network, acts)
     for node in promoted:
-        read = _read(network, node.all_input_nodes[0], fixed)
+        read = _read(network, node.all_input_nodes[0], open_acts)
         if read is None:
             raise ValueError(
                 f"torch.fx does not show where {node.target} gets its input from; fold the network "
@@ -346,36 +300,42 @@ def _connect(network: Network) -> None:
             for key in [k for k, hook in hooks.items() if _is_following(hook)]:
                 del hooks[key]
     for node in reversed(graph.nodes):  # what nothing reads any more
-        idle = node in network.acts or is_move(network, node) or _is_product(node)
+        idle = node in acts or is_move(network, node) or _is_product(node)
         if idle and not node.users and not overwrites(network, node):
             graph.erase_node(node)
 
 
+def _is_act(network: Network, node: fx.Node) -> bool:
+    """Whether a node is an activation that a promoted layer may have taken in."""
+    if node.op == "call_module":
+        hooks = _part(network, node)._forward_hooks.values()
+        return any(isinstance(hook, Remember) for hook in hooks)
+    return _kind(node) in sites.KINDS and bool(node.args)
+
+
 def _read(
-    network: Network, node: fx.Node, fixed: dict[Any, str]
+    network: Network, node: fx.Node, acts: set[fx.Node]
 ) -> tuple[fx.Node, tuple[fx.Node, ...]] | None:
     """The activation behind a node, and what a promoted layer reads: its input, and the factor
     by which it is multiplied if there is one, both moved as the activation was."""
     graph = network.module.graph
-    if node in network.acts:
-        return None if node.target in fixed else (node, (node.all_input_nodes[0],))
+    if node in acts:
+        return node, (node.all_input_nodes[0],)
     if is_move(network, node) and node.args and isinstance(node.args[0], fx.Node):
-        if (read := _read(network, node.args[0], fixed)) is None:
+        if (read := _read(network, node.args[0], acts)) is None:
             return None
         with graph.inserting_before(read[0] if len(read[1]) == 1 else node):
             moved = [graph.node_copy(node, _substitute(node.args[0], each)) for each in read[1]]
         return read[0], tuple(moved)
     for k in (0, 1) if _is_product(node) else ():
-        read = _read(network, node.all_input_nodes[k], fixed)
+        read = _read(network, node.all_input_nodes[k], acts)
         if read is not None and len(read[1]) == 1:
             return read[0], (*read[1], node.all_input_nodes[1 - k])
     return None
 
 
 def _is_product(node: fx.Node) -> bool:
-    func = function(node) if node.op in ("call_function", "call_method") else None
-    is_mul = func is operator.mul or (func is not None and does(func) == "product")
-    return is_mul and len(node.all_input_nodes) == 2
+    return does(function(node)) == "product" and len(node.all_input_nodes) == 2
 
 
 def _take(part: nn.Module) -> bool:
@@ -390,37 +350,27 @@ def _substitute(old: Any, new: Any) -> Any:
     return lambda n: new if n is old else n
 
 
-def _label(node: fx.Node) -> str:
-    return str(node.target) if node.op == "call_module" else node.name
-
-
-def _names(nodes: Iterable[fx.Node]) -> str:
-    return ", ".join(dict.fromkeys(_label(n) for n in nodes)) or "nothing"
-
-
-def _keep_inputs(network: Network) -> dict[Any, str]:
+def _keep_inputs(network: Network, acts: set[fx.Node]) -> set[fx.Node]:
     """Let no activation overwrite its input, which promoted layers read from now on.
 
     What reads the input later, and so saw it overwritten, reads the result instead. Activations
-    of whose input there are other views, which would not see that, stay as they are: returned by
-    target, with the reason.
+    of whose input there are other views, which would not see that, stay as they are: returned.
     """
     place = {n: k for k, n in enumerate(network.module.graph.nodes)}
-    over = [n for n in network.acts if overwrites(network, n)]
+    over = [n for n in place if n in acts and overwrites(network, n)]
     for node in over:
         read = node.all_input_nodes[0]
         for user in [u for u in read.users if place[u] > place[node]]:
             user.replace_input_with(read, node)
-    fixed: dict[Any, str] = {}
+    fixed: set[Any] = set()  # by their targets: a module overwrites in all of its calls or in none
     for node in over:
         others = [n for n in views(network, node.all_input_nodes[0]) if place[n] < place[node]]
-        late = [u for n in others for u in n.users if place[u] > place[node]]
-        if late:
-            fixed[node.target] = f"overwrites its input, of which {_names(late)} reads a view"
+        if any(place[u] > place[node] for n in others for u in n.users):
+            fixed.add(node.target)
     for node in over:
         if node.target not in fixed:
             _not_in_place(network, node)
-    return fixed
+    return {node for node in over if node.target in fixed}
 
 
 def _not_in_place(network: Network, node: fx.Node) -> None:

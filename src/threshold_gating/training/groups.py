@@ -23,9 +23,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from threshold_gating.conversion import learn
 from threshold_gating.nn.dense import TIERED
 from threshold_gating.nn.rnn import GRU, LSTM
-from threshold_gating.nn.spec import gate_names
 
 
 def gate_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -40,7 +40,8 @@ def gate_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     >>> list(gate_parameters(nn.Sequential(nn.Linear(2, 3), Linear(3, 2))))
     ['1.gate.rho', '1.gate.dtheta']
     """
-    gates = {id(p) for module in model.modules() for p in _own_gates(module)}
+    more = (p for module in model.modules() for p in _more_gates(module))
+    gates = {id(p) for p in (*learn.gate_parameters(model).values(), *more)}
     return {name: p for name, p in model.named_parameters() if id(p) in gates}
 
 
@@ -110,12 +111,11 @@ def check_decay(
     return decayed + missing
 
 
-def _own_gates(module: nn.Module) -> Iterator[nn.Parameter]:
-    held = set(gate_names(module, "parameter"))
+def _more_gates(module: nn.Module) -> Iterator[nn.Parameter]:
+    """The gates of the tiers below A and of recurrent layers, which are no gates of a site."""
     for name, p in module.named_parameters(recurse=False):
         constants = name == "c" and isinstance(module, tuple(TIERED.values()))
-        recurrent = name.startswith("gate_") and isinstance(module, LSTM | GRU)
-        if name in held or constants or recurrent:
+        if constants or (name.startswith("gate_") and isinstance(module, LSTM | GRU)):
             yield p
 
 

@@ -12,16 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from threshold_gating.conversion import sites
-from threshold_gating.conversion.apply import PerCall, successor
 from threshold_gating.conversion.audit import gate_of, is_gate
+from threshold_gating.conversion.gate import PerCall, successor
 from threshold_gating.conversion.learn import learned_gates
-from threshold_gating.conversion.plan import Choices, ModuleSites, module_sites, run, whole
+from threshold_gating.conversion.plan import ModuleSites, module_sites, run, whole
 from threshold_gating.conversion.watch import Run, Told, Visit, Watch, evaluating, fresh
 from threshold_gating.instance import TG
 from threshold_gating.nn import rnn
 from threshold_gating.nn.activation import Activation
 from threshold_gating.training.closeness import difference
-from threshold_gating.training.graph import put
+from threshold_gating.training.graph import hooked_as, put
 from threshold_gating.training.tiers import is_tiered
 
 
@@ -70,7 +70,7 @@ def harden(model: nn.Module, *, inputs: Any = None) -> Hardening:
             in a forward (`F.gelu`), which stay as they are, are seen and named in `kept`.
     """
     new = copy.deepcopy(model)
-    plain = module_sites(model, Choices(None))
+    plain = module_sites(model)
     kept = dict(_out_of_reach(model, plain, seen=inputs is not None))
     done: list[str] = []
     for name, module in list(new.named_modules()):
@@ -148,16 +148,7 @@ def _hard(act: Activation) -> Activation:
     learned = [n for n in act.learned if n != "tau"]
     if act.learned:  # what it has learned has to be kept somewhere
         learned = ["theta", *(n for n in ("s", "c") if n in act.learned), "c"]
-    new = successor(
-        act,
-        record,
-        share=act.share,
-        channels=None if act.share in ("net", "layer") else act.group,
-        axis=act.axis,
-        train=learned,
-        inplace=act.inplace,
-    )
-    vars(new).update({k: v for k, v in vars(act).items() if "_hook" in k})
+    new = hooked_as(successor(act, record, train=learned, inplace=act.inplace), act)
     if act.learned:
         _, theta, s, c = act.values()
         new.set_values(math.inf, theta, s, c)

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from threshold_gating.conversion.text import some
 from threshold_gating.instance import TG
 
 
@@ -163,12 +164,9 @@ def described(found: list[Stuck], axis: int) -> str:
     for what in ("dead", "saturated"):
         own = [s for s in found if s.what == what]
         if own:
-            first = ", ".join(str(s.channel) for s in own[:8])
-            more = f" and {len(own) - 8} more" if own[8:] else ""
+            these = some([str(s.channel) for s in own], 8)
             many = "s" if own[1:] else ""
-            words.append(
-                f"channel{many} {first}{more} (axis {axis}) {'are' if many else 'is'} {what}"
-            )
+            words.append(f"channel{many} {these} (axis {axis}) {'are' if many else 'is'} {what}")
     one, least = found[0], min(s.values for s in found)
     return (
         f"step {one.step}: {one.site}: {'; '.join(words)}: at least {least:,} values of each were "

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from threshold_gating.conversion import sites
-from threshold_gating.conversion.apply import PerCall
+from threshold_gating.conversion.gate import PerCall
 from threshold_gating.instance import TG
 from threshold_gating.nn.activation import Activation
 from threshold_gating.nn.rnn import GRU, LSTM, evaluated

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from threshold_gating import taxonomy
 from threshold_gating.conversion import aten_ops, sites
-from threshold_gating.conversion.apply import PerCall
 from threshold_gating.conversion.audit import gate_of
-from threshold_gating.conversion.plan import Choices, module_sites, run
+from threshold_gating.conversion.gate import PerCall
+from threshold_gating.conversion.plan import module_sites, run
 from threshold_gating.conversion.watch import Run, Told, Visit, Watch, evaluating, fresh
 from threshold_gating.instance import TG
 from threshold_gating.nn import rnn
@@ -62,7 +62,6 @@ class Trail:
     """
 
     source: Source
-    inplace: bool
     runs: tuple[Run, ...]
     held: tuple[tuple[Tensor, int], ...]
     version: int
@@ -132,7 +131,7 @@ def is_transposed(module: nn.Module) -> bool:
 class _Finder:
     def __init__(self, model: nn.Module) -> None:
         self.paths = Paths()
-        self.plain = module_sites(model, Choices(None))
+        self.plain = module_sites(model)
         self.layers = {m: name for name, m in model.named_modules() if is_layer(m)}
         self.owners = {id(p): name for m, name in self.layers.items() for p in m.parameters()}
         self.watch = Watch(model, self._see, self._whole, read=self._read, answered=True)
@@ -212,10 +211,9 @@ class _Finder:
         return None
 
     def _made(self, source: Source, x: Tensor, version: int, y: Any) -> None:
-        inplace = x._version != version or y is x
-        held = () if inplace else ((x, version),)
-        runs = tuple(self.watch.running.stack)
-        _put(y, Trail(source, inplace, runs, held, y._version))
+        in_place = x._version != version or y is x
+        held = () if in_place else ((x, version),)
+        _put(y, Trail(source, tuple(self.watch.running.stack), held, y._version))
 
     def _after(self, visit: Visit, y: Any) -> None:
         """What a call made of followed tensors, or of a layer's parameters."""

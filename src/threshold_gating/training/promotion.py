@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from threshold_gating import taxonomy
-from threshold_gating.conversion.apply import is_inplace
+from threshold_gating.conversion.gate import is_inplace
 from threshold_gating.conversion.intercept import follow, unshare
 from threshold_gating.instance import TG
 from threshold_gating.nn.activation import Activation
@@ -25,7 +25,7 @@ from threshold_gating.training.closeness import (
     measuring,
 )
 from threshold_gating.training.following import Follow, Remember, Take, forget, keep_input
-from threshold_gating.training.graph import expect_axes, is_hooked, put
+from threshold_gating.training.graph import expect_axes, hooked_as, is_hooked, put
 from threshold_gating.training.paths import (
     Fed,
     Paths,
@@ -87,12 +87,7 @@ def promote(
         except _UnlikeError as error:
             kept[name] = str(error)
             del chosen[name]
-    if not chosen:
-        reasons = "; ".join(f"{name or '(network)'}: {why}" for name, why in kept.items())
-        raise ValueError(
-            f"promote: no layer of {type(model).__name__} can be promoted: "
-            f"{reasons or 'it has no linear layer or convolution and no activation'}."
-        )
+    _check_any(model, chosen, kept)
     dense = {name: new.get_submodule(name) for name in chosen}
     for name, feeds in chosen.items():
         _replace(new, name, layers[name], feeds)
@@ -105,6 +100,16 @@ def promote(
         expect_same(model, inputs, output)
     in_order = {name: errors[name] for name in chosen}
     return _reported(new, Promotion(tuple(chosen), kept, in_order, output))
+
+
+def _check_any(model: nn.Module, chosen: Collection[str], kept: dict[str, str]) -> None:
+    """Refuse a network of which no layer can be promoted, and say of each why."""
+    if not chosen:
+        reasons = "; ".join(f"{name or '(network)'}: {why}" for name, why in kept.items())
+        raise ValueError(
+            f"promote: no layer of {type(model).__name__} can be promoted: "
+            f"{reasons or 'it has no linear layer or convolution and no activation'}."
+        )
 
 
 def _freeze_idle(paths: Paths, chosen: Collection[str]) -> None:
@@ -181,16 +186,10 @@ def _lift_all(model: Model, tier: str, share: str | None, inputs: Any) -> Model:
     done = []
     for name, module in list(new.named_modules()):
         if is_tiered(module):
-            new = cast(Model, put(new, module, _hooked_as(lifted(module, tier, share), module)))
+            new = cast(Model, put(new, module, hooked_as(lifted(module, tier, share), module)))
             done.append(name)
     output = None if inputs is None else difference(model, new, inputs)
     return _reported(new, Promotion(tuple(done), {}, {}, output))
-
-
-def _hooked_as(new: Any, old: nn.Module) -> Any:
-    """`new` with whatever runs around the forward of `old`."""
-    vars(new).update({k: v for k, v in vars(old).items() if "_hook" in k})
-    return new
 
 
 @dataclass(frozen=True)
@@ -218,7 +217,7 @@ def demote(model: nn.Module, tier: Literal["A", "W", "S"] = "A", *, inputs: Any 
     for name, module in list(new.named_modules()):
         if is_tiered(module) and ORDER.index(vars(module)["tier"]) > ORDER.index(tier):
             lower, lost[name] = projected(module, tier)
-            new = put(new, module, lower if lower is module else _hooked_as(lower, module))
+            new = put(new, module, lower if lower is module else hooked_as(lower, module))
     if not lost:
         raise ValueError(f"demote: {type(model).__name__} has no layer above tier {tier}.")
     return Demotion(new, lost, None if inputs is None else difference(model, new, inputs))

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from threshold_gating import primitive
 from threshold_gating.conversion.checkpoint.digest import whole
-from threshold_gating.conversion.learn import learned_gates, site_name
+from threshold_gating.conversion.learn import learned_gates
+from threshold_gating.conversion.site import site_name
 from threshold_gating.instance import TG
 from threshold_gating.nn.activation import Activation
 from threshold_gating.nn.attention import Temperature

@@ -89,15 +89,21 @@ def projected(layer: Any, tier: str) -> tuple[nn.Module, float]:
 
 def _empty(layer: Any, tier: str, share: str) -> Any:
     """A layer of `tier` like `layer`, its weights and gates yet to be written."""
-    plain = _PLAIN[type(layer)]
-    dense = object.__new__(plain)
-    vars(dense).update({k: v for k, v in vars(layer).items() if not k.startswith("__")})
-    dense._parameters = {"weight": nn.Parameter(layer.weight[:, -1].clone()), "bias": layer.bias}
-    dense._modules = {}
+    dense = _dense(layer, layer.weight[:, -1].clone())
     new = type(layer).from_dense(
         dense, layer.init, tier=tier, share=share, train=_train(layer, tier), size=layer.size
     )
     return new.train(layer.training)
+
+
+def _dense(layer: Any, weight: Tensor) -> Any:
+    """The layer of torch with this weight, without the hooks of `layer`, which stay around it."""
+    plain = object.__new__(_PLAIN[type(layer)])
+    own = {k: {} if "_hook" in k and isinstance(v, dict) else v for k, v in vars(layer).items()}
+    vars(plain).update(own)
+    plain._parameters = {"weight": nn.Parameter(weight), "bias": layer.bias}
+    plain._modules = {}
+    return plain
 
 
 def _train(layer: Any, tier: str) -> list[str]:
@@ -183,12 +189,7 @@ def _tied(layer: Any) -> tuple[nn.Module, float]:
         return [slopes[:, k] * torch.as_tensor(w).to(slopes) for k, w in enumerate(values)]
 
     act.set_values(tau, theta, rows(s), rows(c))
-    plain = object.__new__(_PLAIN[type(layer)])
-    # without its hooks, which stay around the two
-    own = {k: {} if "_hook" in k and isinstance(v, dict) else v for k, v in vars(layer).items()}
-    vars(plain).update(own)
     weight = dense.permute(0, 2, 1, 3).reshape(outputs, inner, *layer.weight.shape[3:])
-    plain._parameters = {"weight": nn.Parameter(weight.contiguous()), "bias": layer.bias}
-    plain._modules = {}
+    plain = _dense(layer, weight.contiguous())
     lost = sigma[:, 1:].square().sum() / sigma.square().sum().clamp_min(1e-30)
     return InTierA(act, plain).train(layer.training), float(lost) ** 0.5

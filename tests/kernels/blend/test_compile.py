@@ -11,7 +11,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.utils.checkpoint import checkpoint
 
 import threshold_gating as tg
-from threshold_gating.conversion import intercept
+from threshold_gating.conversion import answering
 
 pytestmark = pytest.mark.compile
 
@@ -158,16 +158,16 @@ def test_calls_that_are_approximate_compile_with_their_measured_stand_ins(conver
 
 
 def test_a_call_that_came_while_compiling_is_the_same_site_afterwards(monkeypatch):
-    monkeypatch.setattr(intercept, "_NAMES", {})
+    monkeypatch.setattr(answering, "_NAMES", {})
     x = (torch.randn(2, 6, 5),)
     gated = tg.convert(Block().eval())
     compiled = Compiled(gated)
     with torch.no_grad():
         compiled(x)
-        made = dict(intercept._NAMES)
+        made = dict(answering._NAMES)
         gated(*x)
     assert ("leaky_relu", (0.2,)) in made
-    assert made == intercept._NAMES
+    assert made == answering._NAMES
 
 
 def test_another_backend_compiles_again_and_is_not_answered_by_the_old_graph(convert):

@@ -26,8 +26,8 @@ from threshold_gating.cli.demo.networks import RECIPES, Digits, digits, train
 from threshold_gating.cli.demo.watching import instances, panel, watch
 from threshold_gating.cli.printing import Tell, missing, progress, say, write_json
 from threshold_gating.conversion import ConversionError, audit, calibrate, convert
-from threshold_gating.conversion.audit import WIDTH, columns
 from threshold_gating.conversion.config import Choice
+from threshold_gating.conversion.text import WIDTH, columns
 from threshold_gating.show.page import HEADER, LEGEND, Report, Row, cells, meaning, page
 from threshold_gating.show.svg import Panel
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from threshold_gating import kernels
 from threshold_gating.conversion import sites
-from threshold_gating.conversion.plan import Choices, module_sites, run, whole
+from threshold_gating.conversion.plan import module_sites, run, whole
 from threshold_gating.conversion.watch import Visit, Watch, evaluating, fresh
 from threshold_gating.instance import TG
 from threshold_gating.nn import attention, rnn
@@ -63,7 +63,7 @@ _PARTS = {
 def watch(model: nn.Module, x: Tensor) -> list[Seen]:
     """Run a network, not converted, and note what each of its functions gets, in order."""
     found: list[Seen] = []
-    modules = {m: made for m, made in module_sites(model, Choices(None)).items() if any(made)}
+    modules = {m: made for m, made in module_sites(model).items() if any(made)}
 
     def see(visit: Visit) -> None:
         if visit.kind == "scaled_dot_product_attention":

@@ -10,19 +10,17 @@ import platform
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from threshold_gating._version import __version__
-from threshold_gating.conversion.audit import jsonable
+from threshold_gating.conversion.certificate import Certificate, Row
 from threshold_gating.conversion.checkpoint.files import mark
 from threshold_gating.conversion.hub import REPORT
 from threshold_gating.conversion.learn import moved
-
-if TYPE_CHECKING:
-    from threshold_gating.conversion.certificate import Certificate, Row
+from threshold_gating.conversion.text import jsonable
 
 NAME = "README.md"
 _BEGIN = "<!-- threshold-gating: this part is written anew at every save -->"
@@ -173,7 +171,8 @@ def _converted(model: nn.Module) -> str:
 
     about = schema.structure(model)
     rows: dict[tuple[Any, ...], int] = {}
-    for site in _sites(about):
+    found = [site for _, site in schema.sites_in(about) if isinstance(site, dict)]
+    for site in (each for each in found if "exact" in each):  # not the gates of recurrent layers
         K = len(site["instance"]["s"]) if site["instance"] else ""
         error = "exact" if site["exact"] else f"approximate, sup {float(site['sup']):.1e}"
         key = (site["kind"], K, error)
@@ -184,14 +183,6 @@ def _converted(model: nn.Module) -> str:
         kinds.append(("calls of functions", "as they come", "", "not counted"))
     total = f"{sum(rows.values())} sites."
     return _table(("kind", "sites", "K", "instance"), kinds) + f"\n\n{total}"
-
-
-def _sites(about: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    for module in about["modules"]:
-        yield from (call for call in module["calls"] if call)
-    for owner in about["owners"]:
-        calls = owner["calls"]
-        yield from (site for site in (calls.values() if isinstance(calls, dict) else ()) if site)
 
 
 def _errors(report: Mapping[str, Any] | None) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,7 +29,7 @@ def of_folder(folder: Path) -> Side:
     """What lies in a folder, which is checked to be whole."""
     saved, _, tensors = save_load.read(folder, strict=True)
     gates = {k: t for k, t in tensors.items() if saved.gates_only or _is_gate(k, saved)}
-    sites = dict(_sites(saved.structure))
+    sites = dict(schema.sites_in(saved.structure))
     if saved.pretrained is not None:
         values = pretrained.weights_of(folder, saved)
         return Side(saved.original, values, sites, gates)
@@ -44,7 +44,7 @@ def of_network(model: nn.Module) -> Side:
     gates = schema.gate_state(model)
     state = model.state_dict()
     values = {k: t for k, t in state.items() if isinstance(t, Tensor) and k not in gates}
-    return Side(digests(values), values, dict(_sites(schema.structure(model))), gates)
+    return Side(digests(values), values, dict(schema.sites_in(schema.structure(model))), gates)
 
 
 def _is_gate(key: str, saved: schema.Checkpoint) -> bool:
@@ -53,20 +53,6 @@ def _is_gate(key: str, saved: schema.Checkpoint) -> bool:
     owner, _, name = key.rpartition(".")
     gates = {name for entry in saved.modules for name in entry.names}
     return name.startswith("tg_") or owner in gates or owner.partition(".calls.")[0] in gates
-
-
-def _sites(structure: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """What stands at each site, by its name."""
-    for module in structure["modules"]:
-        for k, call in enumerate(module["calls"]):
-            yield f"{module['name']}{f'#{k}' if k else ''}", call
-    for owner in structure["owners"]:
-        calls = owner["calls"]
-        for call, site in calls.items() if isinstance(calls, dict) else ((calls, calls),):
-            yield f"{owner['name']}:{call}", site
-    for layer in structure["recurrent"]:
-        for gate, instance in layer["gates"].items():
-            yield f"{layer['name']}.{gate}", {"kind": gate, "instance": instance}
 
 
 @dataclass(frozen=True)

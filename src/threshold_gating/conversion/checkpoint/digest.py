@@ -54,6 +54,12 @@ def differing(want: Mapping[str, str], tensors: Mapping[str, Any]) -> dict[str, 
     return {n: _apart(text, have.get(n)) for n, text in want.items() if text != have.get(n)}
 
 
+def unlike(known: Mapping[str, str], tensors: Mapping[str, Any]) -> dict[str, str]:
+    """`differing`, and the tensors that are not on record."""
+    new = {name: "is not on record" for name in tensors if name not in known}
+    return {**differing(known, tensors), **new}
+
+
 def _apart(want: str, have: str | None) -> str:
     if have is None:
         return "is missing"

@@ -19,7 +19,7 @@ from typing import Any, TypeVar, overload
 from torch import Tensor, nn
 
 from threshold_gating.conversion.checkpoint import files, save_load, schema
-from threshold_gating.conversion.checkpoint.digest import differing
+from threshold_gating.conversion.checkpoint.digest import unlike
 from threshold_gating.conversion.checkpoint.files import CheckpointError, one_line
 from threshold_gating.conversion.checkpoint.schema import Checkpoint
 from threshold_gating.conversion.plan import refuse
@@ -157,8 +157,7 @@ def _check_weights(model: nn.Module, saved: Checkpoint) -> None:
             f"{where} has no hash of the weights that its gates belong to; save them again, {asked}"
         )
     state = {k: t for k, t in model.state_dict().items() if isinstance(t, Tensor)}
-    apart = {**differing(saved.original, state), **_unrecorded(model, state, saved.original)}
-    if apart:
+    if apart := unlike(saved.original, _expected(model, state, saved.original)):
         name, how = next(iter(apart.items()))
         raise CheckpointError(
             f"{where}: the gates were saved with other weights than {type(model).__name__} has: "
@@ -167,16 +166,16 @@ def _check_weights(model: nn.Module, saved: Checkpoint) -> None:
         )
 
 
-def _unrecorded(
+def _expected(
     model: nn.Module, state: Mapping[str, Tensor], known: Mapping[str, str]
-) -> dict[str, str]:
-    """Weights that were not there when the gates were saved; a tied one stands there once."""
+) -> dict[str, Tensor]:
+    """The tensors that are on record, or should be: a tied one stands there once, no gate does."""
     tied = {t.data_ptr() for name, t in state.items() if name in known}
     ignored = {*schema.gate_state(model), *(getattr(model, "_keys_to_ignore_on_save", None) or ())}
     return {
-        name: "is not on record"
+        name: t
         for name, t in state.items()
-        if name not in known and name not in ignored and t.data_ptr() not in tied and t.numel()
+        if name in known or not (name in ignored or t.data_ptr() in tied or not t.numel())
     }
 
 
@@ -218,9 +217,9 @@ def gates_for(
             f"instances or sharing); go on with the network that tg.load({str(folder)!r}) gives."
         )
     own = {k.removeprefix(prefix): t for k, t in state.items() if k.startswith(prefix)}
-    known = saved.original or {}
-    new = {name: "is not on record" for name in own if name not in known and name not in tensors}
-    if apart := {**new, **differing({k: v for k, v in known.items() if k in own}, own)}:
+    known = {k: text for k, text in (saved.original or {}).items() if k in own}
+    weights = {k: t for k, t in own.items() if k in known or k not in tensors}
+    if apart := unlike(known, weights):
         name, how = next(iter(apart.items()))
         raise CheckpointError(
             f"{folder}: its gates were saved with other weights: {name!r} {how} ({len(apart)} "
@@ -366,8 +365,7 @@ def _mixed(folder: Path, saved: Checkpoint) -> CheckpointError:
     have: dict[str, Tensor] = {}
     for name in names:
         have |= files.read_tensors(folder / name)
-    apart = differing(saved.original or {}, have)
-    apart |= {name: "is not on record" for name in have if name not in (saved.original or {})}
+    apart = unlike(saved.original or {}, have)
     name, how = next(iter(apart.items()), ("all", "are there, in other files"))
     return CheckpointError(
         f"{folder}: the weights are not those that {files.CONFIG} was written with: {name!r} {how} "

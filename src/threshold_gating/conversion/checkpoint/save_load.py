@@ -18,7 +18,7 @@ from typing import Any, TypeVar, overload
 import torch
 from torch import Tensor, nn
 
-from threshold_gating.conversion import apply, hub
+from threshold_gating.conversion import apply, gate, hub
 from threshold_gating.conversion.checkpoint import card, files, schema
 from threshold_gating.conversion.checkpoint.digest import digests
 from threshold_gating.conversion.checkpoint.files import CheckpointError, load_weights
@@ -178,7 +178,7 @@ def restore(
             module.__class__ = kind
             vars(module).clear()
             vars(module).update(attributes)
-        apply.count_calls(model)
+        gate.count_calls(model)
         raise
     for name, p in gate_parameters(model).items():
         p.requires_grad_(name in saved.trainable)
@@ -212,11 +212,11 @@ def _rebuild(model: nn.Module, saved: Checkpoint) -> None:
         return  # it is so already
     apply.revert(model)
     _check_modules(model, saved)
-    at, places = dict(model.named_modules()), apply.places(model)
+    at, places = dict(model.named_modules()), gate.places(model)
     for entry in saved.modules:
         module = at[entry.names[0]]
         _become(module, entry.holds, _real(places[module]))
-    apply.count_calls(model)
+    gate.count_calls(model)
     for entry in saved.owners:
         owner = at[entry.names[0]]
         intercept_calls(owner, entry.holds, *_real(places[owner]))
@@ -284,21 +284,21 @@ def _check_function(
         raise wrong(f"{entry.names[0]!r} is {type(module).__name__}, another function than saved,")
 
 
-def _real(place: apply.Place) -> apply.Place:
+def _real(place: gate.Place) -> gate.Place:
     """Where gates are made: those of a network without memory yet have some."""
     is_meta = place.device.type == "meta"
     return place._replace(device=torch.device("cpu")) if is_meta else place
 
 
-def _become(module: nn.Module, calls: list[Any], place: apply.Place) -> None:
+def _become(module: nn.Module, calls: list[Any], place: gate.Place) -> None:
     """Let `module` be the gates on record; it overwrites its input if it did."""
     before = module if isinstance(module, Activation) else None
     if before is not None and _is_made_so(before, calls):
         return
-    stands = [schema.spec(site, make) if site else apply.left(module) for site, make in calls]
+    stands = [schema.spec(site, make) if site else gate.left(module) for site, make in calls]
     double = any(make["dtype"] == "float64" for site, make in calls if site)
     place = place._replace(double=double)
-    apply.become(module, stands, [site for site, _ in calls], place)
+    gate.become(module, stands, [site for site, _ in calls], place)
     if before is not None:  # the network's own one is not there to come back
         del module.__dict__["replaced"]
 

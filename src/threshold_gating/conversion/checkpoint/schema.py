@@ -16,29 +16,15 @@ from torch import Tensor, nn
 
 from threshold_gating import kernels
 from threshold_gating._version import __version__
-from threshold_gating.conversion import sites
-from threshold_gating.conversion.apply import PerCall
-from threshold_gating.conversion.audit import jsonable
-from threshold_gating.conversion.checkpoint.files import (
-    BESIDE,
-    CONFIG,
-    DAMAGE,
-    GATES,
-    WEIGHTS,
-    CheckpointError,
-    one_line,
-    unreadable,
-)
+from threshold_gating.conversion import learn, sites
+from threshold_gating.conversion.checkpoint import files
+from threshold_gating.conversion.checkpoint.files import CheckpointError, one_line
 from threshold_gating.conversion.config import GateConfig
-from threshold_gating.conversion.learn import (
-    config_of,
-    elementwise_of_dict,
-    gate_parameters,
-    spec_of_dict,
-    spec_to_dict,
-)
-from threshold_gating.conversion.plan import Site
+from threshold_gating.conversion.gate import PerCall
+from threshold_gating.conversion.learn import gate_parameters
 from threshold_gating.conversion.purity import probing
+from threshold_gating.conversion.site import Site
+from threshold_gating.conversion.text import jsonable
 from threshold_gating.instance import TG
 from threshold_gating.nn import rnn
 from threshold_gating.nn.activation import Activation
@@ -101,11 +87,11 @@ class Checkpoint:
             for k, (site, make) in enumerate(entry.holds):
                 key = f"re:{re.escape(name)}(#\\d+)?" if alike else f"{name}#{k}" if k else name
                 if site is not None:
-                    found[key] = config_of(site.t, spec(site, make))
+                    found[key] = learn.config_of(site.t, spec(site, make))
         for entry in self.owners:
             for call, site in (entry.holds or {}).items():
                 if site is not None:
-                    found[f"{entry.names[0]}:{call}"] = config_of(site.t, site.learns)
+                    found[f"{entry.names[0]}:{call}"] = learn.config_of(site.t, site.learns)
         known = all(entry.holds is not None for entry in self.owners)  # else calls as they come
         return GateConfig(sites=tuple({**({"re:.*": None} if known else {}), **found}.items()))
 
@@ -113,19 +99,15 @@ class Checkpoint:
 def describe(model: nn.Module) -> dict[str, Any]:
     """The config of a network, all but what it says of files."""
     gates = structure(model)
-    answers = [call for owner in gates["owners"] for call in _calls_of(owner)]
+    learns = any(isinstance(site, dict) and "learns" in site for _, site in sites_in(gates))
     return {
-        "schema": SCHEMA if any("learns" in each for each in answers if each) else 1,
+        "schema": SCHEMA if learns else 1,
         "threshold_gating": __version__,
         "torch": str(torch.__version__),
         "model": f"{type(model).__module__}.{type(model).__qualname__}",
         "trainable": [n for n, p in gate_parameters(model).items() if p.requires_grad],
         **gates,
     }
-
-
-def _calls_of(owner: Mapping[str, Any]) -> list[Any]:
-    return [] if owner["calls"] == AS_THEY_COME else list(owner["calls"].values())
 
 
 def structure(model: nn.Module) -> dict[str, Any]:
@@ -148,6 +130,20 @@ def structure(model: nn.Module) -> dict[str, Any]:
             answered = AS_THEY_COME if plan is None else answers
             found["owners"].append({**where, "calls": answered})
     return found
+
+
+def sites_in(structure: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """What stands at each site of a `structure`, by its name."""
+    for module in structure["modules"]:
+        for k, call in enumerate(module["calls"]):
+            yield f"{module['name']}{f'#{k}' if k else ''}", call
+    for owner in structure["owners"]:
+        calls = owner["calls"]
+        for call, site in calls.items() if isinstance(calls, dict) else ((calls, calls),):
+            yield f"{owner['name']}:{call}", site
+    for layer in structure["recurrent"]:
+        for gate, instance in layer["gates"].items():
+            yield f"{layer['name']}.{gate}", {"kind": gate, "instance": instance}
 
 
 def values_of(module: nn.Module) -> list[Any]:
@@ -198,7 +194,7 @@ def _site(act: Activation, name: str) -> Site:
 
 def make_of(act: Activation) -> dict[str, Any]:
     """How to make an activation again, but for its instance and what it has learned."""
-    return {**spec_to_dict(act), "dtype": str(act.theta0.dtype).removeprefix("torch.")}
+    return {**learn.spec_to_dict(act), "dtype": str(act.theta0.dtype).removeprefix("torch.")}
 
 
 def spec(site: Site, make: Mapping[str, Any]) -> GateSpec:
@@ -206,14 +202,14 @@ def spec(site: Site, make: Mapping[str, Any]) -> GateSpec:
     if site.t is None or make["dtype"] not in ("float32", "float64"):
         raise ValueError(f"there is no activation of {site.t} in {make['dtype']}.")
     _check_make(make)
-    return elementwise_of_dict(site.t, make)
+    return learn.elementwise_of_dict(site.t, make)
 
 
 def _answer(site: Site | None) -> dict[str, Any] | None:
     """What answers a call of an owner, with what it learns."""
     if site is None:
         return None
-    learns = {} if site.learns is None else {"learns": spec_to_dict(site.learns)}
+    learns = {} if site.learns is None else {"learns": learn.spec_to_dict(site.learns)}
     return {**_site_to_json(site), **learns}
 
 
@@ -239,17 +235,13 @@ def _site_of_json(data: Any) -> Site:
     infinite = ("inf", "-inf", "nan")
     given = _part(data, "parameters", list)
     parameters = tuple(float(v) if v in infinite else v for v in given)
-    name, kind, exact = (_part(data, k, v) for k, v in _OF_A_SITE)
-    return Site(name, kind, t, exact, float(data["sup"]), parameters)
+    name, kind = _part(data, "name", str), _part(data, "kind", str)
+    return Site(name, kind, t, _part(data, "exact", bool), float(data["sup"]), parameters)
 
 
-_OF_A_SITE = (("name", str), ("kind", str), ("exact", bool))
-_WORDS = {
-    str: "a text",
-    bool: "true or false",
-    int: "a whole number",
-    list: "a list",
-    dict: "named",
+_WORDS: dict[type, str] = {
+    **{str: "a text", bool: "true or false", int: "a whole number"},
+    **{list: "a list", dict: "named"},
 }
 _MOST = 2**26  # elements that share nothing; more is no layer, and would take all memory
 
@@ -290,7 +282,7 @@ def _call_of_json(data: Any) -> Site:
     if data.get("learns") is not None:
         learns = _part(data, "learns", dict)
         _check_make(learns)
-        site = replace(site, learns=spec_of_dict(site.kind, site.t, learns))
+        site = replace(site, learns=learn.spec_of_dict(site.kind, site.t, learns))
     return site if site.t is None else replace(site, op=kernels.native(site.t))
 
 
@@ -301,14 +293,14 @@ def reading(what: str) -> Iterator[None]:
         yield
     except CheckpointError:
         raise
-    except DAMAGE as error:
+    except files.DAMAGE as error:
         why = f"there is no {error}." if isinstance(error, KeyError) else one_line(error)
         raise CheckpointError(f"{what}: {why.rstrip('.')}. Save the network again.") from error
 
 
 def read(directory: Path) -> Checkpoint:
     """The config in `directory`, every part of it understood."""
-    path = directory / CONFIG
+    path = directory / files.CONFIG
     data = _json(path)
     with reading(str(path)):
         _check_schema(path, data)
@@ -343,7 +335,7 @@ def _json(path: Path) -> Any:
     try:
         return json.loads(path.read_text("utf-8"), parse_constant=number, parse_float=number)
     except OSError as error:
-        raise unreadable(path, error) from error
+        raise files.unreadable(path, error) from error
     except (ValueError, RecursionError) as error:
         raise CheckpointError(
             f"{path} is not valid JSON, so it is truncated or damaged ({error}); copy it again or "
@@ -371,7 +363,7 @@ def _pretrained(data: Any) -> dict[str, Any] | None:
             f"a model's own files must be .safetensors in the same directory; got {wrong[0]!r}."
         )
     if data["weights"] is None or data.get("original") is None or not data["gates_only"]:
-        raise ValueError(f"the hashes of {BESIDE} and of the weights are not in it.")
+        raise ValueError(f"the hashes of {files.BESIDE} and of the weights are not in it.")
     variant = None if about.get("variant") is None else _part(about, "variant", str)
     made = _part(about, "made", dict) if "made" in about else {}
     return {"files": names, "variant": variant, "made": made}
@@ -379,16 +371,14 @@ def _pretrained(data: Any) -> dict[str, Any] | None:
 
 def _weights(about: Any) -> dict[str, Any]:
     """What is said of the file of tensors, which stands beside the config and nowhere else."""
-    found = {key: _part(about, key, kind) for key, kind in _OF_A_FILE}
-    if found["file"] not in (WEIGHTS, GATES, BESIDE):
+    *most, last = known = (files.WEIGHTS, files.GATES, files.BESIDE)
+    if (file := _part(about, "file", str)) not in known:
         raise ValueError(
-            f"the file of tensors must be {WEIGHTS}, {GATES} or {BESIDE}, in the same directory; "
-            f"got {found['file']!r}."
+            f"the file of tensors must be {', '.join(most)} or {last}, in the same directory; "
+            f"got {file!r}."
         )
-    return found
-
-
-_OF_A_FILE = (("file", str), ("bytes", int), ("sha256", str))
+    size, digest = _part(about, "bytes", int), _part(about, "sha256", str)
+    return {"file": file, "bytes": size, "sha256": digest}
 
 
 def _check_once(found: Checkpoint) -> None:
@@ -396,9 +386,8 @@ def _check_once(found: Checkpoint) -> None:
     seen: set[str] = set()
     for entry in (*found.modules, *found.owners, *found.recurrent):
         # A recurrent layer of ours is on record with its gates; its calls may be, too.
-        names = (
-            entry.names if entry not in found.recurrent else [f"{n}, gates" for n in entry.names]
-        )
+        mark = ", gates" if entry in found.recurrent else ""
+        names = [f"{name}{mark}" for name in entry.names]
         if again := [name for name in names if name in seen]:
             raise ValueError(f"{again[0]!r} is on record twice.")
         seen.update(names)
