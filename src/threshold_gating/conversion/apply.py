@@ -8,7 +8,6 @@ module stay as they were.
 
 from __future__ import annotations
 
-import copy
 import inspect
 import sys
 import threading
@@ -38,6 +37,7 @@ from threshold_gating.conversion.plan import (
 )
 from threshold_gating.conversion.purity import is_one_call, is_torchs, probing
 from threshold_gating.conversion.recognise import overwrites
+from threshold_gating.conversion.watch import can_train, copied
 from threshold_gating.instance import TG
 from threshold_gating.nn.activation import Activation
 from threshold_gating.nn.spec import Elementwise, GateSpec, Holder, Share, attach, found, gate_names
@@ -87,9 +87,10 @@ def convert(
     _check_arguments("convert", model, sites, inputs)
     check_tol(tol, inputs is not None and strict)
     asked = requested("convert", sites, train, share, config)
-    new = copy.deepcopy(model)
-    unshare(new)
-    return _converted(model, new, asked, inputs, strict, tol)
+    with can_train():
+        new = copied(model)
+        unshare(new)
+        return _converted(model, new, asked, inputs, strict, tol)
 
 
 def convert_(
@@ -111,8 +112,9 @@ def convert_(
     if inputs is not None and strict:
         # Its own modules around the same tensors, to compare with.
         tensors = (*model.parameters(), *model.buffers())
-        original = copy.deepcopy(model, {id(t): t for t in tensors})
-    return _converted(original, model, asked, inputs, strict, tol)
+        original = copied(model, tensors)
+    with can_train():
+        return _converted(original, model, asked, inputs, strict, tol)
 
 
 def _check_arguments(caller: str, model: Any, sites: Any, inputs: Any) -> None:

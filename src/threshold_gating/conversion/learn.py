@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from threshold_gating.conversion import sites
 from threshold_gating.conversion.channels import HEADLESS, UNKNOWN, Channels
 from threshold_gating.conversion.config import GateConfig
+from threshold_gating.conversion.watch import Visit, copied
 from threshold_gating.instance import TG
 from threshold_gating.nn import rnn
 from threshold_gating.nn.activation import Activation
@@ -39,7 +39,6 @@ from threshold_gating.taxonomy import TAXONOMY
 
 if TYPE_CHECKING:
     from threshold_gating.conversion.plan import Choices, Site
-    from threshold_gating.conversion.watch import Visit
 
 # Sites that are no element-wise function and learn nothing, and why.
 _FIXED = {
@@ -358,7 +357,7 @@ def moved(model: nn.Module, *, own: bool = False) -> dict[str, dict[str, float]]
 @torch.no_grad()
 def started(model: nn.Module, converted: nn.Module) -> nn.Module:
     """A copy of a network that learned, with the tensors of `model` and gates at their start."""
-    new = copy.deepcopy(converted)
+    new = copied(converted)
     own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     for name, t in (*new.named_parameters(), *new.named_buffers()):
         if name in own and own[name].shape == t.shape:

@@ -11,7 +11,6 @@ under torchrun the windows are shared out, and the result is the same.
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
 import math
@@ -30,6 +29,7 @@ from threshold_gating import kernels
 from threshold_gating.conversion import audit, convert_
 from threshold_gating.conversion.checkpoint.schema import structure
 from threshold_gating.conversion.config import Choice
+from threshold_gating.conversion.watch import copied
 
 COLUMNS = {
     "sm": "the network as it is",
@@ -219,7 +219,7 @@ def _networks(
 def _twin(model: nn.Module) -> nn.Module:
     """Modules of its own around the same tensors."""
     tensors = (*model.parameters(), *model.buffers())
-    return copy.deepcopy(model, {id(t): t for t in tensors})
+    return copied(model, tensors)
 
 
 @torch.no_grad()

@@ -24,7 +24,16 @@ from threshold_gating.conversion import recognise, sites
 from threshold_gating.conversion.config import Choice, GateConfig
 from threshold_gating.conversion.learn import Learner, prefix_of
 from threshold_gating.conversion.purity import obstacle, own_attributes, probing
-from threshold_gating.conversion.watch import Run, Visit, Watch, evaluating, fresh
+from threshold_gating.conversion.watch import (
+    ConversionError as ConversionError,
+)
+from threshold_gating.conversion.watch import (
+    Run,
+    Visit,
+    Watch,
+    evaluating,
+    fresh,
+)
 from threshold_gating.instance import TG
 from threshold_gating.nn.activation import Activation
 from threshold_gating.nn.spec import Spec
@@ -32,14 +41,6 @@ from threshold_gating.nn.spec import Spec
 Function = Callable[[Tensor], Tensor]
 # How transformers calls attention in kernels (those of its hub have a slash), and gates already.
 _CLOSED = ("flash_attention", "flex_attention", "tg")
-
-
-class ConversionError(ValueError):
-    """A network, or a part of it, that cannot be converted; `site` names the place."""
-
-    def __init__(self, message: str, site: str = "") -> None:
-        super().__init__(message)
-        self.site = site
 
 
 @dataclass(frozen=True)
