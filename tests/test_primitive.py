@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from threshold_gating.instance import TG
-from threshold_gating.primitive import blend, gated_linear, gates
+from threshold_gating.primitive import blend, gated_linear, gates, straight_through
 from threshold_gating.taxonomy import ROWS, TAXONOMY
 
 INF = math.inf
@@ -425,6 +425,13 @@ MESSAGES = [
     (TypeError, lambda x: gates([1.0], 1.0, (0.0,)), "gates need a real floating-point tensor, got list; convert it first."),
     (ValueError, lambda x: gates(x, 0.0, (0.0,)), "tau must be positive (inf for a hard gate); got 0.0."),
     (ValueError, lambda x: gates(x, math.nan, (0.0,)), "tau must be positive (inf for a hard gate); got nan."),
+    (ValueError, lambda x: gates(x, torch.tensor(INF), (0.0,)), "tau must be positive; got a tensor with inf. For hard gates give the number float('inf'); for a sharpness that is learned give tau0 * rho.exp()."),
+    (ValueError, lambda x: gates(x, [torch.tensor(1.0), torch.tensor(-2.0)], (0.0, 1.0)), "tau must be positive; got a tensor with -2.0. For hard gates give the number float('inf'); for a sharpness that is learned give tau0 * rho.exp()."),
+    (ValueError, lambda x: blend(x, torch.tensor([1.0, 0.0, 1.0, 1.0, 1.0]), 0.0, (0, 1), (0, 0)), "tau must be positive; got a tensor with 0.0. For hard gates give the number float('inf'); for a sharpness that is learned give tau0 * rho.exp()."),
+    (ValueError, lambda x: gates(x, INF, (math.nan,)), "theta must be finite numbers or tensors; got (nan,)."),
+    (ValueError, lambda x: blend(x, INF, (0.0, math.nan), (0, 1, 2), (0, 0, 0)), "theta must be finite numbers or tensors; got (0.0, nan)."),
+    (ValueError, lambda x: blend(x, 1.0, 0.0, (0.0, INF), (0, 0)), "s must be finite numbers or tensors; got (0.0, inf)."),
+    (ValueError, lambda x: blend(x, 1.0, 0.0, (0, 1), (0.0, 0.0), clamp=(0.0, math.nan)), "clamp must be finite numbers or tensors; got (0.0, nan)."),
     (ValueError, lambda x: gates(x, (1.0, INF), (0.0, 1.0)), "tau is inf (hard gates) at every threshold or at none; got (1.0, inf)."),
     (ValueError, lambda x: gates(x, 1.0, (0.0,), form="sum"), "form is 'softmax' or 'product'; got 'sum'."),
     (ValueError, lambda x: gates(x, INF, (1.0, 0.0)), "hard and product-form gates need non-decreasing thresholds; got theta=(1.0, 0.0)."),
@@ -481,3 +488,48 @@ def test_the_gradient_of_an_exported_gate_keeps_its_digits_however_sharp_it_is(k
     want, have = (torch.autograd.grad(f(x).sum(), x)[0] for f in (net, graph))
     # the same products in another order; a tau of 4e6 times what did not cancel was 0.25
     torch.testing.assert_close(have, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("tau", [INF, -1.0, 0.0, math.nan])
+def test_a_tensor_tau_that_nobody_may_look_at_gives_nan(tau):
+    def run(x, tau):
+        return blend(x, tau, (0.0, 1.0), (0.0, 1.0, 2.0), (0.0, 0.0, 0.0))
+
+    x, given = torch.linspace(-3, 3, 7), torch.tensor([tau, 2.0])
+    y = torch.vmap(run, in_dims=(None, 0))(x, given)
+    assert y[0].isnan().all()
+    torch.testing.assert_close(y[1], run(x, given[1]))
+
+
+def test_a_hard_threshold_that_is_nan_is_nowhere():
+    theta = torch.tensor([[0.0, math.nan]])
+    x = torch.tensor([[-1.0, -1.0], [1.0, 1.0]])
+    y = blend(x, INF, theta, (0.0, 0.0), (3.0, 4.0))
+    assert y[:, 0].tolist() == [3.0, 4.0]
+    assert y[:, 1].isnan().all()
+    g = gates(x, INF, theta)
+    assert g[..., 0].sum(0).tolist() == [1.0, 1.0]
+    assert g[..., 1].isnan().all()
+
+
+@pytest.mark.parametrize("t", [TG(1.702, (-8.4992, 0.0150), (58.2, -3e37, -1.0), (-1.0, 0.0, 0.0)), TG(1.0, (0.0,), (-3e38, 3e38), (3e38, -3e38)), TG(0.001, (0.0,), (0.0, 3e37), (0.0, 0.0))])  # fmt: skip
+def test_slopes_that_overflow_before_a_gate_makes_them_small_do_not(t):
+    x = torch.tensor([-300.0, -2.209, -1e-3, 0.0, 1e-3, 2.0, 300.0], requires_grad=True)
+    wide = x.detach().double().requires_grad_()
+    y, want = t(x), t(wide)
+    pairs = (
+        (y, want),
+        (torch.autograd.grad(y.sum(), x)[0], torch.autograd.grad(want.sum(), wide)[0]),
+    )
+    for have, truth in pairs:
+        # rounded once from float64
+        torch.testing.assert_close(have, truth.float(), rtol=1e-6, atol=1e-30)
+
+
+@pytest.mark.parametrize("at", [INF, -INF])
+def test_a_jump_at_an_infinite_threshold_has_no_gradient_and_keeps_its_value(at):
+    x, theta = torch.tensor([-INF, -1.0, 1.0, INF]), torch.tensor(at, requires_grad=True)
+    y = blend(x, INF, [theta], (0.0, 0.0), (3.0, 4.0))
+    have = straight_through(x, y, [theta], (0.0, 1.0), (3.0, INF))
+    assert torch.equal(have, y)
+    assert torch.autograd.grad(have.sum(), theta)[0] == 0

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import prune, weight_norm
 from torch.utils.checkpoint import checkpoint
 
 import threshold_gating as tg
@@ -903,3 +904,78 @@ def test_an_activation_is_called_by_the_name_that_its_argument_had(sites):
     torch.testing.assert_close(copy.deepcopy(gated)(x), gated(x), rtol=0, atol=0)
     with pytest.raises(TypeError, match="takes one argument, 'hidden'; got 0 by position and x by"):
         gated.own(x=x)
+
+
+def _lazy():
+    return nn.Sequential(nn.LazyLinear(4), nn.ReLU(), nn.LazyLinear(2))
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda net, x: convert(net, inputs=x),
+        lambda net, x: convert_(net, inputs=x, strict=False),
+        lambda net, x: tg.audit(net, x),
+        lambda net, x: tg.verify(net, net, x),
+        lambda net, x: tg.calibrate(net, [x]),
+        lambda net, x: tg.training.promote(net, inputs=x),
+    ],
+)
+def test_a_lazy_network_is_refused_until_it_has_run(use):
+    with pytest.raises(ConversionError, match=r"0\.weight .* run it once, as model\(x\)") as caught:
+        use(_lazy(), torch.randn(2, 3))
+    assert caught.value.site == "0"
+
+
+def test_a_lazy_network_that_has_run_is_converted():
+    net, x = _lazy(), torch.randn(2, 3)
+    want = net(x)
+    assert torch.equal(convert(net, inputs=x)(x), want)
+
+
+def test_in_inference_mode_a_network_is_converted_to_the_same_that_can_train():
+    net, x = nn.Sequential(nn.Linear(3, 4), nn.GELU(), nn.ReLU(inplace=True)), torch.randn(5, 3)
+    want = convert(net, inputs=x, train=("theta", "s"))
+    with torch.inference_mode():
+        inside = torch.randn(5, 3)
+        have = convert(net, inputs=inside, train=("theta", "s"))
+        assert str(tg.audit(have, inside)) == str(tg.audit(want, x))
+        assert list(tg.calibrate(net, [torch.randn(64, 3)])) == ["1"]
+    assert list(have.state_dict()) == list(want.state_dict())
+    have(x).sum().backward()
+    assert all(p.grad is not None for p in have.parameters())
+    with torch.inference_mode(), pytest.raises(ValueError, match="outside of it"):
+        tg.training.promote(net, inputs=inside)
+
+
+class _Pruned(nn.Module):
+    """Weights that hooks make anew in each run, and an output that is kept with its history."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.act = nn.Linear(6, 6), nn.Linear(6, 6), nn.SiLU()
+        prune.l1_unstructured(self.a, "weight", 0.5)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            weight_norm(self.b)
+        self.kept = []
+
+    def forward(self, x):
+        self.kept = [F.relu(self.b(self.act(self.a(x))))]
+        return self.kept[0]
+
+
+@pytest.mark.parametrize("train", [(), ("theta", "s")])
+def test_a_pruned_network_is_converted_and_learns_under_its_mask(train):
+    net, x = _Pruned(), torch.randn(5, 6)
+    net(x)
+    gated = convert(net, inputs=x, train=train)
+    with torch.no_grad():
+        for each in (net, gated):
+            each.a.weight_orig.mul_(1.5)
+            each.b.weight_g.mul_(0.5)
+    torch.testing.assert_close(gated(x), net(x))
+    gated(x).sum().backward()
+    assert not gated.a.weight_orig.grad[gated.a.weight_mask == 0].any()
+    prune.remove(gated.a, "weight")
+    torch.testing.assert_close(gated(x), net(x))

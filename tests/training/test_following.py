@@ -387,3 +387,26 @@ def test_a_hook_before_a_promoted_layer_sees_what_it_did_or_is_refused(compiled)
     new[2].register_forward_pre_hook(lambda m, args: (args[0] + 1,), prepend=True)
     with pytest.raises(PromotionError, match="does not come from there"):
         run(x)
+
+
+class _Hidden(nn.Module):
+    """A reentrant checkpoint between an activation and the layer that reads it."""
+
+    def __init__(self, reentrant):
+        super().__init__()
+        self.a, self.act, self.b = nn.Linear(3, 3), nn.SiLU(), nn.Linear(3, 3)
+        self.reentrant = reentrant
+
+    def forward(self, x):
+        return checkpoint(self.b, self.act(self.a(x)), use_reentrant=self.reentrant)
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_a_reentrant_checkpoint_around_a_layer_alone_says_what_to_use():
+    x = torch.randn(2, 3, requires_grad=True)
+    hidden = promote(_Hidden(True), inputs=x)
+    with pytest.raises(PromotionError, match="use_reentrant=False"):
+        hidden(x).sum().backward()
+    hidden.reentrant = False
+    hidden(x).sum().backward()
+    assert x.grad is not None

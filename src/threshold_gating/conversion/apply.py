@@ -8,7 +8,6 @@ module stay as they were.
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -38,6 +37,7 @@ from threshold_gating.conversion.plan import Plan, arguments, make_plan
 from threshold_gating.conversion.purity import is_one_call, is_torchs
 from threshold_gating.conversion.site import ConversionError, Site
 from threshold_gating.conversion.verification import check_tol, verify
+from threshold_gating.conversion.watch import can_train, copied
 from threshold_gating.nn.spec import GateSpec, Share
 
 
@@ -83,9 +83,10 @@ def convert(
     _check_arguments("convert", model, sites, inputs)
     check_tol(tol, inputs is not None and strict)
     asked = requested("convert", sites, train, share, config)
-    new = copy.deepcopy(model)
-    unshare(new)
-    return _converted(model, new, asked, inputs, strict, tol)
+    with can_train():
+        new = copied(model)
+        unshare(new)
+        return _converted(model, new, asked, inputs, strict, tol)
 
 
 def convert_(
@@ -104,7 +105,8 @@ def convert_(
     check_tol(tol, inputs is not None and strict)
     asked = requested("convert_", sites, train, share, config)
     original = twin(model) if inputs is not None and strict else model  # to compare with
-    return _converted(original, model, asked, inputs, strict, tol)
+    with can_train():
+        return _converted(original, model, asked, inputs, strict, tol)
 
 
 def _check_arguments(caller: str, model: Any, sites: Any, inputs: Any) -> None:

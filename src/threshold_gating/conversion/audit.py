@@ -30,7 +30,7 @@ from threshold_gating.conversion import aten_ops
 from threshold_gating.conversion.answering import LEAVE, Answering, answer
 from threshold_gating.conversion.site import Site
 from threshold_gating.conversion.text import WIDTH, columns
-from threshold_gating.conversion.watch import Run, Running, evaluating, fresh
+from threshold_gating.conversion.watch import Run, Running, check_weights, evaluating, fresh
 from threshold_gating.nn import rnn
 from threshold_gating.nn.activation import Activation
 
@@ -154,6 +154,7 @@ def audit(model: nn.Module, *args: Any, **kwargs: Any) -> Audit:
 
 def execute(model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Audit]:
     """The output of `model`, and the audit of making it."""
+    check_weights(model)
     reader = _Reader(getattr(model, "_orig_mod", model))
     args, kwargs = fresh((args, kwargs))
     with evaluating(model), reader.running, reader.looking(), reader:

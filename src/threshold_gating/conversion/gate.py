@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import sys
 import threading
@@ -23,6 +22,7 @@ from threshold_gating.conversion.learn import view
 from threshold_gating.conversion.purity import probing
 from threshold_gating.conversion.recognise import overwrites
 from threshold_gating.conversion.site import ConversionError, Site, prefix_of_call
+from threshold_gating.conversion.watch import copied
 from threshold_gating.instance import TG
 from threshold_gating.nn.activation import Activation
 from threshold_gating.nn.spec import Elementwise, GateSpec, Holder, attach, found, gate_names
@@ -33,7 +33,7 @@ Network = TypeVar("Network", bound=nn.Module)  # a converted network is of the c
 def twin(model: Network) -> Network:
     """Modules of its own around the same tensors."""
     tensors = (*model.parameters(), *model.buffers())
-    return copy.deepcopy(model, {id(t): t for t in tensors})
+    return copied(model, tensors)
 
 
 class Place(NamedTuple):

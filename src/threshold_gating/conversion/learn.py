@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -20,7 +19,7 @@ from threshold_gating.conversion.choices import Choices
 from threshold_gating.conversion.config import GateConfig
 from threshold_gating.conversion.site import ConversionError, Site, site_name
 from threshold_gating.conversion.text import some
-from threshold_gating.conversion.watch import Visit
+from threshold_gating.conversion.watch import Visit, copied
 from threshold_gating.instance import TG
 from threshold_gating.nn import rnn
 from threshold_gating.nn.activation import Activation
@@ -352,7 +351,7 @@ def moved(model: nn.Module, *, own: bool = False) -> dict[str, dict[str, float]]
 @torch.no_grad()
 def started(model: nn.Module, converted: nn.Module) -> nn.Module:
     """A copy of a network that learned, with the tensors of `model` and gates at their start."""
-    new = copy.deepcopy(converted)
+    new = copied(converted)
     own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     for name, t in (*new.named_parameters(), *new.named_buffers()):
         if name in own and own[name].shape == t.shape:

@@ -9,7 +9,6 @@ Whole numbers and truth values
 
 from __future__ import annotations
 
-import copy
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from threshold_gating.conversion.site_error import LARGEST, RELATIVE, difference, floats, widened
-from threshold_gating.conversion.watch import evaluating, fresh
+from threshold_gating.conversion.watch import copied, evaluating, fresh
 
 # Ulp of the largest output that exact sites may make together. Rounding grows with depth: 25 are
 # common. More than this is no rounding, unless it is the original's, too.
@@ -202,11 +201,11 @@ def in_wider_type(model: nn.Module, args: Any, kwargs: Any, want: Any) -> Any:
         return None
     dtype = torch.float32 if narrow else torch.float64
     try:
-        again, draws = _run(copy.deepcopy(model), *fresh((args, kwargs)))
+        again, draws = _run(copied(model), *fresh((args, kwargs)))
         pairs = zip(dict(leaves(want)).values(), dict(leaves(again)).values(), strict=True)
         if draws or any(difference(y, z).any() for y, z in pairs):
             return None
-        return _run(copy.deepcopy(model).to(dtype), *widened(fresh((args, kwargs)), dtype))[0]
+        return _run(copied(model).to(dtype), *widened(fresh((args, kwargs)), dtype))[0]
     except Exception:  # whatever hinders it: then there is no measure, and the plain bound holds
         return None
 

@@ -11,7 +11,6 @@ network may not go, near its thresholds. A site that learns is compared as it wa
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -27,7 +26,7 @@ from threshold_gating.conversion.answering import LEAVE, answer, site_of_call
 from threshold_gating.conversion.audit import described, gate_of, is_gate
 from threshold_gating.conversion.learn import as_at_start
 from threshold_gating.conversion.site import Site
-from threshold_gating.conversion.watch import Run, Told, Visit, Watch, fresh
+from threshold_gating.conversion.watch import Run, Told, Visit, Watch, copied, fresh
 from threshold_gating.nn.spec import GateSpec
 
 # Ulp that an exact site may be off, in (float32 and float64, 16 bits), and why.
@@ -237,7 +236,7 @@ class Local:
 
         def original(*args: Any, **kwargs: Any) -> Any:
             wide = any(t.dtype == torch.float64 for t in floats((args, kwargs)))
-            return (copy.deepcopy(module).double() if wide else module).forward(*args, **kwargs)
+            return (copied(module).double() if wide else module).forward(*args, **kwargs)
 
         def compare(want: Any) -> None:
             args, kwargs = fresh(given)

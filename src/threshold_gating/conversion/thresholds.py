@@ -11,7 +11,6 @@ was trained with softmax. It is an approximation, and a coarse one: rows do not 
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -24,7 +23,7 @@ from threshold_gating.conversion.gate import places
 from threshold_gating.conversion.intercept import intercept_calls
 from threshold_gating.conversion.plan import make_plan, run
 from threshold_gating.conversion.site import ConversionError, Site
-from threshold_gating.conversion.watch import evaluating, fresh
+from threshold_gating.conversion.watch import copied, evaluating, fresh
 from threshold_gating.primitive import wide
 
 KIND = "scaled_dot_product_attention"
@@ -42,7 +41,7 @@ def fixed_thresholds(model: nn.Module, batches: Iterable[Any]) -> nn.Module:
     The thresholds are parameters `....thresholds.theta`, shape (heads, buckets); everything else is
     as it was. `tg.conversion.save` does not know them; keep the state dict.
     """
-    found = copy.deepcopy(model)
+    found = copied(model)
     batches = list(batches)
     plan = make_plan(found, None, batches[0])
     calls = {

@@ -9,21 +9,56 @@ from __future__ import annotations
 
 import copy
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from threshold_gating.conversion import aten_ops, sites
+from threshold_gating.conversion.site import ConversionError
+
+Module = TypeVar("Module", bound=nn.Module)
+
+
+def check_weights(model: nn.Module) -> None:
+    """Refuse a network that is lazy: its weights have no shape before it has run."""
+    for name, t in (*model.named_parameters(), *model.named_buffers()):
+        if torch.nn.parameter.is_lazy(t):
+            raise ConversionError(
+                f"{name} of {type(model).__name__} has no shape before the network has run; run it "
+                "once, as model(x), then give it again.",
+                name.rpartition(".")[0],
+            )
+
+
+def can_train() -> AbstractContextManager[Any]:
+    """Outside of `torch.inference_mode`, in which copies could never learn, nor be recognised."""
+    inside = torch.is_inference_mode_enabled()
+    return torch.inference_mode(False) if inside else nullcontext()
+
+
+def copied(model: Module, shared: Iterable[Tensor] = ()) -> Module:
+    """A copy of a network, with these tensors the same.
+
+    Tensors that have a history, which torch does not copy, are copied without it: a pruned weight,
+    which is made again in each run, or what a module keeps of a run.
+    """
+    memo = {id(t): t for t in shared}
+    for module in model.modules():
+        for t in aten_ops.tensors(vars(module)):
+            if t.grad_fn is not None:
+                memo.setdefault(id(t), t.detach().clone())
+    return copy.deepcopy(model, memo)
 
 
 def fresh(tree: Any) -> Any:
     """A copy of inputs that a network may overwrite."""
-    return copy.deepcopy(tree, {id(t): t.detach().clone() for t in aten_ops.tensors(tree)})
+    with can_train():
+        return copy.deepcopy(tree, {id(t): t.detach().clone() for t in aten_ops.tensors(tree)})
 
 
 @contextmanager
@@ -34,7 +69,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     to come.
     """
     devices = {t.device.index for t in model.parameters() if t.is_cuda}
-    with torch.random.fork_rng(devices=devices), kept(model), torch.no_grad():
+    with can_train(), torch.random.fork_rng(devices=devices), kept(model), torch.no_grad():
         yield
 
 
@@ -60,6 +95,7 @@ _OWN = INTERNAL - {"_parameters", "_buffers", "_modules"}
 @contextmanager
 def kept(model: nn.Module) -> Iterator[None]:
     """Whatever runs inside, the state of every module is the same afterwards."""
+    check_weights(model)
     saved = [_State(module) for module in model.modules()]
     versions = {name: (p, _version(p)) for name, p in model.named_parameters()}
     try:

@@ -12,7 +12,6 @@ drawn once: it comes from torch's own generator at every evaluation, as dropout 
 
 from __future__ import annotations
 
-import copy
 import math
 import re
 import warnings
@@ -27,7 +26,7 @@ from torch.utils import _pytree as pytree
 
 from threshold_gating import kernels
 from threshold_gating.conversion.plan import ConversionError, Site, arguments, run
-from threshold_gating.conversion.watch import Run, Running, evaluating, fresh, undisturbed
+from threshold_gating.conversion.watch import Run, Running, copied, evaluating, fresh, undisturbed
 from threshold_gating.hardware import devices
 from threshold_gating.hardware.crossbar import LAYERS, Array, Crossbar, put_on_crossbar
 from threshold_gating.hardware.drawn import stacked
@@ -95,7 +94,7 @@ def simulate(
         raise ValueError(f"simulate: draws is a number of chips, from 1 on; got {draws!r}.")
     _check(model)
     chosen = _Chosen(only)
-    body = _Body(copy.deepcopy(model))
+    body = _Body(copied(model))
     with evaluating(body), Running(body.network, everywhere=True) as running:
         run(body.network, fresh(inputs))
     kept = [*_place_modules(body, chip, chosen, running, reuse), *_place_calls(body, chip, chosen)]

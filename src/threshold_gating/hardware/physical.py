@@ -331,7 +331,7 @@ class AnalogGate(nn.Module):
         options["form"] = t.form
         if shape == LOGISTIC:
             tau: Any = taus[0] if len(taus) == 1 else taus
-            return kernels.blend(x, tau, theta, s, c, v=v, **options)
+            return kernels.blend(x, tau, theta, s, c, v=v, known=True, **options)
         # The log odds of each threshold's pair stand in the place of tau (x - theta).
         odds = [log_odds(a * (x - b), shape) for a, b in zip(taus, theta, strict=True)]
         v = x if v is None else v

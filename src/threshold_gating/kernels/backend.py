@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from threshold_gating.kernels import runtime
+from threshold_gating.primitive import is_memory as is_memory
 
 _choice: ContextVar[str | None] = ContextVar("threshold_gating_backend", default=None)
 _MOST_NOTES = 4096
@@ -262,17 +263,3 @@ def runs_triton(x: Tensor, name: str) -> bool:
     if x.is_cuda:
         return name != "reference" and runtime.is_installed()
     return name == "triton" and x.is_cpu and runtime.interpreting()
-
-
-_PROXY = torch._C._TorchDispatchModeKey.PROXY
-
-
-def is_memory(x: Any) -> bool:
-    """Whether x is plain memory: of no subclass, in no transform of functions, not traced."""
-    return (
-        type(x) in (Tensor, torch.nn.Parameter)
-        and torch._C._functorch.peek_interpreter_stack() is None
-        and torch.autograd.forward_ad._current_level < 0
-        and torch._C._get_tracing_state() is None  # torch.jit.trace
-        and torch._C._get_dispatch_mode(_PROXY) is None  # make_fx
-    )

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from threshold_gating.instance import TG
 from threshold_gating.kernels.lowering import Native, native_call
-from threshold_gating.primitive import Anchor, GateForm, Value, Values
+from threshold_gating.primitive import Anchor, GateForm, Value, Values, are_huge
 
 Numbers = tuple[float | None, ...]  # None stands for a row of a tensor
 Shape = tuple[int, ...]
@@ -129,6 +129,7 @@ class Structure(NamedTuple):
     names: tuple[str | None, ...] = ()  # of the tensors in a module, in the order of `Tensors`
     steep: Numbers = ()  # slopes of learned hard branches that are evaluated from their threshold
     ordered: bool = False  # learned thresholds are read low to high, whichever has passed which
+    huge: bool = False  # slopes or constants at which float32 overflows: evaluated in float64
 
     @classmethod
     def of(cls, t: TG, learned: Sequence[str] = ()) -> Structure:
@@ -300,6 +301,7 @@ def of_instance(t: TG, learned: tuple[str, ...] = ()) -> Structure:
         _names(t.hard, learned),
         _steep(t) if anchored and "s" not in learned and "c" not in learned else (),
         t.K > 2 and "theta" in learned and (t.hard or t.form == "product"),
+        are_huge(t.s, t.c, t.q or ()),
     )
 
 
@@ -416,12 +418,14 @@ def of_call(
         return None
     rows = Rows(taus, thetas, slopes, constants)
     tau_n, theta_n, s_n, c_n = [_numbers(row) for row in rows]
-    if not _is_regular(tau_n, theta_n):
+    known = [w for row in (theta_n, s_n, c_n) for w in row if w is not None]
+    if not all(map(math.isfinite, known)) or not _is_regular(tau_n, theta_n):
         return None
     about = _about_midpoint(centred, s_n, c_n)
     gate = _gate(tau_n[0] == math.inf, K, len(taus), about)
     owners = tuple(owner) if owner else None
-    return Structure(gate, tau_n, theta_n, s_n, c_n, owners), rows
+    huge = are_huge(slopes, constants)
+    return Structure(gate, tau_n, theta_n, s_n, c_n, owners, huge=huge), rows
 
 
 def viewed(rows: Rows, shape: Shape) -> Rows:

@@ -156,7 +156,10 @@ class Activation(Elementwise, Holder):
         """
         if "tau" in self.learned:
             own = isinstance(self.init.tau, tuple)
-            self.tau0.copy_(_rows_like(tau, self.tau0) if own else torch.as_tensor(tau))
+            new = _rows_like(tau, self.tau0) if own else torch.as_tensor(tau)
+            if not bool(((new > 0) & (new < math.inf)).all()):
+                raise ValueError(f"set_values: tau must be positive and finite; got {tau!r}.")
+            self.tau0.copy_(new)
             self.rho.zero_()
         if "theta" in self.learned:
             self.theta0.copy_(_rows_like(theta, self.theta0))

@@ -249,7 +249,8 @@ def _summed(
     jumps: bool,
 ) -> Tensor:
     """sum_i sum_k g_k(z_i) (w^k_i z_i + c^k_i) by_i: (N, groups, O, I) -> (N, groups, O)."""
-    y = kernels.blend(z, tau, theta, s, c, form=t.form, owner=t.owner, centred=False)
+    about: dict[str, Any] = {"form": t.form, "owner": t.owner, "centred": False}
+    y = kernels.blend(z, tau, theta, s, c, known=True, **about)
     if jumps and torch.is_grad_enabled():
         y = primitive.straight_through(z, y, theta, s, c)
     return (y if by is None else y * by).sum(-1)

@@ -66,7 +66,8 @@ def blend(t: Instance, x: Tensor) -> Tensor:
     if not isinstance(t, Learned):
         return t(x)
     centred = kernels.Structure.is_centred(t.start)
-    return kernels.blend(x, t.tau, (t.theta,), t.s, t.c, clamp=t.start.clamp, centred=centred)
+    clamp = t.start.clamp
+    return kernels.blend(x, t.tau, (t.theta,), t.s, t.c, clamp=clamp, centred=centred, known=True)
 
 
 def _joined(group: Sequence[Instance]) -> Instance:

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -55,7 +55,9 @@ def gates(
     Args:
         x: pre-activations, any shape, floating point.
         tau: sharpness > 0, one value or, along the first axis, one per threshold (a tensor tau
-            with as many axes as a tensor theta). The number `inf` gives hard gates.
+            with as many axes as a tensor theta). The number `inf` gives hard gates. A tensor that
+            is not positive and finite is refused, or gives NaN where its values are not at hand
+            (on a GPU, in a compiled graph).
         theta: K - 1 thresholds along the first axis, low to high; each broadcasts against `x`.
             Softmax gates take them in any order. Product and hard gates take numbers in
             non-decreasing order only; tensors are data and may cross. A hard gate then counts the
@@ -70,6 +72,14 @@ def gates(
     tensor([[0.5000],
             [0.5000]])
     """
+    _check_numbers(theta=theta)
+    return _memberships(x, positive(tau), theta, form, owner)
+
+
+def _memberships(
+    x: Tensor, tau: Values, theta: Values, form: GateForm, owner: Sequence[str] | None
+) -> Tensor:
+    """`gates`, whose tau is known to be positive."""
     z = wide(x)
     taus, thresholds = _thresholds(z, tau, theta, form)
     if _is_hard(taus, thresholds):
@@ -77,7 +87,7 @@ def gates(
         beyond = _beyond(z, thresholds, owners, _above)
         region = sum((b.to(z.dtype) for b in beyond), torch.zeros_like(z))
         g = torch.stack([(region == k).to(z.dtype) for k in range(len(beyond) + 1)])
-        g = torch.where(z.isnan(), z, g)
+        g = _nowhere(torch.where(z.isnan(), z, g), thresholds)
     else:
         g = torch.stack(soft.gates(soft.arguments(z, taus, thresholds, form), form))  # (K, *shape)
     return g.to(x.dtype)
@@ -119,7 +129,29 @@ def blend(
     >>> blend(torch.tensor([-1.0, 2.0]), float("inf"), (0.0,), (0.0, 1.0), (0.0, 0.0))
     tensor([0., 2.])
     """
+    _check_numbers(theta=theta, s=s, c=c, q=q, clamp=clamp)
+    return evaluated(x, positive(tau), theta, s, c, v, form, owner, q, anchor, clamp, centred)
+
+
+def evaluated(
+    x: Tensor,
+    tau: Values,
+    theta: Values,
+    s: Values,
+    c: Values,
+    v: Tensor | Sequence[Tensor] | None = None,
+    form: GateForm = "softmax",
+    owner: Sequence[str] | None = None,
+    q: Values | None = None,
+    anchor: Sequence[Anchor] | None = None,
+    clamp: tuple[float, float] | None = None,
+    centred: bool | None = None,
+) -> Tensor:
+    """`blend` for who knows that tau is positive: a tensor's values are not looked at."""
     z = wide(x)
+    if z.dtype != torch.float64 and are_huge(s, c, () if q is None else q):
+        y = evaluated(z.double(), tau, theta, s, c, v, form, owner, q, anchor, clamp, centred)
+        return y.to(x.dtype)
     taus, thresholds = _thresholds(z, tau, theta, form)
     K = len(thresholds) + 1
     curves = [0.0] * K if q is None else _rows("q", q, z, K)
@@ -133,8 +165,7 @@ def blend(
         parts = zip(inputs, curves, slopes, constants, points, strict=True)
         branches = [_branch(*p) for p in parts]
         y = _select(z, thresholds, _owners(owner, K - 1), branches, _carrier(curves, slopes))
-        if v is not None:
-            y = torch.where(z.isnan(), z, y)
+        y = _nowhere(y if v is None else torch.where(z.isnan(), z, y), thresholds)
     else:
         u = soft.arguments(z, taus, thresholds, form)
         if centred is None:
@@ -175,12 +206,19 @@ def _rises(x: Tensor, theta: Sequence[Value]) -> list[tuple[Value, Tensor]]:
     """Each threshold from below, and 0 with the gradient that a sigmoid of width 1/4 has in it."""
     if not are_in_order(theta):
         theta = torch.stack([torch.as_tensor(t) for t in theta]).sort(0).values.unbind(0)
-    steps = [torch.ops.aten.sigmoid.default(4 * (x.detach() - at)) for at in theta]
+    z = x.detach()
+    # at an infinite x no gradient: an infinite threshold would be NaN away
+    apart = [torch.where(z.isinf(), z.sign() * 99, z - at) for at in theta]
+    steps = [torch.ops.aten.sigmoid.default(4 * away) for away in apart]
     return [(at, step - step.detach()) for at, step in zip(theta, steps, strict=True)]
 
 
 def _constant(w: Value) -> Value:
-    return w.detach() if isinstance(w, Tensor) else w
+    """The height of a jump to autograd; one that is not finite gives its threshold no gradient, and
+    must not make the 0 that it is multiplied with NaN."""
+    if isinstance(w, Tensor):
+        return torch.where(w.isfinite(), w, 0.0).detach()
+    return w if math.isfinite(w) else 0.0
 
 
 def gated_linear(
@@ -264,7 +302,7 @@ def features(
     tensor([[1., 0., 0., 2.]])
     """
     z = wide(x)
-    g = gates(z, tau, theta, form=form, owner=owner).unbind(0)
+    g = _memberships(z, tau, theta, form, owner).unbind(0)
     slopes, constants = _rows("s", s, z, len(g)), _rows("c", c, z, len(g))
     parts = [
         gk * _polynomial(z, 0.0, sk, ck) for gk, sk, ck in zip(g, slopes, constants, strict=True)
@@ -288,6 +326,61 @@ def wide(x: Tensor) -> Tensor:
     return x.float() if x.element_size() < 4 else x
 
 
+_PROXY = torch._C._TorchDispatchModeKey.PROXY
+
+
+def is_memory(x: Any) -> bool:
+    """Whether x is plain memory: of no subclass, in no transform of functions, not traced."""
+    return (
+        type(x) in (Tensor, torch.nn.Parameter)
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and torch.autograd.forward_ad._current_level < 0
+        and torch._C._get_tracing_state() is None  # torch.jit.trace
+        and torch._C._get_dispatch_mode(_PROXY) is None  # make_fx
+    )
+
+
+def are_huge(*weights: Values) -> bool:
+    """Whether numbers among slopes and constants are so large that float32 would overflow before a
+    gate makes them small: the gates then are evaluated in float64. A tensor's are not looked at."""
+    each = [w for row in weights for w in (row if isinstance(row, Sequence) else (row,))]
+    return any(not isinstance(w, Tensor) and abs(w) > 1e30 for w in each)
+
+
+def positive(tau: Values) -> Values:
+    """`tau`, whose tensors are looked at where that costs nothing; elsewhere what is not positive
+    and finite becomes NaN, which every result then is."""
+    if isinstance(tau, Sequence):
+        return tuple([_positive(t) if isinstance(t, Tensor) else t for t in tau])
+    return _positive(tau) if isinstance(tau, Tensor) else tau
+
+
+def _positive(tau: Tensor) -> Tensor:
+    right = (tau > 0) & (tau < math.inf)
+    if not _is_at_hand(tau):
+        return torch.where(right, tau, math.nan)
+    if not bool(right.all()):
+        bad = tau.detach()[~right].flatten()[0].item()
+        raise ValueError(
+            f"tau must be positive; got a tensor with {bad}. For hard gates give the number "
+            "float('inf'); for a sharpness that is learned give tau0 * rho.exp()."
+        )
+    return tau
+
+
+def _is_at_hand(t: Tensor) -> bool:
+    """Whether the values of a tensor may be looked at: nothing waits for them, nor traces them."""
+    return not torch.compiler.is_compiling() and t.is_cpu and is_memory(t)
+
+
+def _nowhere(y: Tensor, thresholds: Sequence[Value]) -> Tensor:
+    """`y` of hard gates, NaN where a threshold is: no x is above or below it."""
+    for t in thresholds:
+        if isinstance(t, Tensor) and not (_is_at_hand(t) and bool((t == t).all())):
+            y = torch.where(t == t, y, t.detach())
+    return y
+
+
 def _length(w: Values) -> int:
     return len(w) if isinstance(w, Sequence) or (isinstance(w, Tensor) and w.dim()) else 1
 
@@ -301,6 +394,14 @@ def _rows(name: str, w: Values, x: Tensor, n: int) -> list[Value]:
             f"{name} needs {n} entries along its first axis to fit the thresholds; got {len(each)}."
         )
     return [r.to(x.dtype) if isinstance(r, Tensor) else float(r) for r in each]
+
+
+def _check_numbers(**given: Values | None) -> None:
+    """Refuse NaN; and infinity, but for a threshold or a bound that is never reached."""
+    for name, w in given.items():
+        each = [n for n in (w if isinstance(w, Sequence) else (w,)) if isinstance(n, int | float)]
+        if any(n != n or (abs(n) == math.inf and name in "scq") for n in each):
+            raise ValueError(f"{name} must be finite numbers or tensors; got {w!r}.")
 
 
 def _thresholds(

@@ -201,7 +201,8 @@ class Take:
             raise PromotionError(
                 f"{self.name} was promoted together with {self.act}, and is given what does not "
                 "come from there in this run. Promote the network with inputs that take this path, "
-                "or use the network as it was."
+                "or use the network as it was. A reentrant checkpoint hides where its inputs come "
+                "from: call checkpoint(..., use_reentrant=False), or have the activation in it."
             )
         if not is_current(mark, z):
             raise PromotionError(

@@ -6,7 +6,6 @@ out when it runs.
 
 from __future__ import annotations
 
-import copy
 import functools
 import operator
 from collections import Counter
@@ -17,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from threshold_gating.conversion import sites
+from threshold_gating.conversion import sites, watch
 from threshold_gating.conversion.answering import LEAVE, site_of_call
 from threshold_gating.conversion.gate import PerCall
 from threshold_gating.conversion.intercept import intercept_calls, release
@@ -72,7 +71,7 @@ def trace(model: nn.Module) -> Network:
             f"{type(model).__name__} has hooks, and torch.fx follows what is inside of them alone; "
             "remove them, and register them on the result."
         )
-    copied, tracer = copy.deepcopy(model), Tracer()
+    copied, tracer = watch.copied(model), Tracer()
     plans: dict[str, Any] = {}  # of the owners that are followed
     closed: tuple[str, ...] = ()  # what is not followed keeps the gates that answer its calls
     for name, part in copied.named_modules():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -16,7 +15,7 @@ from threshold_gating.conversion.audit import gate_of, is_gate
 from threshold_gating.conversion.gate import PerCall, successor
 from threshold_gating.conversion.learn import learned_gates
 from threshold_gating.conversion.plan import ModuleSites, module_sites, run, whole
-from threshold_gating.conversion.watch import Run, Told, Visit, Watch, evaluating, fresh
+from threshold_gating.conversion.watch import Run, Told, Visit, Watch, copied, evaluating, fresh
 from threshold_gating.instance import TG
 from threshold_gating.nn import rnn
 from threshold_gating.nn.activation import Activation
@@ -69,7 +68,7 @@ def harden(model: nn.Module, *, inputs: Any = None) -> Hardening:
         inputs: a tensor or a tuple of arguments; with them the cost is measured, and calls of torch
             in a forward (`F.gelu`), which stay as they are, are seen and named in `kept`.
     """
-    new = copy.deepcopy(model)
+    new = copied(model)
     plain = module_sites(model)
     kept = dict(_out_of_reach(model, plain, seen=inputs is not None))
     done: list[str] = []

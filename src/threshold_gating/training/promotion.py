@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar, cast
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from threshold_gating import taxonomy
 from threshold_gating.conversion.gate import is_inplace
 from threshold_gating.conversion.intercept import follow, unshare
+from threshold_gating.conversion.watch import copied
 from threshold_gating.instance import TG
 from threshold_gating.nn.activation import Activation
 from threshold_gating.nn.dense import TIERED
@@ -76,7 +76,7 @@ def promote(
             "promote: inputs is needed, because the network is followed by running it: a tensor, a "
             "tuple of arguments or a dict of keyword arguments, as in promote(model, inputs=x)."
         )
-    new = copy.deepcopy(model)
+    new = copied(model)
     unshare(new)
     paths = find_paths(new, inputs)
     chosen, kept = _chosen(new, paths)
@@ -151,6 +151,11 @@ def _check(model: Any, tier: Any, share: Any) -> None:
     """Arguments that no network could be promoted with, before any is looked at."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"promote: model must be a torch.nn.Module; got {model!r:.60}.")
+    if torch.is_inference_mode_enabled():
+        raise ValueError(
+            "promote: weights that are made in torch.inference_mode() cannot be trained; promote "
+            "the network outside of it."
+        )
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule) or type(module).__name__ == "OptimizedModule":
             raise ValueError(
@@ -182,7 +187,7 @@ def _reported(model: Model, promotion: Promotion) -> Model:
 
 
 def _lift_all(model: Model, tier: str, share: str | None, inputs: Any) -> Model:
-    new = copy.deepcopy(model)
+    new = copied(model)
     done = []
     for name, module in list(new.named_modules()):
         if is_tiered(module):
@@ -213,7 +218,7 @@ def demote(model: nn.Module, tier: Literal["A", "W", "S"] = "A", *, inputs: Any 
     """
     if tier not in ORDER[:-1]:
         raise ValueError(f"demote: tier must be one of {', '.join(ORDER[:-1])}; got {tier!r}.")
-    new, lost = copy.deepcopy(model), {}
+    new, lost = copied(model), {}
     for name, module in list(new.named_modules()):
         if is_tiered(module) and ORDER.index(vars(module)["tier"]) > ORDER.index(tier):
             lower, lost[name] = projected(module, tier)

@@ -1,6 +1,7 @@
 """The choice of backend, and the lowering to torch's ops."""
 
 import functools
+import math
 import os
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from threshold_gating import Activation, kernels, primitive
+from threshold_gating import Activation, Linear, kernels, primitive
 from threshold_gating.instance import TG
 from threshold_gating.kernels import layout, runtime
 from threshold_gating.kernels.blend import cpu, function, steps
@@ -103,6 +104,46 @@ def test_native_off_really_evaluates_the_gates():
     assert torch.equal(act(x), F.silu(x))  # auto: torch's op
     with kernels.use("reference"):
         torch.testing.assert_close(act(x), x * torch.sigmoid(3 * x))
+
+
+def test_native_runs_the_op_of_an_instance_or_refuses():
+    x, silu = torch.randn(5), TAXONOMY["silu"]
+    layers = [Linear(5, 2, tier=tier) for tier in ("W", "S", "general")]
+    with kernels.use("native"):
+        assert torch.equal(kernels.blend(x, silu), F.silu(x))
+        for refused in (
+            lambda: kernels.blend(x, TAXONOMY["gelu"]),
+            lambda: kernels.blend(x, silu, v=x),
+            lambda: kernels.blend(x, silu, up=x),
+            lambda: kernels.blend(x, 1.0, (0.0,), (0.0, 1.0), (0.0, 0.0)),
+            *(lambda layer=layer: layer(x) for layer in layers),
+        ):
+            with pytest.raises(kernels.BackendError, match="no native op"):
+                refused()
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+@pytest.mark.parametrize("many", [1, 9000])
+def test_a_learned_hard_threshold_that_is_nan_gives_nan(groups, many):
+    step = TG(math.inf, (0.0,), (0.0, 0.0), (0.0, 1.0))
+    act = Activation(step, share="channel", channels=groups, train=("theta",))
+    with torch.no_grad():
+        act.dtheta[:, -1] = math.nan
+        x = torch.randn(many, groups)
+        y = act(x)
+    assert y[:, -1].isnan().all()
+    assert torch.equal(y[:, :-1], (x[:, :-1] > 0).float())
+
+
+@pytest.mark.parametrize("K", [2, 3])
+def test_tensors_that_overflow_before_a_gate_makes_them_small_are_finite(K):
+    theta = [torch.tensor([[at]]) for at in (-8.5, 0.015)[: K - 1]]
+    s = [torch.tensor([[slope]]) for slope in (-3e38, 3e38, -1.0)[:K]]
+    c = [torch.zeros(1, 1)] * K
+    x = torch.tensor([[-90.0], [-0.5], [1e-3], [90.0]]).expand(4, 3)
+    y = kernels.blend(x, torch.tensor([[1.702]]), theta, s, c)
+    want = primitive.blend(x.double(), 1.702, *([float(w) for w in row] for row in (theta, s, c)))
+    torch.testing.assert_close(y, want.float(), rtol=1e-5, atol=1e30)  # of terms of 1e38
 
 
 def test_native_refuses_an_instance_that_torch_does_not_have():

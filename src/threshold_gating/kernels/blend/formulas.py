@@ -417,6 +417,8 @@ def value(
         for k in tl.static_range(1, K):
             y = tl.where(region >= k, _branch(v, s, c, S_CODE, k), y)
         y = tl.where(x != x, x, y)
+        for k in tl.static_range(K - 1):  # no x is above or below a threshold that is NaN
+            y = tl.where(theta[k] != theta[k], theta[k], y)
     elif GATE == TWO or GATE == CENTRED:
         lower, upper = two_gates(x, tau, theta)
         slope = two_means(x, tau, theta, s, lower, upper, S_CODE, GATE)

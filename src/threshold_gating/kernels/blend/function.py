@@ -18,7 +18,7 @@ from threshold_gating.kernels.backend import Engine, backend, engine, no_native_
 from threshold_gating.kernels.blend import cpu, gpu
 from threshold_gating.kernels.blend.graph import Graph
 from threshold_gating.kernels.blend.steps import plain, steps
-from threshold_gating.kernels.lowering import Op, lowered, overwritten
+from threshold_gating.kernels.lowering import Op, lowered, native_call, overwritten
 from threshold_gating.kernels.structure import (
     Gate,
     Role,
@@ -86,7 +86,8 @@ def blend(
     Called as `blend(x, structure, tensors, shape)`; `shape` is that in which a group's values
     broadcast against x. In place of tensors and shape there may be a function of x that gives
     them, which is asked only where gates are evaluated. Or called with an instance alone, or as
-    `primitive.blend` is: with tau, theta, s, c and its options.
+    `primitive.blend` is: with tau, theta, s, c and its options, and `known=True` if tau is known to
+    be positive, so that nobody looks. The backend "native" runs torch's own op or refuses.
 
     Args:
         v: what the branches read instead of x.
@@ -118,11 +119,13 @@ def _blend(
         _check_no_structure(structure, given, native, inplace, options)
         if isinstance(structure, TG):
             return _instance(structure, x, v, up, name)
+        if name == "native":
+            raise no_native_op()
         return _parsed(x, (structure, *given), v, up, options, name)
     if options or not (len(given) == 2 or (len(given) == 1 and callable(given[0]))):
         raise TypeError(wrong_call("blend", "tensors, shape", given, options))
-    if native and v is None and up is None and takes_native(name):
-        if structure.native is not None:
+    if takes_native(name):
+        if native and v is None and up is None and structure.native is not None:
             return lowered(structure.native, x, inplace)
         if name == "native":
             raise no_native_op()
@@ -152,7 +155,7 @@ def _check_no_structure(
         )
 
 
-_OPTIONS = frozenset(("form", "owner", "q", "anchor", "clamp", "centred"))
+_OPTIONS = frozenset(("form", "owner", "q", "anchor", "clamp", "centred", "known"))
 
 
 def wrong_call(name: str, wanted: str, given: Sequence[Any], options: Any = ()) -> str:
@@ -174,7 +177,12 @@ def evaluate(t: TG, x: Tensor, op: Op | None = None) -> Tensor:
 
 
 def _instance(t: TG, x: Tensor, v: Any, up: Tensor | None, name: str) -> Tensor:
-    """The gates of a frozen instance."""
+    """The gates of a frozen instance; under "native" its op."""
+    if name == "native":
+        call = native_call(t)
+        if call is None or v is not None or up is not None:
+            raise no_native_op()
+        return lowered(call, x)
     if torch.compiler.is_compiling():  # which cannot look anything up
         options = {"form": t.form, "owner": t.owner, "q": t.q, "anchor": t.anchor, "clamp": t.clamp}
         return _parsed(x, (t.tau, t.theta, t.s, t.c), v, up, options, name)
@@ -185,6 +193,8 @@ def _parsed(
     x: Tensor, given: Sequence[Any], v: Any, up: Tensor | None, options: Any, name: str
 ) -> Tensor:
     """The arguments of `primitive.blend`; what they do not fit is left to its words."""
+    known = options.pop("known", False)
+    given = given if known else (primitive.positive(given[0]), *given[1:])
     fits = name != "reference" and isinstance(x, Tensor) and x.is_floating_point()
     found = of_call(*given, **options) if fits else None
     if found is not None:
@@ -192,7 +202,7 @@ def _parsed(
         shape = common_shape(rows, x.dim())
         if shape is not None:
             return _gates(x, structure, rows, shape, v, up, name)
-    y = primitive.blend(x, *given, v=v, **options)
+    y = (primitive.evaluated if known else primitive.blend)(x, *given, v=v, **options)
     return y if up is None else y * up
 
 
@@ -206,6 +216,9 @@ def _gates(
     name: str,
 ) -> Tensor:
     """The gates by the engine that the backend has for x."""
+    if structure.huge and x.dtype != torch.float64 and x.is_floating_point():
+        v, up = (w.double() if isinstance(w, Tensor) else w for w in (v, up))
+        return _gates(x.double(), structure, held, shape, v, up, name).to(x.dtype)
     by: Engine = "plain"
     if structure.fused and not _is_few(x, structure, name):
         by = engine(x, name)

@@ -68,8 +68,6 @@ def forward(
     if structure.K > 2:
         parts, share = _parts(x, p.tau, p.theta, room)
         slope, constant = (mean(parts, w, room, share) for w in (p.s, p.c))
-        if isinstance(slope, Tensor) and not math.isfinite(float(v.sum())):
-            v = soft.settled(v, slope)
     elif structure.gate == Gate.CENTRED and all(map(_is_balanced, (p.s, p.c))):
         swing = _tanh_(argument(x, p.tau[0], p.theta[0], 0.5, room))
         lines = [((w[0] + w[1]) / 2, (w[1] - w[0]) / 2) for w in (p.c, p.s)]
@@ -82,8 +80,20 @@ def forward(
     else:
         y = branch(slope, v, 0.0, room)
     y = added(y, constant)
-    # Equal constant branches do not depend on x; NaN is passed on all the same.
-    return y if isinstance(y, Tensor) else torch.where(x.isnan(), x, y)
+    if not isinstance(y, Tensor):
+        # Equal constant branches do not depend on x; NaN is passed on all the same.
+        return torch.where(x.isnan(), x, y)
+    if structure.K > 2 and not math.isfinite(float(y.sum())):
+        return _by_reference(x, v, structure, p)
+    return y
+
+
+def _by_reference(x: Tensor, v: Tensor, structure: Structure, p: Rows) -> Tensor:
+    """What is seldom: an infinite x or result, or slopes that overflow before gates shrink them."""
+    tau = math.inf if structure.hard else p.tau if len(p.tau) > 1 else p.tau[0]
+    theta = [torch.as_tensor(t, dtype=x.dtype) for t in p.theta]  # data, which may have crossed
+    other = None if v is x else v
+    return primitive.evaluated(x, tau, theta, p.s, p.c, other, owner=structure.owner)
 
 
 def _two_means(x: Tensor, p: Rows, room: Scratch) -> tuple[Value, Value]:
@@ -114,9 +124,10 @@ def _are_equal(w: Sequence[Value]) -> bool:
 
 
 def _is_larger(w: Sequence[Value], side: int) -> bool:
-    """Whether w on this side is nowhere much smaller than on the other."""
+    """Whether w on this side is nowhere much smaller than on the other, nor the two too far apart
+    for their difference."""
     size, other = (t.abs() if isinstance(t, Tensor) else abs(t) for t in (w[side], w[1 - side]))
-    return _holds(4 * size >= other)
+    return _holds((4 * size >= other) & (size < 1e37))
 
 
 def _is_balanced(w: Sequence[Value]) -> bool:
@@ -130,10 +141,9 @@ def _holds(condition: bool | Tensor) -> bool:
 
 def _forward_hard(x: Tensor, v: Tensor, structure: Structure, p: Rows, room: Scratch) -> Tensor:
     sums = [float(w.sum()) for w in ((x,) if v is x else (x, v))]
-    if not all(map(math.isfinite, sums)):  # 0 * inf; seldom, so by the reference
-        other = None if v is x else v
-        theta = [torch.as_tensor(t, dtype=x.dtype) for t in p.theta]  # data, which may have crossed
-        return primitive.blend(x, math.inf, theta, p.s, p.c, v=other, owner=structure.owner)
+    known = all(_holds(t == t) for t in p.theta)
+    if not known or not all(map(math.isfinite, sums)):  # 0 * inf, NaN
+        return _by_reference(x, v, structure, p)
     used = [is_there(s) or is_there(c) for s, c in zip(p.s, p.c, strict=True)]
     g = _hard_gates(x, structure, p, room, used)
     slope, constant = mean(g, p.s, room), mean(g, p.c, room)

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from threshold_gating.kernels.backend import backend, is_memory, runs_triton
+from threshold_gating import primitive
+from threshold_gating.kernels.backend import backend, is_memory, no_native_op, runs_triton
 from threshold_gating.kernels.blend.function import differentiated, wrong_call
 from threshold_gating.kernels.product import one_vector, two_soft
 from threshold_gating.kernels.product.formula import Conv, Formula, Grads, Operands, Plan
@@ -55,6 +56,8 @@ def gated_product(
     >>> gated_product(x, float("inf"), (0.0,), (1, 1), (0, 0), weight)
     tensor([[-8.]])
     """
+    if backend() == "native":
+        raise no_native_op()
     if isinstance(structure, Structure):
         options = [n for n, w in (("form", form), ("owner", owner)) if w is not None]
         if options or len(given) not in (3, 4):
@@ -70,11 +73,12 @@ def gated_product(
         raise TypeError("gated_product: factor goes with a structure and its tensors.")
     theta, s, c, weight, *rest = given
     bias, form = rest[0] if rest else None, form or "softmax"
-    found = of_call(structure, theta, s, c, form=form, owner=owner)
+    tau = primitive.positive(structure)
+    found = of_call(tau, theta, s, c, form=form, owner=owner)
     shape = None if found is None else common_shape(found[1], x.dim())
     if found is None or shape is None:  # the plain formula takes what `primitive` takes
         known = Structure(Gate.TWO, (), (), (), (), None if owner is None else tuple(owner), form)
-        return Formula(known, (), conv)(x, weight, bias, Rows([structure], theta, s, c))
+        return Formula(known, (), conv)(x, weight, bias, Rows([tau], theta, s, c))
     return _product(Formula(found[0], shape, conv), x, weight, bias, whole(found[1], shape))
 
 
