@@ -77,10 +77,6 @@ def uncompared(tree: Any) -> tuple[str, ...]:
     return tuple(f"{n or 'all of it'} ({type(x).__name__})" for n, x in found)
 
 
-def _types(tree: Any) -> dict[str, Any]:
-    return {name: t.dtype for name, t in leaves(tree)}
-
-
 def _words(tree: Any) -> dict[str, Any]:
     return {name: leaf for name, leaf in _walk(tree, "", ()) if isinstance(leaf, _WORDS)}
 
@@ -230,7 +226,10 @@ def judged(
     trees = want, have
     for what, say in (
         ([_shapes(dict(leaves(tree))) for tree in trees], "differ in shape: {} and, converted, {}"),
-        ([_types(tree) for tree in trees], "differ in type: {} and, converted, {}"),
+        (
+            [{n: t.dtype for n, t in leaves(tree)} for tree in trees],
+            "differ in type: {} and, converted, {}",
+        ),
         ([_words(tree) for tree in trees], "differ: {!r:.40} and, converted, {!r:.40}"),
     ):
         for name in what[0] | what[1]:

@@ -7,7 +7,6 @@ but a file. Gates that are shared out (FSDP2) are gathered, so every process has
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -19,6 +18,7 @@ from threshold_gating import primitive
 from threshold_gating.conversion.checkpoint.digest import whole
 from threshold_gating.conversion.learn import learned_gates
 from threshold_gating.conversion.site import site_name
+from threshold_gating.conversion.text import jsonable
 from threshold_gating.instance import TG
 from threshold_gating.nn.activation import Activation
 from threshold_gating.nn.attention import Temperature
@@ -198,7 +198,7 @@ class JsonLines:
         self._row: dict[str, Any] = {}
 
     def add_scalar(self, name: str, value: float, step: int) -> None:
-        self._at(step).setdefault("scalars", {})[name] = _finite(value)
+        self._at(step).setdefault("scalars", {})[name] = jsonable(value)
 
     def add_histogram(self, name: str, values: Tensor, step: int) -> None:
         self._at(step).setdefault("histograms", {})[name] = histogram(values)
@@ -271,11 +271,6 @@ def distance(before: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> float:
         for k, w in before.items()
     ]
     return float(torch.stack(far).max()) if far else 0.0
-
-
-def _finite(value: float) -> float | str:
-    """JSON has no infinity and no NaN."""
-    return value if math.isfinite(value) else str(value)
 
 
 def _spread(name: str, rows: Mapping[str, Tensor]) -> dict[str, float]:
