@@ -112,7 +112,8 @@ def affine(
         for qk, sk, ck in zip(q, t.s, t.c, strict=True)
     ]
     theta = [(th - gamma) / beta for th in t.theta]
-    anchors = [p and _moved(p, branch, gamma, beta) for p, branch in _anchored(t, branches)]
+    anchored = zip(t.anchor or (None,) * t.K, branches, strict=True)
+    anchors = [p and _moved(p, branch, gamma, beta) for p, branch in anchored]
     taus = [tau * abs(beta) for tau in (t.tau if isinstance(t.tau, tuple) else (t.tau,))]
     owner = t.owner
     if beta < 0:
@@ -121,12 +122,6 @@ def affine(
     q, s, c = zip(*branches, strict=True)
     options: Any = {"form": t.form, "owner": owner, "q": q, "anchor": anchors if t.hard else None}
     return TG(taus if len(taus) > 1 else taus[0], theta, s, c, **options)
-
-
-def _anchored(
-    t: TG, branches: list[tuple[float, float, float]]
-) -> Iterator[tuple[Anchor, tuple[float, float, float]]]:
-    return zip(t.anchor or (None,) * t.K, branches, strict=True)
 
 
 def _moved(

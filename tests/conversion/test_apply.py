@@ -457,6 +457,18 @@ def test_an_owner_keeps_the_signature_of_its_forward():
     assert inspect.signature(again.forward) == inspect.signature(Keywords().forward)
 
 
+def test_a_network_that_was_pickled_when_its_classes_stood_elsewhere_is_read():
+    homes = {"gate": "apply", "site": "plan"}  # where they stand, and where they stood
+    x = torch.randn(2, 3)
+    gated = convert(nn.Sequential(nn.SiLU(), nn.GRUCell(3, 3)), inputs=x, train=("tau",))
+    pickled = pickle.dumps(gated, protocol=0)  # in which names are lines of text
+    for now, then in homes.items():
+        start = b"cthreshold_gating.conversion."
+        assert start + now.encode() in pickled
+        pickled = pickled.replace(start + now.encode(), start + then.encode())
+    assert torch.equal(pickle.loads(pickled)(x), gated(x))
+
+
 def test_a_graph_module_keeps_its_gates_when_copied_pickled_and_recompiled():
     class Small(nn.Module):
         def __init__(self):

@@ -237,6 +237,20 @@ def test_a_recurrent_layer_with_free_branches_is_guarded():
     assert net["rnn"].gate_s_l1.abs().max() == 0
 
 
+def test_the_slopes_that_a_recurrent_call_learns_are_guarded_as_those_of_a_layer():
+    plain, x = nn.Sequential(nn.LSTM(3, 4, num_layers=2)), torch.randn(2, 5, 3)
+    net = tg.convert(plain, inputs=x, train=("s",), share="channel")
+    slopes = net[0].tg_lstm_0_s  # [layers, gates, branches, units]
+    with torch.no_grad():
+        slopes[1, 2, 0, 3] = 0.5
+    assert left_family(net) == {"0:lstm#0.g_1": [3]}
+    assert tg.training.family_report(net).sites["0:lstm#0.g_1"][2] == [3]
+    family_penalty(net).backward()
+    assert slopes.grad.count_nonzero() == 1
+    assert project_families_(net) == {"0:lstm#0.g_1": [3]}
+    assert slopes.abs().max() == 0
+
+
 def test_nothing_that_can_leave_costs_nothing():
     assert family_penalty(nn.Sequential(Activation("silu", train="tau"), nn.Linear(2, 2))) == 0
 

@@ -30,7 +30,8 @@ def convert(args: argparse.Namespace) -> int:
     chosen = choices(args.site)
     _check_out(args.out)
     named = network(args)
-    with working(f"{args.network}, {_size(named.model)} parameters: converting"):
+    size = sum(p.numel() for p in named.model.parameters())
+    with working(f"{args.network}, {size:,} parameters: converting"):
         gated = conversion.convert(named.model, chosen, inputs=named.inputs, strict=False)
     return _proven(args, named, gated)
 
@@ -61,7 +62,8 @@ def _proven(
     text = f"{first}{certificate.table()}\n\n{fill(audit.counts, WIDTH)}"
     _show(args, {**more, **report}, text, named)
     if not ok:
-        say(f"tg {args.command}: not {_done(args)}, see above.")
+        done = "proven" if args.out is None else "written"
+        say(f"tg {args.command}: not {done}, see above.")
         return 1
     if args.out is not None:
         _write(args, named, gated)
@@ -81,10 +83,6 @@ def _write(args: argparse.Namespace, named: Network, gated: nn.Module) -> None:
     command = f"tg {shlex.join(args.words)}"
     text = card.card(gated, where=args.out.name, command=command, notes=named.notes)
     card.put(gated, args.out, text)
-
-
-def _done(args: argparse.Namespace) -> str:
-    return "proven" if args.out is None else "written"
 
 
 def calibrate(args: argparse.Namespace) -> int:
@@ -214,10 +212,6 @@ def _choice(text: str) -> str | int | None:
     if not 2 <= int(text) <= 8:
         raise ValueError(f"the number of branches must be from 2 to 8; got {text}.")
     return int(text)
-
-
-def _size(model: nn.Module) -> str:
-    return f"{sum(p.numel() for p in model.parameters()):,}"
 
 
 def _show(args: argparse.Namespace, report: Mapping[str, Any], text: str, named: Network) -> None:

@@ -47,14 +47,6 @@ class Known(NamedTuple):
         return count >= least - 1 > 0 if self.arguments[-1] == "..." else count == least
 
 
-def _least(*values: Tensor) -> Tensor:
-    return reduce(torch.minimum, values)
-
-
-def _largest(*values: Tensor) -> Tensor:
-    return reduce(torch.maximum, values)
-
-
 # fmt: off
 FUNCTIONS: dict[str, Known] = {
     **{name: Known(getattr(torch, name)) for name in (
@@ -67,8 +59,8 @@ FUNCTIONS: dict[str, Known] = {
         "tanhshrink",
     )},
     **{name: Known(ROWS[name].f) for name in ("gelu_tanh", "softplus")},
-    "min": Known(_least, ("a", "b", "...")),
-    "max": Known(_largest, ("a", "b", "...")),
+    "min": Known(lambda *given: reduce(torch.minimum, given), ("a", "b", "...")),
+    "max": Known(lambda *given: reduce(torch.maximum, given), ("a", "b", "...")),
     "clamp": Known(torch.clamp, ("x", "low", "high")),
     "where": Known(torch.where, ("condition", "a", "b")),  # see `_where`
 }

@@ -16,27 +16,11 @@ from threshold_gating.conversion.verification import verify
 
 AUDITED_AS = "machinery"  # see conversion.audit
 
+# fmt: off
 __all__ = [
-    "Audit",
-    "Calibration",
-    "Certificate",
-    "Checkpoint",
-    "CheckpointError",
-    "ConversionError",
-    "GateConfig",
-    "Site",
-    "SiteFit",
-    "audit",
-    "calibrate",
-    "card",
-    "convert",
-    "convert_",
-    "fixed_thresholds",
-    "gate_parameters",
-    "learned_gates",
-    "load",
-    "load_weights",
-    "revert",
-    "save",
-    "verify",
+    "Audit", "Calibration", "Certificate", "Checkpoint", "CheckpointError", "ConversionError",
+    "GateConfig", "Site", "SiteFit", "audit", "calibrate", "card", "convert", "convert_",
+    "fixed_thresholds", "gate_parameters", "learned_gates", "load", "load_weights", "revert",
+    "save", "verify",
 ]
+# fmt: on

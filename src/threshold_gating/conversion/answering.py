@@ -24,12 +24,8 @@ from threshold_gating.conversion.site import ConversionError, Site
 from threshold_gating.nn.spec import Elementwise, at_start
 
 LEAVE = "*"  # in a plan: every call is left alone
-
-
 # To Dynamo these are calls like others; eager checkpointing is followed by `recomputing`.
 _REGIONS = {tag_activation_checkpoint, checkpoint}
-
-
 _NEVER = object()
 
 

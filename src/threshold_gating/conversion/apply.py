@@ -2,8 +2,7 @@
 
 A module that is an element-wise activation becomes an `Activation`; every other nonlinear call
 (`F.relu(x)`, `x.softmax(-1)`, attention, a recurrent layer's own) is answered by gates where it is
-made. Weights, their names, the type, hooks and training mode of every
-module stay as they were.
+made. Weights, their names, the type, hooks and training mode of every module stay as they were.
 """
 
 from __future__ import annotations

@@ -221,14 +221,10 @@ def _before(frame: FrameType | None) -> FrameType | None:
     return frame
 
 
-def _is_own(frame: FrameType | None) -> bool:
-    return _role(_module_of(frame)) in ("gates", "native")
-
-
 def _caller(frame: FrameType | None) -> _Caller:
     first = frame = _before(frame)
     outermost = None
-    while frame is not None and _is_own(frame):
+    while frame is not None and _role(_module_of(frame)) in ("gates", "native"):
         outermost, frame = frame, _before(frame.f_back)
     return _Caller(first, outermost, frame if _runs(frame, answer) else None)
 

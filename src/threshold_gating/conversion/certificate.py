@@ -105,28 +105,32 @@ class Certificate:
                 f"{m.name}: {m.baseline:.6g} -> {m.converted:.6g}, difference {m.delta:+.4g} "
                 f"{span} (95 %), equal on {m.agreement:.2%} of {m.n}"
             )
-        done, verdict = sum(row.ok is not None for row in self.rows), f"{len(self.failed)} failed"
-        always = sum(row.scope == "every input" for row in self.rows)
+        done, always = self._done, sum(row.scope == "every input" for row in self.rows)
         said.append(
             f"holds for every input: {always} of {done} sites (on record, see tg prove); on "
             f"these inputs: {done - always}, and the output"
         )
         said += [f"not seen on these inputs: {', '.join(self.unseen)}"] if self.unseen else []
         said += [self.beside] if self.beside else []
-        count = f"{done} of {len(self.rows)} sites evaluated with native off"
-        verdict = "ok" if self.ok else verdict
+        verdict = f"{done} of {len(self.rows)} sites evaluated with native off: {self._verdict}"
         if self.uncompared:
             verdict += f"; not compared at the output: {', '.join(self.uncompared)}"
-        said += [f"{count}: {verdict}", *self.failed.values()]
+        said += [verdict, *self.failed.values()]
         return "\n".join([*lines, "", *(fill(s, WIDTH, subsequent_indent="  ") for s in said)])
 
     def __str__(self) -> str:
         return self.table()
 
     def __repr__(self) -> str:
-        done = sum(row.ok is not None for row in self.rows)
-        verdict = "ok" if self.ok else f"{len(self.failed)} failed"
-        return f"<Certificate: {done} of {len(self.rows)} sites evaluated, {verdict}>"
+        return f"<Certificate: {self._done} of {len(self.rows)} sites evaluated, {self._verdict}>"
+
+    @property
+    def _done(self) -> int:
+        return sum(row.ok is not None for row in self.rows)
+
+    @property
+    def _verdict(self) -> str:
+        return "ok" if self.ok else f"{len(self.failed)} failed"
 
     def to_dict(self) -> dict[str, Any]:
         """The same as JSON values."""

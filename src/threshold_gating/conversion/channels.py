@@ -297,13 +297,9 @@ def _varying(marks: Tensor, out: Tensor) -> int:
     """The one axis along which coordinates differ, each from each."""
     if marks.shape != out.shape or not marks.numel():
         return LOST
-    varying = [d for d in range(marks.dim()) if _differs(marks, d)]
+    varying = [d for d in range(marks.dim()) if (marks != marks.narrow(d, 0, 1)).any()]
     if len(varying) != 1:
         return LOST
     (d,) = varying
     line = marks.movedim(d, 0).reshape(marks.shape[d], -1)[:, 0]
     return d if len(set(line.tolist())) == len(line) else LOST
-
-
-def _differs(marks: Tensor, d: int) -> bool:
-    return bool((marks != marks.narrow(d, 0, 1)).any())

@@ -133,8 +133,6 @@ def successor(act: Activation, record: TG, **options: Any) -> Activation:
 
 
 _DESCRIBED = ("init", "learned", "share", "group", "axis")  # what a gate is
-
-
 Stands = GateSpec | nn.Module  # at one call: a gate, or what the module was, which has no tensors
 
 

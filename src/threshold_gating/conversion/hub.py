@@ -43,14 +43,11 @@ def unguard(model: nn.Module) -> None:
             if isinstance(vars(module).get(name), kind):
                 del module.__dict__[name]
         before = module._load_state_dict_pre_hooks
-        others = OrderedDict((k, h) for k, h in before.items() if _hook(h) is not _resume)
-        if len(others) < len(before):
+        # torch wraps what is registered
+        own = [k for k, h in before.items() if getattr(h, "hook", h) is _resume]
+        others = OrderedDict((k, h) for k, h in before.items() if k not in own)
+        if own:
             module.__dict__["_load_state_dict_pre_hooks"] = others
-
-
-def _hook(registered: Any) -> Any:
-    """The function that was registered; torch wraps it."""
-    return getattr(registered, "hook", registered)
 
 
 def _is_answered_above(model: nn.Module, name: str) -> bool:

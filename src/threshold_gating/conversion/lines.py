@@ -11,8 +11,6 @@ import torch
 from torch._guards import TracingContext
 
 _HOME = __name__.rpartition(".")[0]  # of the conversion, which looks on
-
-
 _HOMES = tuple(os.path.dirname(file) + os.sep for file in (torch.__file__, __file__))
 
 

@@ -156,7 +156,7 @@ def agree(want: Any, have: Any, tol: float | None, wide: Callable[[], Any]) -> b
     return all(o.excess <= 1 for o in compare(want, have, True, tol, wide))
 
 
-def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     return {name: tuple(t.shape) for name, t in tensors.items()}
 
 
@@ -222,21 +222,19 @@ def judged(
     found: Sequence[Output], want: Any, have: Any, tol: float | None, worst: Mapping[str, str]
 ) -> str:
     """What is wrong with the output, "" if nothing is."""
-    a, b = (_shapes(dict(leaves(tree))) for tree in (want, have))
-    for name in {**a, **b}:
-        if a.get(name) != b.get(name):
-            first, then = (each.get(name, "nothing") for each in (a, b))
-            return f"the outputs{_place(name)} differ in shape: {first} and, converted, {then}."
-    types = {name: t.dtype for name, t in leaves(have)}
-    for name, y in leaves(want):
-        if y.dtype != types[name]:
-            both = f"{y.dtype} and, converted, {types[name]}"
-            return f"the outputs{_place(name)} differ in type: {both}."
-    a, b = _words(want), _words(have)
-    for name in {**a, **b}:
-        if a.get(name) != b.get(name):
-            first, then = (each.get(name, "nothing") for each in (a, b))
-            return f"the outputs{_place(name)} differ: {first!r:.40} and, converted, {then!r:.40}."
+    trees = want, have
+    for what, say in (
+        ([_shapes(dict(leaves(tree))) for tree in trees], "differ in shape: {} and, converted, {}"),
+        (
+            [{n: t.dtype for n, t in leaves(tree)} for tree in trees],
+            "differ in type: {} and, converted, {}",
+        ),
+        ([_words(tree) for tree in trees], "differ: {!r:.40} and, converted, {!r:.40}"),
+    ):
+        for name in what[0] | what[1]:
+            first, then = (each.get(name, "nothing") for each in what)
+            if first != then:
+                return f"the outputs{_place(name)} {say.format(first, then)}."
     if any(not math.isfinite(o.max) for o in found):
         return (
             "the output is infinite or NaN at other places than the original's; "

@@ -32,7 +32,8 @@ class Metric:
 
 def compare(metric: Measure | tuple[str, Measure], before: Any, after: Any) -> Metric:
     """`metric` of the outputs `before` and `after`: one truth value or number for each sample."""
-    name, measure = metric if isinstance(metric, tuple) else (_name(metric), metric)
+    own = getattr(metric, "__name__", type(metric).__name__)
+    name, measure = metric if isinstance(metric, tuple) else (own, metric)
     a, b = (torch.as_tensor(measure(output)).detach().cpu().flatten() for output in (before, after))
     if len(a) != len(b) or not len(a):
         raise ValueError(
@@ -46,10 +47,6 @@ def compare(metric: Measure | tuple[str, Measure], before: Any, after: Any) -> M
         interval, p = _of_values(b.double() - a.double()), None
     means = a.double().mean().item(), b.double().mean().item()
     return Metric(name, *means, means[1] - means[0], interval, same, n, p)
-
-
-def _name(metric: Measure) -> str:
-    return getattr(metric, "__name__", type(metric).__name__)
 
 
 def _of_counts(lost: int, won: int, n: int) -> tuple[tuple[float, float], float]:

@@ -238,7 +238,8 @@ def _judged(module: nn.Module) -> Judged:
         try:
             known = recognise.recognise(f, fit=not calls)
         except ValueError as error:
-            return Judged(None, left="" if calls else f"no gate computes it ({_sentence(error)})")
+            why = str(error).partition(". ")[0].rstrip(".")
+            return Judged(None, left="" if calls else f"no gate computes it ({why})")
         apart, odd = recognise.kinks_apart(f, known.t), recognise.specials_apart(f, known.t)
     if (apart or odd) and calls:
         return Judged(None)
@@ -246,10 +247,6 @@ def _judged(module: nn.Module) -> Judged:
     notes = [f"the gradient at x = {kinks} is that of one side, not torch's"] * bool(apart)
     notes += [f"its value at x = {others} differs"] * bool(odd)
     return Judged(known, note=" and ".join(notes))
-
-
-def _sentence(error: Exception) -> str:
-    return str(error).partition(". ")[0].rstrip(".")
 
 
 def _trains_differently(module: nn.Module) -> str:

@@ -15,6 +15,7 @@ its weights would never receive a gradient.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Self
@@ -375,7 +376,7 @@ class _Conv(_Tiered):
             )
         ]
         total: Tensor | None = None
-        for tap in _indices(self.kernel_size):
+        for tap in itertools.product(*map(range, self.kernel_size)):
             where: tuple[Any, ...] = (
                 ...,
                 *(
@@ -430,8 +431,3 @@ def _branches(beside: Tensor, K: int) -> Tensor:
 def _times(factor: Value, w: Tensor) -> Value:
     number = None if isinstance(factor, Tensor) else factor
     return 0.0 if number == 0 else w if number == 1 else factor * w
-
-
-def _indices(shape: Sequence[int]) -> list[tuple[int, ...]]:
-    grid = torch.cartesian_prod(*(torch.arange(n) for n in shape))
-    return [tuple(row) for row in grid.view(-1, len(shape)).tolist()]

@@ -142,6 +142,7 @@ def _listed(words: Sequence[str]) -> str:
 def page(report: Report) -> str:
     """The whole document."""
     paragraphs = "".join(f"<p>{escape(text)}</p>" for text in meaning(report))
+    legend = f"<details><summary>What the columns mean</summary>{_list(LEGEND)}</details>"
     return "\n".join(
         [
             '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">',
@@ -150,7 +151,7 @@ def page(report: Report) -> str:
             f"<title>{_TITLE}</title><style>{STYLE}</style></head><body><main>",
             f'<header><h1>{_TITLE}</h1><p class="lead">{_LEAD}</p>{_tiles(report)}</header>',
             f"<section><h2>What was done</h2>{_STEPS}{_digits(report)}</section>",
-            f"<section><h2>Before and after</h2>{_table(report)}{paragraphs}{_legend()}</section>",
+            f"<section><h2>Before and after</h2>{_table(report)}{paragraphs}{legend}</section>",
             f"<section><h2>Every gate, one by one</h2>{_KEY}{_curves(report)}</section>",
             f"<section><h2>How this page was made</h2>{_list(report.facts)}</section>",
             "</main></body></html>\n",
@@ -230,10 +231,6 @@ def _table(report: Report) -> str:
         pairs = zip(HEADER[1:], rest, strict=True)
         body += "".join(f'<td data-label="{k}">{escape(v)}</td>' for k, v in pairs) + "</tr>"
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-
-
-def _legend() -> str:
-    return f"<details><summary>What the columns mean</summary>{_list(LEGEND)}</details>"
 
 
 def _list(facts: Mapping[str, str]) -> str:

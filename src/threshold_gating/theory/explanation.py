@@ -75,10 +75,7 @@ class Explanation:
             ("corners", _some([_corner_text(k) for k in self.corners])),
             ("inflections", _some([f"{x:.6g}" for x in self.inflections])),
             ("monotone", _yes(self.monotone)),
-            (
-                "well-behaved",
-                f"{'yes' if self.well_behaved.ok else 'no'}: {self.well_behaved.reason}",
-            ),
+            ("well-behaved", f"{_yes(self.well_behaved.ok)}: {self.well_behaved.reason}"),
             (f"at x = {d.at:g}", _derivatives_text(d)),
             ("kappa", "none" if self.kappa is None else f"{self.kappa:.6g}, which is |f'''|"),
             ("K=2 residual", _residual_text(self.residual, d.at)),

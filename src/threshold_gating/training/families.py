@@ -2,8 +2,8 @@
 
 A family is a statement about slopes (`taxonomy.family`): some must be flat, of others one must not
 be. Sharpness, thresholds and constants never change it, nor do the weights of the tiers below A, so
-only an activation (a module or a call) that trains "s" and an LSTM or GRU with family="free" can
-leave. Slopes within `tol` count as flat.
+only an activation or a recurrent layer (a module or a call) whose slopes "s" are learned can leave.
+Slopes within `tol` count as flat.
 """
 
 from __future__ import annotations
@@ -18,9 +18,12 @@ from torch import Tensor, nn
 
 from threshold_gating import taxonomy
 from threshold_gating.conversion.learn import learned_gates
+from threshold_gating.conversion.site import site_name
 from threshold_gating.conversion.text import some
 from threshold_gating.instance import TG
 from threshold_gating.nn.rnn import GRU, LSTM
+from threshold_gating.nn.spec import gates_of
+from threshold_gating.nn.unitwise import Learned, Units
 
 TOLERANCE = 1e-3  # of a slope that counts as flat
 
@@ -165,8 +168,22 @@ def _sites(model: nn.Module, tol: float) -> Iterator[Slopes]:
     for name, act in learned_gates(model):
         if "s" in act.learned:
             yield Slopes.of(name, act.init, list(act.s.flatten(1).unbind(0)), tol)
-    for name, module in model.named_modules():
-        if isinstance(module, LSTM | GRU) and "s" in module.learning.train:
+    for _, path, gate, learned, t in recurrent_gates(model):
+        if "s" in learned:
+            slopes = [s for s in t.s if isinstance(s, Tensor)]
+            yield Slopes.of(f"{path}.{gate}" if path else gate, t.start, slopes, tol)
+
+
+def recurrent_gates(
+    model: nn.Module,
+) -> Iterator[tuple[nn.Module, str, str, tuple[str, ...], Learned]]:
+    """(module, site, gate, what is learned, the gate as it is) of recurrent layers and calls."""
+    for path, module in model.named_modules():
+        if isinstance(module, LSTM | GRU):
             for gate, t in module.learned_gates().items():
-                slopes = [s for s in t.s if isinstance(s, Tensor)]
-                yield Slopes.of(f"{name}.{gate}" if name else gate, t.start, slopes, tol)
+                yield module, path, gate, module.learning.train, t
+        for prefix, spec in gates_of(module).items():
+            if isinstance(spec, Units):
+                for k, gates in enumerate(spec.now(module, prefix, *spec.group)):
+                    for gate, t in gates.items():
+                        yield module, site_name(path, prefix), f"{gate}_{k}", spec.learned, t

@@ -48,10 +48,11 @@ class Hardening:
 
 @torch.no_grad()
 def anneal_(model: nn.Module, factor: float) -> None:
-    """Multiply the sharpness of every learned soft gate by `factor`, in place.
+    """Multiply the sharpness of every activation that learns it by `factor`, in place.
 
     Called every few steps with a factor above 1, it brings the gates near hard ones, for which
-    `harden` then costs little.
+    `harden` then costs little. Gates that `harden` leaves soft, of recurrent layers and attention,
+    stay as they are.
     """
     if not factor > 0:
         raise ValueError(f"anneal_: factor must be positive; got {factor}.")

@@ -47,7 +47,8 @@ class Observation:
         self._calls: Counter[nn.Module] = Counter()
         self._undo: list[Callable[[], Any]] = []
         inside = {layer.gate for layer in model.modules() if is_tiered(layer)}
-        for name, module in _named(model):
+        for path, module in model.named_modules():
+            name = path or type(module).__name__.lower()
             if isinstance(module, Activation) and module not in inside:
                 self._before(module, self._see_activation, name)
             elif is_tiered(module):
@@ -115,7 +116,7 @@ class Observation:
         axis = None if act.share in ("net", "layer") else act.axis
         if axis is not None and len(act.group) > 1:  # gates per position: the first axis of them
             axis = axis if axis >= 0 else axis + x.dim()
-        self._see(name, act.init, lambda z: _out_of_place(act, z), x, axis)
+        self._see(name, act.init, lambda z: act.forward(z.clone() if act.inplace else z), x, axis)
 
     def _see_next_call(self, name: str, module: PerCall, args: Any, kwargs: Any) -> None:
         """An activation that is used several times in a run, with a gate for each."""
@@ -206,23 +207,16 @@ class _Inert:
         self.call = call
 
     def __call__(self, *args: Any) -> Any:
-        return self.call(*args) if self.call is not None else _nothing(*args)
+        if self.call is not None:
+            return self.call(*args)
+        # of a call of torch, which comes with its function, the call itself
+        return args[1](*args[2], **args[3]) if len(args) == 5 else None
 
     def __deepcopy__(self, memo: Any) -> _Inert:
         return _Inert()
 
     def __reduce__(self) -> Any:
         return _Inert, ()
-
-
-def _nothing(*args: Any) -> Any:
-    """What a copied hook does: nothing, or for a call of torch, with its function, the call."""
-    return args[1](*args[2], **args[3]) if len(args) == 5 else None
-
-
-def _named(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    for name, module in model.named_modules():
-        yield name or type(module).__name__.lower(), module
 
 
 def _sample(x: Tensor, axis: int) -> Tensor:
@@ -262,10 +256,6 @@ def _heard(layer: Any, x: Tensor, state: Any) -> dict[str, list[Tensor]]:
     with torch.random.fork_rng(devices=[x.device] if x.is_cuda else []), torch.no_grad():
         evaluated(layer, gates, x.detach(), state)
     return heard
-
-
-def _out_of_place(act: Activation, z: Tensor) -> Tensor:
-    return act.forward(z.clone() if act.inplace else z)
 
 
 def _of_weights(layer: Any) -> Tensor:

@@ -272,9 +272,8 @@ def _layer(
     old: Any = _straight(original)
     (source, *_) = [fed.trail.source for fed in feeds if fed.trail is not None]
     size = feeds[0].sizes[2:] if share == "neuron" and old.weight.dim() > 2 else ()
-    new = TIERED[type(old)].from_dense(
-        old, source.t, tier="W", share=_first(tier, share), train=train, size=size
-    )
+    first = share or "channel" if tier == "W" else "channel"  # on the way to `tier`
+    new = TIERED[type(old)].from_dense(old, source.t, tier="W", share=first, train=train, size=size)
     learned = source.learned
     if learned is not None:
         _carry(new, old.weight, learned)
@@ -341,11 +340,6 @@ def _follow(module: nn.Module) -> Follow:
 
 class _UnlikeError(ValueError):
     """Learned branches that tier W has not."""
-
-
-def _first(tier: str, share: str | None) -> str:
-    """The share of tier W on the way to `tier`."""
-    return share or "channel" if tier == "W" else "channel"
 
 
 @torch.no_grad()

@@ -7,7 +7,6 @@ but a file. Gates that are shared out (FSDP2) are gathered, so every process has
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -19,14 +18,13 @@ from threshold_gating import primitive
 from threshold_gating.conversion.checkpoint.digest import whole
 from threshold_gating.conversion.learn import learned_gates
 from threshold_gating.conversion.site import site_name
+from threshold_gating.conversion.text import jsonable
 from threshold_gating.instance import TG
 from threshold_gating.nn.activation import Activation
 from threshold_gating.nn.attention import Temperature
-from threshold_gating.nn.rnn import GRU, LSTM
 from threshold_gating.nn.spec import gates_of
-from threshold_gating.nn.unitwise import Learned, Units
 from threshold_gating.primitive import Value
-from threshold_gating.training.families import TOLERANCE, Slopes
+from threshold_gating.training.families import TOLERANCE, Slopes, recurrent_gates
 
 BINS = 32  # of a histogram in a JSON line
 _MOST = 16  # curves in a figure
@@ -108,25 +106,15 @@ def learned_sites(model: nn.Module) -> Iterator[LearnedSite]:
     """Every learned gate of a network: activations, calls, tiers, recurrent layers, attention."""
     for name, act in learned_gates(model):
         yield _of_activation(name or type(act).__name__.lower(), act)
-    for name, module in model.named_modules():
-        at = name or type(module).__name__.lower()
-        if isinstance(module, LSTM | GRU):
-            for gate, t in module.learned_gates().items():
-                yield _of_unit(f"{at}.{gate}", module.learning.train, t)
+    for module, path, gate, learned, t in recurrent_gates(model):
+        at = path or type(module).__name__.lower()
+        rows = [_numbers(w) for w in ((t.tau,), (t.theta,), t.s, t.c)]
+        yield LearnedSite(f"{at}.{gate}", learned, t.start, *rows)
+    for path, module in model.named_modules():
         for prefix, spec in gates_of(module).items():
-            at = site_name(name, prefix)
             if isinstance(spec, Temperature):
                 tau = _numbers([spec.tau(module, prefix, None)])
-                yield LearnedSite(at, spec.learned, None, tau, (), (), ())
-            elif isinstance(spec, Units):
-                for k, gates in enumerate(spec.now(module, prefix, *spec.group)):
-                    for gate, t in gates.items():
-                        yield _of_unit(f"{at}.{gate}_{k}", spec.learned, t)
-
-
-def _of_unit(at: str, learned: tuple[str, ...], t: Learned) -> LearnedSite:
-    rows = [_numbers(w) for w in ((t.tau,), (t.theta,), t.s, t.c)]
-    return LearnedSite(at, learned, t.start, *rows)
+                yield LearnedSite(site_name(path, prefix), spec.learned, None, tau, (), (), ())
 
 
 def _of_activation(at: str, act: Activation) -> LearnedSite:
@@ -210,7 +198,7 @@ class JsonLines:
         self._row: dict[str, Any] = {}
 
     def add_scalar(self, name: str, value: float, step: int) -> None:
-        self._at(step).setdefault("scalars", {})[name] = _finite(value)
+        self._at(step).setdefault("scalars", {})[name] = jsonable(value)
 
     def add_histogram(self, name: str, values: Tensor, step: int) -> None:
         self._at(step).setdefault("histograms", {})[name] = histogram(values)
@@ -283,11 +271,6 @@ def distance(before: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> float:
         for k, w in before.items()
     ]
     return float(torch.stack(far).max()) if far else 0.0
-
-
-def _finite(value: float) -> float | str:
-    """JSON has no infinity and no NaN."""
-    return value if math.isfinite(value) else str(value)
 
 
 def _spread(name: str, rows: Mapping[str, Tensor]) -> dict[str, float]:

@@ -113,28 +113,25 @@ def run(
                 rows += [compare(name, model, way, data) for way in ways]
                 show("looking at each gate")
                 panels += _panels(name, model, ways, data)
-            tell(f"   {name:<9} {_count(rows[-1].sites)}")
+            sites = f"{rows[-1].sites} site{'s' if rows[-1].sites > 1 else ''}"
+            tell(f"   {name:<9} {sites} converted and verified one by one")
             if any(_tol(way.label) for way in ways):
                 tell(f"   {'':<9} {_TWO}: accepted as they are (tol=inf), to show how far off")
     tell("\n4. The networks before and after read the test images:\n")
     facts = _facts(seed, data, started)
     report = Report(tuple(rows), tuple(panels), _samples(data), facts, len(data.test))
     tell("\n".join(columns([HEADER, *map(cells, rows)])) + "\n")
-    tell("\n".join(_wrapped(f"{k}: {text}.") for k, text in LEGEND.items()) + "\n")
+    legend = (
+        fill(f"{k}: {text}.", WIDTH, initial_indent="  ", subsequent_indent="    ")
+        for k, text in LEGEND.items()
+    )
+    tell("\n".join(legend) + "\n")
     tell("\n\n".join(fill(text, WIDTH) for text in meaning(report)))
     path = out / FILE
     path.write_text(page(report), encoding="utf-8")
     tell("\nThe curves of all gates, and the inputs that each one really gets, are in the report:")
     tell(str(path.resolve()))
     return report
-
-
-def _wrapped(text: str) -> str:
-    return fill(text, WIDTH, initial_indent="  ", subsequent_indent="    ")
-
-
-def _count(sites: int) -> str:
-    return f"{sites} site{'s' if sites > 1 else ''} converted and verified one by one"
 
 
 def _train_all(

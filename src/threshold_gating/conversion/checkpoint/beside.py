@@ -49,7 +49,9 @@ def save(model: nn.Module, own: Callable[..., Any], above: bool, *args: Any, **k
     state = call.arguments.get("state_dict")
     gates = schema.gate_state(model)
     keys = _keys(model, gates)
-    stored = {name: whole(t) for name, t in {**gates, **_some(state, gates)}.items()}
+    # as a state dict has them that was given to be saved: averages, gathered ones
+    given_gates = {k: t for k, t in (state or {}).items() if k in gates}
+    stored = {name: whole(t) for name, t in {**gates, **given_gates}.items()}
     if state is not None:
         call.arguments["state_dict"] = {k: t for k, t in state.items() if k not in keys}
     directory.mkdir(parents=True, exist_ok=True)
@@ -58,7 +60,8 @@ def save(model: nn.Module, own: Callable[..., Any], above: bool, *args: Any, **k
         # one that does not write must not wait, nor be tidied up by the one that does
         staged = directory / f".tg{files.mark()}" if writes else Path(tempfile.mkdtemp())
         staged.mkdir(exist_ok=True)
-        call.arguments[given] = _like(call.arguments[given], staged)
+        is_text = isinstance(call.arguments[given], str)  # some classes take no other paths
+        call.arguments[given] = str(staged) if is_text else staged
         variant = call.arguments.get("variant")
         _PENDING[str(staged)] = lambda: _complete(model, about, stored, staged, variant)
         try:
@@ -101,16 +104,6 @@ def _keys(model: nn.Module, gates: Mapping[str, Tensor]) -> set[str]:
     """All keys of learned gates in a state dict; a shared module has several."""
     own = {id(t) for t in gates.values()}
     return {k for k, t in model.state_dict(keep_vars=True).items() if id(t) in own}
-
-
-def _some(state: Mapping[str, Any] | None, gates: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The gates as a state dict has them that was given to be saved (averages, gathered ones)."""
-    return {k: t for k, t in (state or {}).items() if k in gates}
-
-
-def _like(path: Any, new: Path) -> Any:
-    """`new` as what the caller uses for a path; some classes take texts alone."""
-    return str(new) if isinstance(path, str) else new
 
 
 def _named_repository(call: inspect.BoundArguments, directory: Path) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from threshold_gating.conversion.plan import refuse
 _Model = TypeVar("_Model", bound=nn.Module)
 _HUB_NAME = re.compile(r"\w[\w.-]*/[\w.-]+", re.ASCII)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
+_BYTES = {"float64": 8, "float32": 4}  # of a number
 
 
 @overload
@@ -407,12 +408,8 @@ def _check_types(model: nn.Module, saved: Checkpoint) -> None:
     for name, text in (saved.original or {}).items():
         dtype = text.partition(":")[0]
         t = state.get(name)
-        if t is not None and t.is_floating_point() and _digits(dtype) > t.element_size():
+        if t is not None and t.is_floating_point() and _BYTES.get(dtype, 0) > t.element_size():
             raise CheckpointError(
                 f"{saved.directory}: from_pretrained makes {name!r} {t.dtype}, and it was saved as "
                 f"{dtype}; make the network with these types yourself and pass it as onto=."
             )
-
-
-def _digits(dtype: str) -> int:
-    return {"float64": 8, "float32": 4}.get(dtype, 0)

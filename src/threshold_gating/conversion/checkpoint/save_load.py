@@ -11,7 +11,7 @@ import functools
 import itertools
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
@@ -56,7 +56,8 @@ def save(model: nn.Module, directory: str | os.PathLike[str], *, gates_only: boo
     stored, about["aliases"] = once(gates if gates_only else state)
     about["gates_only"] = gates_only
     if gates_only:
-        about["original"] = digests({k: t for k, t in state.items() if _is_weight(k, t, gates)})
+        weights = {k: t for k, t in state.items() if isinstance(t, Tensor) and k not in gates}
+        about["original"] = digests(weights)
     name = files.GATES if gates_only else files.WEIGHTS
     directory.mkdir(parents=True, exist_ok=True)
     mark = files.mark()
@@ -69,10 +70,6 @@ def save(model: nn.Module, directory: str | os.PathLike[str], *, gates_only: boo
             for path in new.values():
                 path.unlink(missing_ok=True)
     return directory
-
-
-def _is_weight(name: str, t: Any, gates: Mapping[str, Tensor]) -> bool:
-    return isinstance(t, Tensor) and name not in gates
 
 
 def write(
@@ -207,7 +204,8 @@ def read(directory: Path, strict: bool) -> tuple[Checkpoint, Path, dict[str, Ten
 
 def _rebuild(model: nn.Module, saved: Checkpoint) -> None:
     """Bring the gates on record, and no others, into `model`."""
-    on_meta = any(t.is_meta for t in _gates(model))
+    held = ((module, name) for module in model.modules() for name in gate_names(module))
+    on_meta = any(found(*each).is_meta for each in held)
     if not on_meta and schema.structure(model) == saved.structure:
         return  # it is so already
     apply.revert(model)
@@ -223,12 +221,6 @@ def _rebuild(model: nn.Module, saved: Checkpoint) -> None:
     for entry in saved.recurrent:
         at[entry.names[0]].__dict__["gates"] = dict(entry.holds)
     hub.guard(model)
-
-
-def _gates(model: nn.Module) -> Iterator[Tensor]:
-    """The tensors of gates, learned or not."""
-    for module in model.modules():
-        yield from (found(module, name) for name in gate_names(module))
 
 
 def _check_modules(model: nn.Module, saved: Checkpoint) -> None:
