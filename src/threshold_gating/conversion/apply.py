@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from threshold_gating.conversion import hub, recomputing
+from threshold_gating.conversion import aten_ops, hub, recomputing
 from threshold_gating.conversion.audit import audit
 from threshold_gating.conversion.certificate import check_tol, verify
 from threshold_gating.conversion.config import Choice, GateConfig, requested
@@ -166,7 +166,7 @@ def _converted(
     plan = make_plan(model, sites, inputs, default)
     _check_any(model, plan, inputs)
     try:
-        apply_plan(model, plan)
+        apply_plan(model, plan, inputs)
         unseen = _certify(original, model, inputs, tol) if inputs is not None and strict else ()
     except BaseException:
         revert(model)
@@ -234,9 +234,9 @@ def _is_sure(model: nn.Module, name: str) -> bool:
     return is_torchs(original) or is_one_call(original)
 
 
-def apply_plan(model: nn.Module, plan: Plan) -> None:
-    """Make the changes of a plan."""
-    where = places(model)
+def apply_plan(model: nn.Module, plan: Plan, inputs: Any = None) -> None:
+    """Make the changes of a plan that was made with these inputs."""
+    where = places(model, inputs)
     for module, calls in plan.modules.items():
         if any(calls):
             become(module, _gates(module, calls), calls, where[module])
@@ -292,11 +292,14 @@ class Place(NamedTuple):
     double: bool
 
 
-def places(model: nn.Module) -> dict[nn.Module, Place]:
-    """For each module where it works: as a tensor near it, towards the root, says."""
+def places(model: nn.Module, inputs: Any = None) -> dict[nn.Module, Place]:
+    """For each module where it works: as a tensor near it, towards the root, says; of a network
+    that has none, as its inputs do."""
     found: dict[str, Place] = {}
+    given = next((t for t in aten_ops.tensors(inputs) if t.is_floating_point()), torch.empty(0))
+    default = Place(given.device, given.dtype == torch.float64)
     for name, module in model.named_modules():
-        place = found.get(name.rpartition(".")[0], Place(torch.device("cpu"), False))
+        place = found.get(name.rpartition(".")[0], default)
         tensors = (*module.parameters(), *module.buffers())
         near = next((t for t in tensors if t.is_floating_point()), None)
         if near is not None:
