@@ -3,6 +3,9 @@
 `make fuzz` runs many more; the seeds here are fixed, so that a failure is the same for everyone.
 """
 
+import copy
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -33,6 +36,8 @@ TWO = Network(
     second="grid",
 )
 
+LEARNED = (9, 19, 30, 33, 40, 52, 62, 77, 92, 115)
+
 
 def told(trial):
     """What failed, with a program for each."""
@@ -52,6 +57,16 @@ def test_random_networks_agree_or_are_refused(start):
     for seed in range(start, start + 10):
         trial = check(draw(seed), FAST)
         assert not trial.failures, f"seed {seed}\n{told(trial)}"
+
+
+# Seeds of networks whose gates learn: modules and calls, every sharing, hard and soft.
+@pytest.mark.parametrize("seed", LEARNED)
+def test_random_networks_whose_gates_learn_agree_or_are_refused(seed):
+    network = draw(seed)
+    assert network.train
+    trial = check(network, FAST)
+    assert not trial.failures, f"seed {seed}\n{told(trial)}"
+    assert hasattr(trial, "gated")
 
 
 @pytest.mark.compile
@@ -175,6 +190,71 @@ def test_an_original_that_convert_changed_is_found(monkeypatch):
 
     monkeypatch.setattr(tg, "convert", wrong)
     assert "original changed" in stages(RELU)
+
+
+LEARNING = replace(TWO, train=("tau", "theta", "s", "c"), share="channel", dtype="float")
+
+
+@pytest.mark.parametrize(
+    ("off", "stage"),
+    [
+        (lambda act: not act.dtheta.any(), "learned start value"),
+        (lambda act: act.dtheta.any() and tg.kernels.backend() == "auto", "learned auto value"),
+    ],
+)
+def test_a_learned_gate_that_is_wrong_at_its_start_or_later_is_found(
+    monkeypatch, unchecked, off, stage
+):
+    right = tg.Activation.forward
+
+    def wrong(self, x, *more):
+        y = right(self, x, *more)
+        return y * 1.001 if self.learned and off(self) else y
+
+    monkeypatch.setattr(tg.Activation, "forward", wrong)
+    assert stages(LEARNING) == {stage}
+
+
+def test_a_copy_that_forgets_what_was_learned_is_found(monkeypatch):
+    right = tg.conversion.save
+
+    def wrong(model, folder):
+        start = copy.deepcopy(model)
+        with torch.no_grad():
+            for gate in tg.conversion.gate_parameters(start).values():
+                gate.mul_(0.5)
+        right(start, folder)
+
+    monkeypatch.setattr(tg.conversion, "save", wrong)
+    assert "learned save and load differs" in stages(LEARNING)
+
+
+def test_a_gradient_of_a_learned_gate_that_is_wrong_in_one_backend_is_found(monkeypatch, unchecked):
+    right = tg.Activation.forward
+
+    def wrong(self, x, *more):
+        y = right(self, x, *more)
+        if not self.learned or tg.kernels.backend() != "auto":
+            return y
+        return y + 1e-2 * (self.dtheta.sum() - self.dtheta.sum().detach())
+
+    monkeypatch.setattr(tg.Activation, "forward", wrong)
+    assert stages(LEARNING) == {"learned auto gradient"}
+
+
+@pytest.mark.filterwarnings("ignore:convert")
+def test_what_is_printed_of_gates_that_learn_is_a_program_that_runs(monkeypatch, capsys, unchecked):
+    right = tg.Activation.forward
+
+    def wrong(self, x, *more):
+        y = right(self, x, *more)
+        return 2 * y if self.learned and tg.kernels.backend() == "auto" else y
+
+    monkeypatch.setattr(tg.Activation, "forward", wrong)
+    small, failure = reduced(LEARNING, check(LEARNING, FAST).failures[0])
+    assert [part.kind for part in small.parts] == ["module"]
+    exec(program(small, failure), {"__name__": "printed"})
+    assert capsys.readouterr().out.count("tensor") >= 2
 
 
 def test_a_failure_shrinks_to_the_part_that_fails():

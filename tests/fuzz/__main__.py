@@ -25,8 +25,9 @@ _CAUSES = 20  # shrunk at the end
 
 def reduced(network: Network, failure: Failure) -> tuple[Network, Failure]:
     """A small network that fails in the same way."""
-    ways = frozenset(way for way in (*ALL, "inductor") if failure.stage.startswith(way))
-    ways |= {"compile"} if failure.stage.startswith("aot") else set()
+    stage = failure.stage.removeprefix("learned ")
+    ways = frozenset(way for way in (*ALL, "inductor") if stage.startswith(way))
+    ways |= {"compile"} if stage.startswith("aot") else set()
 
     def same(candidate: Network) -> Failure | None:
         try:

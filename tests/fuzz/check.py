@@ -31,7 +31,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 import threshold_gating as tg
-from tests.fuzz import oracle
+from tests.fuzz import learning, oracle
 from tests.fuzz.network import NOT_FINITE, UNSEEN, Made, Network
 from tests.fuzz.parts import Part
 
@@ -135,6 +135,7 @@ class Trial:
         self.failures: list[Failure] = []
         self.refusal = ""
         self.said = ""  # the warnings of convert
+        self.same_gates = False  # whether gates are compared with themselves
         self.alone = Result([], {}, {})
         self.made = Made(network)
         self.parts = [part.kind for part in walk(network.parts)]
@@ -179,6 +180,7 @@ class Trial:
         if not torch.equal(before_rng, torch.get_rng_state()):
             self.fail("random state", "convert draws from torch's global generator")
         self.gated = gated
+        start = copy.deepcopy(gated) if network.train else None
         self.unchanged(before, net)
         if alone.error is not None:
             self.fail("convert", f"the original raises {alone.error!r}, convert does not")
@@ -201,6 +203,8 @@ class Trial:
             self.edited()
         if made.program.wishes and "shared" in self.parts:
             self.threads()
+        if start is not None:
+            learning.learn(self, made.net(), start)
 
     def convert(self, net: nn.Module) -> nn.Module | None:
         made = self.made
@@ -218,12 +222,19 @@ class Trial:
                 "threshold_gating" not in inside
             ):
                 self.crash("convert", error)
-            elif not _WAYS_OUT.search(self.refusal):
+            elif not self.has_way_out(self.refusal):
                 self.fail("no way out", self.refusal)
         except Exception as error:
             if type(error) is not type(self.alone.error):  # which is what a user gets to see
                 self.crash("convert", error)
         return None
+
+    @staticmethod
+    def has_way_out(refusal: str) -> bool:
+        return _WAYS_OUT.search(refusal) is not None
+
+    def is_torchs(self, error: str) -> bool:
+        return _is_torchs(error, self.made.source)
 
     def counts_runs(self) -> bool:
         """Whether a wish is for one call of a block that runs several times: the oracle, which is
@@ -296,7 +307,7 @@ class Trial:
                     tg.conversion.save(gated, folder)
                     twins["save and load"] = tg.conversion.load(folder, made.net())
             except REFUSALS as error:
-                if not _WAYS_OUT.search(str(error)):
+                if not self.has_way_out(str(error)):
                     self.fail("save no way out", str(error))
             except Exception as error:
                 self.crash("save", error)
@@ -466,10 +477,11 @@ class Trial:
             return ""
         # Told to accept any error, convert accepts that of a bad fit, too.
         fitted = _FITTED[what] * (5 if self.accepts_all else 1)
-        if off <= fitted * max(scale, 1.0) and self.fitted():
+        if off <= fitted * max(scale, 1.0) and not self.same_gates and self.fitted():
             return ""
         # A block around a formula may be one function to convert, where the oracle has its calls.
-        known = (4 if what == "value" else 100) * self.largest_error() if self.spells() else 0.0
+        spelled = self.spells() and not self.same_gates
+        known = (4 if what == "value" else 100) * self.largest_error() if spelled else 0.0
         if off <= known * max(scale, 1.0):
             return ""
         if at is not None and noise.is_nearer(given, what, at):
@@ -545,21 +557,21 @@ class Trial:
             first, second = copy.deepcopy(want).eval(), copy.deepcopy(gated).eval()
             made, x = self.made, self.given
             original = copy.deepcopy(first)
-            b = _run_graph(made, way, second, x)
+            b = run_graph(made, way, second, x)
             # In a checkpointed region Dynamo enters no mode, which is how calls are answered: in
             # one graph it says so, in several they are.
             if "Unsafe side effect" in str(b.error):
-                b = _run_graph(made, _in_parts, copy.deepcopy(gated).eval(), x)
+                b = run_graph(made, in_parts, copy.deepcopy(gated).eval(), x)
             if b.error is not None:
                 if _is_torchs(str(b.error), made.source):
                     continue
                 plain = (copy.deepcopy(first), self.made.net().eval())
-                if all(_run_graph(made, way, net, x).error is None for net in plain):
+                if all(run_graph(made, way, net, x).error is None for net in plain):
                     self.crash(name, b.error)
                 continue
             # torch.export loses the backward of an autograd.Function, of the original as well
             lost = name == "export" and "autograd.Function" in made.source
-            a = _run_graph(made, way, first, x) if lost else run(made, first, x)
+            a = run_graph(made, way, first, x) if lost else run(made, first, x)
             failure = self.compared(name, original, a, b, x, self.network.inputs, False)
             if failure is None or self.decided_by_rounding(original, x):
                 continue
@@ -577,7 +589,7 @@ class Trial:
         net, x = self.made.net().eval(), self.given
         net.load_state_dict(at.state_dict())
         earlier = copy.deepcopy(net)
-        a, b = run(self.made, copy.deepcopy(net), x), _run_graph(self.made, way, net, x)
+        a, b = run(self.made, copy.deepcopy(net), x), run_graph(self.made, way, net, x)
         if b.error is not None:
             return "crash"
         own = self.compared(name, earlier, a, b, x, self.network.inputs, False)
@@ -688,7 +700,7 @@ def _is_torchs(error: str, source: str) -> bool:
     return "MetaProxy" in error and left
 
 
-def _in_parts(net: nn.Module) -> Any:
+def in_parts(net: nn.Module) -> Any:
     return torch.compile(net, backend="aot_eager")
 
 
@@ -698,7 +710,7 @@ def _arguments(made: Made, x: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return caught[0], caught[1]
 
 
-def _run_graph(made: Made, way: Callable[[nn.Module], Any], net: nn.Module, x: Tensor) -> Result:
+def run_graph(made: Made, way: Callable[[nn.Module], Any], net: nn.Module, x: Tensor) -> Result:
     """A forward and a backward of the network's graph, without its buffers."""
     torch._dynamo.reset()
     torch.default_generator.manual_seed(1)

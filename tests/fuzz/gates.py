@@ -18,7 +18,9 @@ long double. The bound, with eps of the dtype that is computed in:
   its terms beside that. 16-bit results are rounded once.
 
 A product larger than the largest number may be infinite, and a sum over points of such ones NaN.
-Nothing else is NaN for a finite x.
+Nothing else is NaN for a finite x. Where weights are tensors and a branch, times dy, is larger than
+the largest number, gradients by way of the gates saturate or are infinite, but not NaN; numbers are
+evaluated in float64 there.
 """
 
 from __future__ import annotations
@@ -88,6 +90,8 @@ def drawn(rng: np.random.Generator, count: int, points: int = 12) -> Gates:
     if form == "product" or rng.random() < 0.5:
         theta = np.sort(theta, 0)
     s, c = (_spread(rng, (K, count), -3, 3) for _ in range(2))
+    if rng.random() < 0.03:  # slopes and constants at the end of float32
+        s, c = (np.clip(w * 10 ** rng.uniform(25, 36, w.shape), -3e38, 3e38) for w in (s, c))
     for w in (s, c):
         w[rng.random(w.shape) < 0.2] = 0
         w[rng.random(w.shape) < 0.1] = 1
@@ -338,13 +342,13 @@ def differences(g: Gates, how: str, names: dict[str, Backend]) -> list[str]:
     for name, run in names.items():
         have = evaluated(g, how, run)
         for what, value in (have or {}).items():
-            if what in want and (bad := _outside(g, what, value, *want[what])) is not None:
+            if what in want and (bad := _outside(g, what, value, *want[what], how)) is not None:
                 found.append(f"{name} {how} d{what}: {bad[1]}\n{program(g, how, name, bad[0])}")
     return found
 
 
 def _outside(
-    g: Gates, what: str, value: Tensor, want: Array, allowed: Array
+    g: Gates, what: str, value: Tensor, want: Array, allowed: Array, how: str
 ) -> tuple[int, str] | None:
     """The first gate whose value is not within the bound."""
     info = torch.finfo(value.dtype)
@@ -361,11 +365,23 @@ def _outside(
     # a sum of infinities may be NaN
     summed = what in ("tau", "theta", "s", "c", "q")
     bad &= ~((largest + allowed > info.max / 8) & (summed | ~np.isnan(have)))
+    if what in ("x", "tau", "theta") and how != "numbers":
+        saturated = _saturated(g).any(0) if summed else _saturated(g)
+        bad &= ~(saturated & (~np.isnan(have) | (largest > info.max)))
     if not bad.any():
         return None
     at = tuple(int(i) for i in np.argwhere(bad)[0])
     words = f"{float(have[at])!r} instead of {float(want[at])!r} +- {float(allowed[at]):.3g}"
     return at[-1], f"{words} at {at}, {g.x.dtype}, K={g.K}, {g.form}"
+
+
+def _saturated(g: Gates) -> Array:
+    """Where a branch times dy leaves the range that is computed in: [points, gates]."""
+    info = torch.finfo(torch.float64 if g.x.dtype == torch.float64 else torch.float32)
+    q, s, c = (_long(torch.zeros_like(g.s) if w is None else w)[:, None] for w in (g.q, g.s, g.c))
+    sizes = _lines(replace(g, a=None), q, s, c, _long(g.x if g.v is None else g.v))[1]
+    found: Array = (np.maximum(np.abs(_long(g.dy)), 1) * sizes).max(0) > info.max / 4
+    return found
 
 
 def program(g: Gates, how: str, name: str, gate: int) -> str:

@@ -32,6 +32,7 @@ INPUTS = {
 }
 UNSEEN = ("all nan", "empty")  # a network run on these has shown nothing
 NOT_FINITE = ("infinite", "minus", "nan", "all nan", "huge")
+TRAINED = (("tau", "theta", "s", "c"), ("tau", "theta"), ("theta",), ("s", "c"), ("tau", "s"))
 TYPES = ("float", "float", "float", "float", "double", "half", "bfloat16")
 
 # How a network is called: its arguments, how it gets x out of them, what it returns; then how to
@@ -96,6 +97,8 @@ class Network:
     form: str = "plain"
     traced: bool = False  # a torch.fx.GraphModule
     training: bool = False  # converted as it trains
+    train: tuple[str, ...] = ()  # what its gates learn
+    share: str = "layer"
 
     def __hash__(self) -> int:
         return hash(repr(self))
@@ -116,6 +119,8 @@ def draw(seed: int) -> Network:
         form=r.choice(tuple(FORMS)) if r.random() < 0.3 else "plain",
         traced=r.random() < 0.06,
         training=r.random() < 0.06,
+        train=r.choice(TRAINED) if r.random() < 0.25 else (),
+        share=r.choice(("layer", "channel", "channel", "neuron")),
     )
 
 
@@ -220,6 +225,8 @@ def smaller(network: Network) -> Iterator[Network]:
     yield from (replace(network, parts=p) for p in _shorter(network.parts) if p)
     plain = Network(network.parts)
     for name in (
+        "train",
+        "share",
         "traced",
         "training",
         "form",

@@ -12,19 +12,46 @@ def program(network: Network, failure: Failure) -> str:
     call, given = FORMS[network.form][3:]
     wishes = "{" + ", ".join(f"{k!r}: {v}" for k, v in noted.wishes.items()) + "}"
     more = f"{wishes}, tol=float('inf'), " if noted.wishes else ""
+    learned = failure.stage.startswith("learned")
+    more += f"train={network.train}, share={network.share!r}, " if learned else ""
     lines = [
         f"# {failure.stage}: {failure.message.strip().splitlines()[-1]}",
         source,
         *make_lines(network),
         *input_lines(network, network.inputs, network.batch, 1),
         f"gated = tg.convert(net, {more}inputs={given})",
-        *_ending(network, failure, call, noted.edits),
+        *(
+            _learned(network, failure, call)
+            if learned
+            else _ending(network, failure.stage, failure, call, noted.edits)
+        ),
     ]
     return "\n".join(lines) + "\n"
 
 
-def _ending(network: Network, failure: Failure, call: str, edits: list[str]) -> list[str]:
-    stage = failure.stage
+def _learned(network: Network, failure: Failure, call: str) -> list[str]:
+    """The step after the start, and the same gates in two ways."""
+    stage = failure.stage.removeprefix("learned ")
+    if stage.startswith("start"):
+        frozen = f"frozen = tg.convert(net, inputs={FORMS[network.form][4]})"
+        both = (call.replace("net", name, 1) for name in ("frozen", "gated"))
+        return [frozen, "with tg.kernels.use('reference'):", f"    print({', '.join(both)})"]
+    run = call.replace("net", "gated", 1)
+    taken = {"tuple": "[0]", "dict": "['out']"}.get(network.form, "")
+    loss = f"({run}){taken}.double().square().sum()"
+    step = [
+        f"{loss}.backward()",
+        "for p in gated.parameters():",
+        "    if p.grad is not None and p.grad.any():",
+        "        p.data -= 0.01 * p.grad / p.grad.abs().max()",
+    ]
+    ending = _ending(network, stage, failure, run, [])
+    return [*step, "print(" + run + ")", *ending]
+
+
+def _ending(
+    network: Network, stage: str, failure: Failure, call: str, edits: list[str]
+) -> list[str]:
     both = [f"print({call}, {call.replace('net', 'gated', 1)}, sep='\\n')"]
     if stage == "edit":
         changed = [edit.replace("net", "gated", 1) for edit in edits]

@@ -157,7 +157,7 @@ def _converted(
     plan = make_plan(model, sites, inputs, default)
     _check_any(model, plan, inputs)
     try:
-        apply_plan(model, plan)
+        apply_plan(model, plan, inputs)
         unseen = _certify(original, model, inputs, tol) if inputs is not None and strict else ()
     except BaseException:
         revert(model)
@@ -225,9 +225,9 @@ def _is_sure(model: nn.Module, name: str) -> bool:
     return is_torchs(original) or is_one_call(original)
 
 
-def apply_plan(model: nn.Module, plan: Plan) -> None:
-    """Make the changes of a plan."""
-    where = places(model)
+def apply_plan(model: nn.Module, plan: Plan, inputs: Any = None) -> None:
+    """Make the changes of a plan that was made with these inputs."""
+    where = places(model, inputs)
     for module, calls in plan.modules.items():
         if any(calls):
             become(module, _gates(module, calls), calls, where[module])

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from threshold_gating.conversion import recomputing
+from threshold_gating.conversion import aten_ops, recomputing
 from threshold_gating.conversion.answering import LEAVE
 from threshold_gating.conversion.intercept import intercept_calls
 from threshold_gating.conversion.learn import view
@@ -43,11 +43,14 @@ class Place(NamedTuple):
     double: bool
 
 
-def places(model: nn.Module) -> dict[nn.Module, Place]:
-    """For each module where it works: as a tensor near it, towards the root, says."""
+def places(model: nn.Module, inputs: Any = None) -> dict[nn.Module, Place]:
+    """For each module where it works: as a tensor near it, towards the root, says; of a network
+    that has none, as its inputs do."""
     found: dict[str, Place] = {}
+    given = next((t for t in aten_ops.tensors(inputs) if t.is_floating_point()), torch.empty(0))
+    default = Place(given.device, given.dtype == torch.float64)
     for name, module in model.named_modules():
-        place = found.get(name.rpartition(".")[0], Place(torch.device("cpu"), False))
+        place = found.get(name.rpartition(".")[0], default)
         tensors = (*module.parameters(), *module.buffers())
         near = next((t for t in tensors if t.is_floating_point()), None)
         if near is not None:
