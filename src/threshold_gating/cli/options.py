@@ -237,6 +237,9 @@ def _spice(commands: Any) -> None:
         "--transistor", choices=TRANSISTORS, default="nfet", help="of the pairs (default: nfet)"
     )
     parser.add_argument(
+        "--class-ab", metavar="A", help="cell: no bias but a class-AB branch, at rest A, as 10n"
+    )
+    parser.add_argument(
         "--models", metavar="SET", help="set of models (default: sky130; pair: sky130-binned)"
     )
     parser.add_argument(
@@ -257,7 +260,8 @@ def _spice(commands: Any) -> None:
 _SPICE_EXAMPLES = """
     examples:
       tg spice silu -o silu.cir                 the netlist; ngspice reads it
-      tg spice silu --run                       error over x, temperature and mismatch
+      tg spice silu --run                       error over conditions, mismatch, speed and noise
+      tg spice silu --class-ab 10n --run        the same without a bias on every branch
       tg spice pair --bias 1u --run             tau, curve, spread, speed and noise of a pair
       tg spice tradeoff --run --plot t.svg      what tau costs, from 1 nA to 100 uA
 """

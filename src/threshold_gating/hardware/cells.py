@@ -15,7 +15,6 @@ DIFFUSION = 0.29
 WIDTHS, LENGTHS = (0.42, 100.0), (0.15, 20.0)
 TAILS = (1e-10, 1e-4)
 MIRROR = (5.0, 4.0)  # width and length of a current mirror: long, so that its current is steady
-DECOUPLING = "10p"
 WIDE = 1e-6  # A; above it a mirror is as wide as keeps it within a fifth of the supply
 
 
@@ -31,6 +30,7 @@ class Pair:
     real: bool = False  # the tail is a current mirror, not a source
     supply: float = 0.0  # 0: that of the process
     common: float = 0.0  # common-mode input; 0: two thirds of the supply
+    decoupling: float = 10e-12  # F on the bias line of a real tail
 
     def __post_init__(self) -> None:
         process = pdk.chosen(self.models)
@@ -99,8 +99,9 @@ def pair(
     else:  # the resistors halve the input; they belong to the bench, not to the cell
         lines += [f"vc mid 0 {spec.common:g}", f"vd gp gm {drive}", "ra gp mid 1k", "rb mid gm 1k"]
     if spec.real:
+        lines += [f"iref vdd ref {spec.tail:.6g}"]
         # The line of the bias serves many cells; its capacitor keeps one's step from the others.
-        lines += [f"iref vdd ref {spec.tail:.6g}", f"cref ref 0 {DECOUPLING}"]
+        lines += [f"cref ref 0 {spec.decoupling:g}"] if spec.decoupling else []
         lines += [device("ref", "nfet", "ref ref 0 0", spec.models, mirror(spec.tail))]
     for k in range(copies):
         tag = str(k) if k else ""
