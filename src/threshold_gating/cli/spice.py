@@ -39,6 +39,11 @@ def spice(args: argparse.Namespace) -> int:
         raise UsageError(f"--draws must be 2 or more; got {args.draws}.")
     if args.plot and not args.run:
         raise UsageError("--plot draws what was measured: give --run too.")
+    for name in ("swing", "supply", "tau"):
+        if getattr(args, name) is not None and getattr(args, name) <= 0:
+            raise UsageError(f"--{name} must be above 0; got {getattr(args, name):g}.")
+    if args.seed < 1:
+        raise UsageError(f"--seed must be 1 or more; got {args.seed}.")
     _check_options(args)
     try:
         netlist, run = _task(args)
@@ -96,6 +101,7 @@ def _task(args: argparse.Namespace) -> tuple[Netlist | None, Callable[[Any], Ans
     if args.what == "tradeoff":
         return None, lambda tell: tradeoff(args, tell)
     if args.what == "families":
+        cell_of(args, "silu")  # what cannot be is refused before anything runs
         return None, lambda tell: families(args, tell)
     if args.what == "lse":
         tree = lse.Tree(tail=number(args.bias or "10n"), supply=args.supply or 1.8)

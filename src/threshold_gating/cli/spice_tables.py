@@ -62,8 +62,15 @@ def cell_of(args: argparse.Namespace, key: str, instance: TG | None = None) -> s
         real=args.tail != "ideal",
         device=args.transistor,
         supply=args.supply or 1.8,
-        quiet=number(args.class_ab) if args.class_ab else 0.0,
+        quiet=_quiet(args.class_ab),
     )
+
+
+def _quiet(text: str | None) -> float:
+    current = number(text) if text is not None else 0.0
+    if text is not None and not current:
+        raise ValueError("--class-ab needs a current at rest, as 10n; got 0.")
+    return current
 
 
 def quantile(values: Sequence[float], share: float) -> float:

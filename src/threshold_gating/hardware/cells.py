@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,14 +36,18 @@ class Pair:
         if self.device not in process.devices or self.device == "res":
             kinds = [kind for kind in process.devices if kind != "res"]
             raise ValueError(f"models {self.models} have no {self.device}; {', '.join(kinds)}.")
-        _within("the width in um", self.width, WIDTHS)
-        _within("the length in um", self.length, LENGTHS)
-        _within("the tail current in A", self.tail, TAILS)
+        within("the width in um", self.width, WIDTHS)
+        within("the length in um", self.length, LENGTHS)
+        within("the tail current in A", self.tail, TAILS)
         if not self.supply:
             object.__setattr__(self, "supply", process.supply)
         if not self.common:
             object.__setattr__(self, "common", round(self.supply * 2 / 3, 3))
-        _within(f"the supply of {self.models} in V", self.supply, (0.0, process.supply * 1.1))
+        # Below half of its nominal supply a gate cannot lift its source off the ground.
+        supplies = (process.supply / 2, round(process.supply * 1.1, 6))
+        within(f"the supply of {self.models} in V", self.supply, supplies)
+        within("the common mode in V", self.common, (0.0, self.supply))
+        within("the capacitor on the bias line in F", self.decoupling, (0.0, 1e-9))
 
     @property
     def area(self) -> float:
@@ -62,9 +65,9 @@ class Pair:
             )
 
 
-def _within(what: str, value: float, limits: tuple[float, float]) -> None:
+def within(what: str, value: float, limits: tuple[float, float]) -> None:
     low, high = limits
-    if not (math.isfinite(value) and low <= value <= high):
+    if not low <= value <= high:  # NaN too
         raise ValueError(f"{what} must be from {low:g} to {high:g}; got {value:g}.")
 
 
@@ -93,6 +96,7 @@ def pair(
     `drive` is the value of the input source, between the gates about the common mode, or on the
     first gate alone where it is one-sided.
     """
+    within("the number of pairs", copies, (1, 10000))
     lines = [f"vdd vdd 0 {spec.supply:g}"]
     if one_sided:
         lines += [f"vc gm 0 {spec.common:g}", f"vd gp gm {drive}"]

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from threshold_gating.hardware.cells import MIRROR, device
+from threshold_gating.hardware.cells import LENGTHS, MIRROR, WIDTHS, device, within
 from threshold_gating.hardware.measure import Wave, edges, least_squares, timed
 from threshold_gating.hardware.spice import Analysis, Netlist, Plot, run
 
@@ -43,6 +43,11 @@ class Tree:
                 f"a tail from 1e-09 to 1e-07 A keeps the transistors in weak inversion, where the "
                 f"law is exponential; got {self.tail:g} A."
             )
+        if self.models != "sky130":
+            raise ValueError(f"a tree is made of sky130 transistors; got {self.models}.")
+        within("the supply of a tree in V", self.supply, (1.7, 1.95))
+        within("the width in um", self.size[0], WIDTHS)
+        within("the length in um", self.size[1], LENGTHS)
 
 
 Stage = list[tuple[str, list[str]]]  # of every group: its common source, and its gates
@@ -67,6 +72,7 @@ def netlist(tree: Tree, copies: int = 1, wave: Wave = (), **conditions: Any) -> 
     Every drain has a source that shows its current: shares of a tail are gates. `wave` moves the
     first input about the level, in units of the spread; the others then stand at its low end.
     """
+    within("the number of trees", copies, (1, 10000))
     points = " ".join(f"{t:.9g} {LEVEL + SPREAD * side:.6g}" for t, side in wave)
     still = LEVEL - SPREAD if wave else LEVEL
     lines = [f"vdd vdd 0 {tree.supply:g}", f"vi0 i0 0 {f'pwl({points})' if wave else f'{still:g}'}"]

@@ -16,7 +16,7 @@ from functools import cached_property, partial
 from typing import Any
 
 from threshold_gating.hardware import devices
-from threshold_gating.hardware.cells import LENGTHS, MIRROR, WIDTHS, device
+from threshold_gating.hardware.cells import LENGTHS, MIRROR, WIDTHS, device, within
 from threshold_gating.hardware.spice import Netlist
 from threshold_gating.instance import TG
 
@@ -31,6 +31,7 @@ RATIOS = (0.02, 8.0)  # of a current mirror
 MIDDLE = 0.85  # volts of the input of a class-AB branch: a pfet diode and a follower above it
 PFOLLOWER = (20.0, 0.5)  # width and length of its pfet: wide, so that its gate stays above ground
 QUIET = (1e-9, 1e-7)
+AB_BIASES = (1e-8, 2e-7)
 
 Wave = Sequence[tuple[float, float]]  # times in s, and x in spans
 SWEEP: Wave = ((0.0, -1.0), (RAMP, 1.0))
@@ -61,6 +62,7 @@ class Cell:
 
     def __post_init__(self) -> None:
         _check_instance(self.name, self.instance)
+        _check_parts(self)
         if self.quiet:
             _check_class_ab(self)
         if not BIASES[0] <= self.bias <= BIASES[1]:
@@ -162,6 +164,21 @@ def _check_instance(name: str, t: TG) -> None:
         raise ValueError(f"{name} has thresholds from {min(t.theta):g} to {max(t.theta):g}.")
 
 
+def _check_parts(cell: Cell) -> None:
+    if cell.models != "sky130" or cell.device not in ("nfet", "npn"):
+        raise ValueError(
+            f"cells are made of sky130 transistors, nfet or npn; got {cell.models} {cell.device}."
+        )
+    within("the width of a pair in um", cell.width, WIDTHS)
+    within("the length of a pair in um", cell.length, LENGTHS)
+    if cell.tau:
+        names = ["sky130-npn"] if cell.device == "npn" else ["sky130-strong", "sky130-weak"]
+        known = [tau for name in names for _, tau in devices.preset(name).temperature]
+        within(f"tau of a {cell.device} pair in 1/V", cell.tau, (min(known), max(known)))
+    if cell.span:
+        within("the span of x", cell.span, (1e-6, 1e6))
+
+
 def _check_class_ab(cell: Cell) -> None:
     t, (low, high) = cell.instance, QUIET
     if t.K != 2 or t.s != (0.0, 1.0) or any(t.c) or any(t.theta):
@@ -171,10 +188,10 @@ def _check_class_ab(cell: Cell) -> None:
         )
     if not (cell.real and cell.device == "nfet"):
         raise ValueError("a class-AB branch is made of nfet pairs with real tails.")
-    if not low <= cell.quiet <= high:
-        raise ValueError(
-            f"the current at rest must be from {low:g} to {high:g} A; got {cell.quiet:g} A."
-        )
+    # Its stack of a pfet diode and a follower was measured there, and has no room to spare.
+    within("the bias of a class-AB branch in A", cell.bias, AB_BIASES)
+    within("the supply of a class-AB branch in V", cell.supply, (1.7, 1.95))
+    within("the current at rest in A", cell.quiet, (low, min(high, cell.bias)))
 
 
 def _check_rails(cell: Cell) -> None:
@@ -234,6 +251,7 @@ def netlist(cell: Cell, copies: int = 1, wave: Wave = SWEEP, **conditions: Any) 
 
     `wave` has times and x in spans: by default one slow ramp over the whole range.
     """
+    within("the number of cells", copies, (1, 10000))
     lines = [f"vdd vdd 0 {cell.supply:g}"]
     for copy in range(copies):
         lines += _one(cell, str(copy) if copy else "", wave)
