@@ -58,6 +58,7 @@ __all__ = [
     "fit",
     "fitting",
     "gates",
+    "hardware",
     "kernels",
     "layers",
     "load",

@@ -91,7 +91,7 @@ def test_random_weights_and_inputs_are_said_to_be(folder, tg):
     code, _, err = tg(*words)
     assert code == 0
     assert "Weights are random: give --pretrained or --checkpoint FILE for trained ones." in err
-    assert "Inputs are random; give --inputs for your own." in err
+    assert "Inputs are random; --inputs with a file of tensors or FILE.py:FUNCTION takes" in err
     assert err.splitlines()[-1].endswith("out, with random weights")
     with torch.no_grad():
         weights = {
@@ -309,7 +309,7 @@ def test_the_card_of_what_was_saved_says_what_was_done_and_keeps_what_a_user_wro
     text = Path("out/README.md").read_text()
     assert "```sh\ntg convert net.py:make_model --inputs 5,4 -o out\n```" in text
     assert "Inputs: float32 5 x 4." in text
-    assert "Inputs are random; give --inputs for your own." in text
+    assert "Inputs are random; --inputs with a file of tensors or FILE.py:FUNCTION takes" in text
     assert "2 of 2 sites were compared" in text
     Path("out/README.md").write_text(f"# Mine\n\n{text}\n\nAn end of mine.\n")
     assert tg(*words, "--site", "act=silu", "--tol", "9")[0] == 0

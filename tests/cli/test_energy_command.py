@@ -19,7 +19,8 @@ def test_a_network_is_counted_layer_by_layer(folder, tg):
     for text in ("ADC, survey p10", "area, 32 nm", "Not counted"):
         assert text in out
     assert "One run on 5x4." in err
-    assert "Inputs are random" in err
+    assert "Inputs are random; --inputs with a file of tensors or FILE.py:FUNCTION" in err
+    assert "give --inputs" not in err  # which was given
     assert (folder / "bars.svg").read_text().rstrip().endswith("</svg>")
 
 

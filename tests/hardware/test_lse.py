@@ -9,9 +9,14 @@ from threshold_gating.hardware.lse import Tree
 
 def test_the_law_that_was_put_in_is_found_again():
     v = torch.rand(40, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 0.2
-    found = lse.law(v, 0.95 * torch.logsumexp(25 * v, 1) / 25 - 0.4)
+    gates = torch.softmax(25 * v, 1)
+    found = lse.law(v, 0.95 * torch.logsumexp(25 * v, 1) / 25 - 0.4, gates)
     assert found[:3] == pytest.approx((25, 0.95, -0.4), rel=1e-3)
     assert found.error < 1e-4
+    assert found.gates < 1e-4
+    other = lse.against(found, v, 0.95 * torch.logsumexp(25 * v, 1) / 25 - 0.42, gates.roll(1, 1))
+    assert other.error == pytest.approx(0.02 * 25, rel=1e-3)  # logits of a shift by 20 mV
+    assert other.gates == pytest.approx((gates.roll(1, 1) - gates).abs().max().item(), rel=1e-3)
 
 
 @pytest.mark.parametrize(

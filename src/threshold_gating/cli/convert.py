@@ -100,7 +100,7 @@ def calibrate(args: argparse.Namespace) -> int:
     except ValueError as error:
         raise UsageError(str(error)) from error
     gated = conversion.convert(model, found, inputs=inputs, strict=False)
-    random = named.random_inputs
+    random = bool(named.random_inputs)
     note = (
         "Inputs are random, so the fits are to noise; give --data for your own.\n\n"
         if random

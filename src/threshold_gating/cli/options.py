@@ -194,6 +194,8 @@ def _spice(commands: Any) -> None:
     _option(either, "--swing", words, metavar="V")
     _option(parser, "--supply", "supply (default: the process's)", metavar="V")
     _option(parser, "--transistor", "of the pairs", "nfet", type=str, choices=TRANSISTORS)
+    words = "cell: no bias but a class-AB branch, at rest A, as 10n"
+    parser.add_argument("--class-ab", metavar="A", help=words)
     words = "set of models (default: sky130; pair: sky130-binned)"
     parser.add_argument("--models", metavar="SET", help=words)
     words = "corner of the process: tt, ff, ss, ... (default: tt; gf180: typical)"
@@ -206,7 +208,8 @@ def _spice(commands: Any) -> None:
 _SPICE_EXAMPLES = """
     examples:
       tg spice silu -o silu.cir                 the netlist; ngspice reads it
-      tg spice silu --run                       error over x, temperature and mismatch
+      tg spice silu --run                       error over conditions, mismatch, speed and noise
+      tg spice silu --class-ab 10n --run        the same without a bias on every branch
       tg spice pair --bias 1u --run             tau, curve, spread, speed and noise of a pair
       tg spice tradeoff --run --plot t.svg      what tau costs, from 1 nA to 100 uA
 """

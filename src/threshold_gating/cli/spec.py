@@ -33,12 +33,12 @@ class Network(NamedTuple):
     model: nn.Module
     inputs: Any
     random_weights: str  # why they are, and what to give for trained ones; "" where they are not
-    random_inputs: bool
+    random_inputs: str  # the same of inputs
 
     @property
     def notes(self) -> list[str]:
         """What a reader of figures about it has to know."""
-        inputs = "Inputs are random; give --inputs for your own." if self.random_inputs else ""
+        inputs = f"Inputs are random; {self.random_inputs}" if self.random_inputs else ""
         weights = f"Weights are random: {self.random_weights}" if self.random_weights else ""
         return [note for note in (weights, inputs) if note]
 
@@ -82,7 +82,11 @@ def network(args: argparse.Namespace, given: Any = None) -> Network:
         inputs = _inputs(args.inputs)
     if inputs is None:
         raise UsageError(f"{args.network} comes without inputs; give --inputs.")
-    made = given is None and (args.inputs is None or is_shape(args.inputs))
+    made = ""
+    if given is None and args.inputs is None:
+        made = "give --inputs for your own."
+    elif given is None and is_shape(args.inputs):
+        made = "--inputs with a file of tensors or FILE.py:FUNCTION takes your own."
     return Network(model.eval(), inputs, random, made)
 
 

@@ -21,6 +21,7 @@ from threshold_gating.cli.spice_tables import (
     families,
     log_sum_exp,
     presets,
+    quantile,
     tradeoff,
 )
 from threshold_gating.hardware import cell_error, characterise, devices, lse, measure, steering
@@ -38,6 +39,11 @@ def spice(args: argparse.Namespace) -> int:
         raise UsageError(f"--draws must be 2 or more; got {args.draws}.")
     if args.plot and not args.run:
         raise UsageError("--plot draws what was measured: give --run too.")
+    for name in ("swing", "supply", "tau"):
+        if getattr(args, name) is not None and getattr(args, name) <= 0:
+            raise UsageError(f"--{name} must be above 0; got {getattr(args, name):g}.")
+    if args.seed < 1:
+        raise UsageError(f"--seed must be 1 or more; got {args.seed}.")
     _check_options(args)
     try:
         netlist, run = _task(args)
@@ -66,20 +72,22 @@ def spice(args: argparse.Namespace) -> int:
 # What each task takes beside --run, -o, --plot and --json; any other option would be ignored.
 _CELL = {"tail", "bias", "swing", "supply", "transistor"}
 _AT = {"corner", "celsius"}
+_DRAWN = {"draws", "seed"}
+_ALL = {*_CELL, *_AT, *_DRAWN, "models", "tau", "class-ab"}
 _TAKEN = {
     "presets": {"draws"},
-    "tradeoff": {"draws", "seed", "models"},
+    "tradeoff": {*_DRAWN, "models"},
     "families": _CELL,
-    "lse": {"bias", "supply", *_AT},
-    "pair": {*_CELL, *_AT, "tau", "models", "draws", "seed"},
+    "lse": {"bias", "supply", *_AT, *_DRAWN},
+    "pair": _ALL - {"class-ab"},
 }
 _UNSET = {"transistor": "nfet", "corner": "", "celsius": 27.0, "seed": 1}
 
 
 def _check_options(args: argparse.Namespace) -> None:
-    taken = _TAKEN.get(args.what, {*_CELL, *_AT, "draws", "seed", "models", "tau"})
-    for name in sorted({*_CELL, *_AT, "tau", "models", "draws", "seed"} - taken):
-        if getattr(args, name) != _UNSET.get(name):
+    taken = _TAKEN.get(args.what, _ALL)
+    for name in sorted(_ALL - taken):
+        if getattr(args, name.replace("-", "_")) != _UNSET.get(name):
             raise UsageError(
                 f"--{name} has no effect on {args.what}, which takes "
                 f"{', '.join(f'--{each}' for each in sorted(taken))}."
@@ -93,10 +101,11 @@ def _task(args: argparse.Namespace) -> tuple[Netlist | None, Callable[[Any], Ans
     if args.what == "tradeoff":
         return None, lambda tell: tradeoff(args, tell)
     if args.what == "families":
+        cell_of(args, "silu")  # what cannot be is refused before anything runs
         return None, lambda tell: families(args, tell)
     if args.what == "lse":
         tree = lse.Tree(tail=number(args.bias or "10n"), supply=args.supply or 1.8)
-        return lse.netlist(tree, **conditions(args)), lambda tell: log_sum_exp(args, tree)
+        return lse.netlist(tree, **conditions(args)), lambda tell: log_sum_exp(args, tree, tell)
     if args.what == "pair":
         spec = _pair(args)
         return pair(spec, **conditions(args)), lambda tell: _measured_pair(args, spec, tell)
@@ -189,6 +198,7 @@ def _measured_pair(args: argparse.Namespace, spec: Pair, tell: Any) -> Answer:
         ("sigma(tau)", f"{spread.sigma_tau:.2%}", "", seen),
         ("tau sigma(theta)", f"{fit.tau * spread.sigma_theta:.4f}", "", "what a network sees"),
         ("settling", f"{settled * 1e9:.4g}", "ns", "to 1 % of the tail, no load"),
+        *_undecoupled(args, spec, fit.tau),
         ("noise", f"{hiss * 1e3:.3f}", "mV rms", f"input-referred, 1 Hz to {bandwidth:.3g} Hz"),
         ("power", f"{spec.tail * spec.supply * 1e9:.4g}", "nW", "of the tail"),
         (
@@ -218,37 +228,65 @@ def _measured_pair(args: argparse.Namespace, spec: Pair, tell: Any) -> Answer:
     )
 
 
+def _undecoupled(args: argparse.Namespace, spec: Pair, tau: float) -> list[Row]:
+    """What the capacitor on the bias line of a real tail is worth."""
+    if not spec.real:
+        return []
+    bare = measure.settling(replace(spec, decoupling=0.0), tau, **conditions(args))
+    without = f"without the {spec.decoupling * 1e12:g} pF on the bias line"
+    energy = spec.tail * spec.supply * bare * 1e15
+    return [
+        ("settling", f"{bare * 1e9:.4g}", "ns", without),
+        ("energy", f"{energy:.3g}", "fJ", without),
+    ]
+
+
 # A branch cell
 
 
 def _measured_cell(args: argparse.Namespace, cell: steering.Cell, tell: Any) -> Answer:
     answer = cell_error.response(cell, **conditions(args))
     at = cell_error.match(cell, answer.x, answer.y[0])
-    tell("temperature", 0.2)
+    tell("temperature and corners", 0.1)
     warm = cell_error.over_temperature(cell, CELSIUS, corner=args.corner)
-    tell("mismatch", 0.3)
+    others = [c for c in pdk.chosen(cell.models).corners if c != (args.corner or "tt")]
+    process = cell_error.over_corners(cell, others, celsius=args.celsius)
+    tell("mismatch", 0.2)
     draws = args.draws or DRAWS
     many = cell_error.response(cell, draws, seed=args.seed, **conditions(args))
     spread = cell_error.matches(cell, many)
+    tell("settling and noise", 0.6)
+    moved = cell_error.steps(cell, **conditions(args))
+    bandwidth = characterise.bandwidth(max(moved))
+    hiss = cell_error.noise(cell, bandwidth, **conditions(args))
     tell("branch current", 0.8)
     tails = cell_error.over_branch(cell, **conditions(args))
     rows = [_head("condition")]
     rows += [] if args.celsius in CELSIUS else [_line(f"{args.celsius:g} C", at)]
     rows += [_line(f"{t:g} C", m) for t, m in zip(CELSIUS, warm, strict=True)]
+    rows += [_line(f"corner {c}", m) for c, m in zip(others, process, strict=True)]
     for share, word in ((0.5, "median"), (0.95, "95 %")):
-        worst = [_quantile([m[k] for m in spread], share) for k in (0, 1)]
+        worst = [quantile([m[k] for m in spread], share) for k in (0, 1)]
         rows.append(
             (f"mismatch, {word} of {draws}", f"{worst[0]:.2%}", f"{worst[1]:.2%}", *[""] * 4)
         )
     made = steering.netlist(cell)
+    power = answer.rest * cell.supply  # W
+    speed: list[Row] = [
+        ("settling, x up", f"{moved.up * 1e9:.3g} ns", "to 1 % of full scale, no load"),
+        ("settling, x down", f"{moved.down * 1e9:.3g} ns", "to the smallest branch current"),
+        ("noise", f"{hiss:.2%}", f"of full scale, rms, 1 Hz to {bandwidth:.3g} Hz"),
+        ("energy", f"{power * max(moved) * 1e15:.3g} fJ", "power at rest x slower settling"),
+    ]
     moves: list[Row] = [("branch current", "tau (1/V)", "settling")]
     moves += [
         (f"{t.current * 1e9:.3g} nA", f"{t.tau:.2f}", f"{t.settling * 1e9:.3g} ns") for t in tails
     ]
     tables = [
         (_titled(cell) + (f", corner {args.corner}" if args.corner else ""), rows),
+        ("The whole cell after a step of x over its range", speed),
         ("A pair over the swing of its branch: the tail is the signal", moves),
-        ("What it is made of", _made(cell, made, answer.current)),
+        ("What it is made of", _made(cell, made, answer)),
     ]
     result = {
         "cell": cell.name,
@@ -256,11 +294,15 @@ def _measured_cell(args: argparse.Namespace, cell: steering.Cell, tell: Any) -> 
         "span": cell.span,
         "match": at._asdict(),
         "temperature": {f"{t:g}": m._asdict() for t, m in zip(CELSIUS, warm, strict=True)},
+        "corners": {c: m._asdict() for c, m in zip(others, process, strict=True)},
         "mismatch": [m._asdict() for m in spread],
+        "settling": moved._asdict(),
+        "noise": hiss,
         "tails": [t._asdict() for t in tails],
         "devices": made.count(),
         "area": steering.area(made),
         "current": answer.current,
+        "rest": answer.rest,
     }
 
     def draw(axes: Any) -> None:
@@ -276,9 +318,12 @@ def _measured_cell(args: argparse.Namespace, cell: steering.Cell, tell: Any) -> 
 
 def _titled(cell: steering.Cell) -> str:
     tails = "real" if cell.real else "ideal"
+    branch = f"I_b = {cell.bias * 1e9:g} nA"
+    if cell.quiet:
+        branch = f"class AB, {cell.quiet * 1e9:g} nA at rest"
     return (
-        f"{cell.name} from {cell.device} pairs with {tails} tails: K = {cell.instance.K}, I_b = "
-        f"{cell.bias * 1e9:g} nA, |x| <= {cell.span:.3g} at {cell.swing:g} V"
+        f"{cell.name} from {cell.device} pairs with {tails} tails: K = {cell.instance.K}, "
+        f"{branch}, |x| <= {cell.span:.3g} at {cell.swing:g} V"
     )
 
 
@@ -291,14 +336,11 @@ def _line(name: str, m: cell_error.Match) -> Row:
     return (name, f"{m.error:.2%}", f"{m.trimmed:.2%}", *numbers)
 
 
-def _quantile(values: Sequence[float], share: float) -> float:
-    return sorted(values)[min(int(share * len(values)), len(values) - 1)]
-
-
-def _made(cell: steering.Cell, made: Netlist, current: float | None) -> list[Row]:
+def _made(cell: steering.Cell, made: Netlist, answer: cell_error.Response) -> list[Row]:
     counts = ", ".join(f"{n} {kind}" for kind, n in made.count().items())
-    drawn = (
-        "" if current is None else f"{current * 1e9:.4g} nA, {current * cell.supply * 1e9:.4g} nW"
+    mean, rest = (
+        f"{amperes * 1e9:.4g} nA, {amperes * cell.supply * 1e9:.4g} nW"
+        for amperes in (answer.current, answer.rest)
     )
     steer = sum(line.startswith("xs") for line in made.elements)
     rows = [("devices", counts), ("of them steering", str(steer))]
@@ -306,7 +348,7 @@ def _made(cell: steering.Cell, made: Netlist, current: float | None) -> list[Row
         ("copies of x", str(copies(made))),
         ("gates and resistors", f"{steering.area(made):.0f} um^2"),
     ]
-    return [*rows, ("current, power", drawn)] if drawn else list(rows)
+    return [*rows, ("current, power", f"{mean} over the range"), ("at rest", rest)]
 
 
 # Showing

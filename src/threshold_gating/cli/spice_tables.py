@@ -62,7 +62,19 @@ def cell_of(args: argparse.Namespace, key: str, instance: TG | None = None) -> s
         real=args.tail != "ideal",
         device=args.transistor,
         supply=args.supply or 1.8,
+        quiet=_quiet(args.class_ab),
     )
+
+
+def _quiet(text: str | None) -> float:
+    current = number(text) if text is not None else 0.0
+    if text is not None and not current:
+        raise ValueError("--class-ab needs a current at rest, as 10n; got 0.")
+    return current
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    return sorted(values)[min(int(share * len(values)), len(values) - 1)]
 
 
 def copies(made: Netlist) -> int:
@@ -103,23 +115,56 @@ def families(args: argparse.Namespace, tell: Any) -> Answer:
     return Answer([(title, rows)], {"families": result})
 
 
-def log_sum_exp(args: argparse.Namespace, tree: lse.Tree) -> Answer:
-    rows: list[Row] = [("circuit", "inputs", "nfet", "pfet", "tau (1/V)", "gain", "error (logits)")]
+def log_sum_exp(args: argparse.Namespace, tree: lse.Tree, tell: Any) -> Answer:
+    rows: list[Row] = [
+        ("circuit", "inputs", "nfet", "pfet", "tau (1/V)", "gain", "logits", "gates", "settling")
+    ]
+    one, flat = replace(tree, inputs=2), replace(tree, flat=True)
+    named = {"softplus": one, "one stage": flat, "tree of pairs": tree}
     result = []
-    shown = [replace(tree, inputs=2), replace(tree, flat=True), tree]
-    for each in shown:
+    for k, (kind, each) in enumerate(named.items()):
+        tell(kind, k / 10)
         law, count = lse.measure(each, **conditions(args)), lse.netlist(each).count()
-        kind = "softplus" if each.inputs == 2 else "one stage" if each.flat else "tree of pairs"
-        numbers = (f"{law.tau:.2f}", f"{law.gain:.4f}", f"{law.error:.4f}")
-        rows.append(
-            (kind, str(each.inputs), str(count["nfet"]), str(count.get("pfet", 0)), *numbers)
-        )
+        settled = lse.settling(each, **conditions(args))
+        kinds = (str(count["nfet"]), str(count.get("pfet", 0)))
+        rows.append((kind, str(each.inputs), *kinds, *_law(law), f"{settled * 1e9:.3g} ns"))
         result.append({"circuit": kind, "inputs": each.inputs, "devices": count, **law._asdict()})
+        result[-1] |= {"settling": settled}
+    more: list[Row] = [("circuit", "condition", "tau (1/V)", "gain", "logits", "gates")]
+    for k, (kind, each) in enumerate(list(named.items())[1:]):
+        tell(f"{kind}: temperature", 0.3 + k / 3)
+        warm = {t: lse.measure(each, corner=args.corner, celsius=t) for t in (-40.0, 125.0)}
+        more += [(kind, f"{t:g} C", *_law(law)) for t, law in warm.items()]
+        tell(f"{kind}: mismatch", 0.4 + k / 3)
+        spread = lse.mismatch(each, args.draws or DRAWS, args.seed, **conditions(args))
+        for word, laws in (("as built", spread.built), ("own tau, gain, shift", spread.trimmed)):
+            for share, part in ((0.5, "median"), (0.95, "95 %")):
+                logits, gates = (quantile([law[i] for law in laws], share) for i in (3, 4))
+                more.append(
+                    (
+                        kind,
+                        f"{part} of {len(laws)}, {word}",
+                        "",
+                        "",
+                        f"{logits:.4f}",
+                        f"{gates:.4f}",
+                    )
+                )
+        result[k + 1] |= {
+            "temperature": {f"{t:g}": law._asdict() for t, law in warm.items()},
+            "mismatch": [law._asdict() for law in spread.built],
+            "trimmed": [law._asdict() for law in spread.trimmed],
+        }
     title = (
         f"log sum exp, {tree.tail:g} A a tail, {args.celsius:g} C: "
         "v(out) = gain LSE(tau v) / tau + shift"
     )
-    return Answer([(title, rows)], {"lse": result})
+    tables = [(title, rows), ("Largest errors of log sum exp, and of the softmax gates", more)]
+    return Answer(tables, {"lse": result})
+
+
+def _law(law: lse.Law) -> tuple[str, ...]:
+    return (f"{law.tau:.2f}", f"{law.gain:.4f}", f"{law.error:.4f}", f"{law.gates:.4f}")
 
 
 def tradeoff(args: argparse.Namespace, tell: Any) -> Answer:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from threshold_gating.hardware import adc, devices
+from threshold_gating.hardware.cited import cited, source
 from threshold_gating.hardware.figure import Figure, check_node
 
-ISAAC = "Shafiee et al., ISAAC, ISCA 2016, Table I (a model, no silicon)"
 PROCESSES = {"sky130": 130.0, "gf180": 180.0}  # nm, of a preset by its name
 
 
@@ -42,8 +42,10 @@ class Assumptions:
         check_node(self.node)
         for name, low, high in _RANGES:
             value = getattr(self, name)
-            if not low <= value <= high:
-                raise ValueError(f"energy: {name} must be from {low:g} to {high:g}; got {value:g}.")
+            whole = isinstance(value, int) or not isinstance(low, int)
+            if not (low <= value <= high and whole):
+                kind = "whole and from" if isinstance(low, int) else "from"
+                raise ValueError(f"energy: {name} must be {kind} {low} to {high}; got {value:g}.")
         adc.energy(self.adc_bits, self.adc_rate, self.node)
         adc.survey(self.adc_bits)
         _process(devices.preset(self.preset))
@@ -57,9 +59,8 @@ class Assumptions:
         """Every figure that a total is made of, at the node of the assumptions."""
         pair = devices.preset(self.preset)
         low, high = adc.survey(self.adc_bits)
-        steps = (
-            f"{ISAAC}: 4 mW, 1024 one-bit drivers, every 100 ns; {self.dac_bits} steps or drivers"
-        )
+        drivers = source("ISAAC DAC power", "ISAAC DAC area")
+        steps = f"{drivers}: 1024 one-bit drivers, every 100 ns; {self.dac_bits} steps or drivers"
         units = 2**self.dac_bits - 1
         area = "an area goes as the square"
         given = "V^2 G t of the settings, times activity: mean x^2 / max x^2 mean |w| / max |w|"
@@ -68,7 +69,7 @@ class Assumptions:
             "ADC, survey median": high,
             "ADC, regression": adc.energy(self.adc_bits, self.adc_rate, self.node),
             "DAC": Figure(
-                self.dac_bits * 4.0e3 * 0.1 / 1024,
+                self.dac_bits * cited("ISAAC DAC power") * 1e3 * 0.1 / 1024,
                 *("pJ", 32.0, steps, 1e7, adc.NODE_SLOPE, "taken as that of ADCs"),
             ),
             "crossbar, converted": self._cell(self.read, given),
@@ -79,19 +80,19 @@ class Assumptions:
                 *(1 / pair.settling, 1.0, "C at equal mismatch goes with the oxide"),
             ),
             "activation unit": Figure(
-                0.52e3 / 2 / 1.2e3,
-                *("pJ", 32.0, f"{ISAAC}: 2 sigmoid units, 0.52 mW; one result a clock is assumed"),
+                cited("ISAAC sigmoid power") * 1e3 / 2 / 1.2e3,
+                *("pJ", 32.0, f"{source('ISAAC sigmoid power')}: one result a clock is assumed"),
                 *(1.2e9, adc.NODE_SLOPE, "taken as that of ADCs"),
             ),
             "ADC area": adc.area(self.adc_bits, self.adc_rate, self.node),
             "DAC area": Figure(
-                units * 170 / 1024,
-                *("um^2", 32.0, f"{ISAAC}: 0.00017 mm^2 for 1024; {units} drivers each"),
+                units * cited("ISAAC DAC area") / 1024,
+                *("um^2", 32.0, f"{drivers}: {units} drivers each"),
                 *(1e7, 2.0, area),
             ),
             "cell area": Figure(
-                200 / 8 / 128**2,
-                *("um^2", 32.0, f"{ISAAC}: 0.0002 mm^2 for 8 arrays", None, 2.0, area),
+                cited("ISAAC array area") / 8 / 128**2,
+                *("um^2", 32.0, f"{source('ISAAC array area')}: 8 arrays", None, 2.0, area),
             ),
             "gate area": Figure(
                 pair.area,
@@ -99,7 +100,8 @@ class Assumptions:
                 *(None, 2.0, "at equal mismatch it goes as the square of the oxide"),
             ),
             "activation unit area": Figure(
-                300, "um^2", 32.0, f"{ISAAC}: 0.0006 mm^2 for 2; 2 for 96 tiles", None, 2.0, area
+                cited("ISAAC sigmoid area") / 2,
+                *("um^2", 32.0, f"{source('ISAAC sigmoid area')}: 2 for 96 tiles", None, 2.0, area),
             ),
         }
         return {name: figure.at(self.node) for name, figure in found.items()}

@@ -1,9 +1,10 @@
-"""A branch cell measured against its instance: over x, temperature and mismatch."""
+"""A branch cell measured against its instance: over x, conditions and mismatch; speed and noise."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -11,12 +12,13 @@ from torch import Tensor
 from torch.func import jacfwd, vmap
 
 from threshold_gating.hardware.cells import Pair
-from threshold_gating.hardware.measure import least_squares, over_tails, settling
-from threshold_gating.hardware.spice import Analysis, Plot, run
-from threshold_gating.hardware.steering import DEPTH, RAMP, Cell, netlist
+from threshold_gating.hardware.measure import edges, least_squares, over_tails, settling, timed
+from threshold_gating.hardware.spice import Analysis, Netlist, Plot, run
+from threshold_gating.hardware.steering import DEPTH, RAMP, Cell, Wave, netlist
 
 aten = torch.ops.aten
 POINTS = 80
+LOAD = 1e3  # ohms that turn an output current into the voltage whose noise is taken
 RAMP_COMMAND = f"tran {RAMP / POINTS:g} {RAMP:g} 0 {RAMP / POINTS:g}"
 
 
@@ -36,22 +38,38 @@ class Match(NamedTuple):
 
 
 class Response(NamedTuple):
-    """What cells answered: x, y of every cell (one a row), and the current from the supply."""
+    """What cells answered: x, y of every cell (one a row), and the current from the supply.
+
+    The current is that of one cell in A, as the mean over the sweep and at rest, where x is 0.
+    """
 
     x: Tensor
     y: Tensor
     current: float
+    rest: float = 0.0
 
 
 def response(cell: Cell, copies: int = 1, **conditions: Any) -> Response:
     """Sweep x over the span of the cell, slowly."""
-    outputs = ["i(vo)", *(f"i(vo{k})" for k in range(1, copies))]
+    tags = ["", *(str(k) for k in range(1, copies))]
+    names = [name for tag in tags for name in _outputs(cell, tag)]
     made = netlist(cell, copies, **conditions)
-    plot: Plot = run(made, Analysis(RAMP_COMMAND, (*outputs, "i(vdd)")))[0]
+    plot: Plot = run(made, Analysis(RAMP_COMMAND, (*names, "i(vdd)")))[0]
     x = (2 * plot["scale"] / RAMP - 1) * cell.span
-    y = (torch.stack([plot[name] for name in outputs]) - cell.base) / cell.unit
+    y = torch.stack([_output(cell, plot, tag) for tag in tags])
     # Outputs end at the supply through sources of their own; what these carry is counted by vdd.
-    return Response(x, y, -plot["i(vdd)"].mean().item() / copies)
+    drawn = -plot["i(vdd)"] / copies
+    return Response(x, y, drawn.mean().item(), drawn[x.abs().argmin()].item())
+
+
+def _outputs(cell: Cell, tag: str = "") -> tuple[str, ...]:
+    return (f"i(vo{tag})", f"i(vq{tag})") if cell.quiet else (f"i(vo{tag})",)
+
+
+def _output(cell: Cell, plot: Plot, tag: str = "") -> Tensor:
+    """y of one cell: the current of its output, less that at y = 0 or that of its other output."""
+    first, *other = (plot[name] for name in _outputs(cell, tag))
+    return (first - (other[0] if other else cell.base)) / cell.unit
 
 
 def match(cell: Cell, x: Tensor, y: Tensor) -> Match:
@@ -103,8 +121,66 @@ def _model(cell: Cell, x: Tensor, p: Tensor) -> Tensor:
 
 def over_temperature(cell: Cell, celsius: Sequence[float], **conditions: Any) -> list[Match]:
     """The cell as it was built, at each temperature."""
-    answers = [response(cell, celsius=each, **conditions) for each in celsius]
-    return [match(cell, answer.x, answer.y[0]) for answer in answers]
+    return [_at(cell, celsius=each, **conditions) for each in celsius]
+
+
+def over_corners(cell: Cell, corners: Sequence[str], **conditions: Any) -> list[Match]:
+    """The cell at each corner of the process; its resistors stay what they are."""
+    return [_at(cell, corner=each, **conditions) for each in corners]
+
+
+def _at(cell: Cell, **conditions: Any) -> Match:
+    answer = response(cell, **conditions)
+    return match(cell, answer.x, answer.y[0])
+
+
+# Speed and noise
+
+
+class Steps(NamedTuple):
+    """Seconds to 1 % of full scale after x stepped over its whole range.
+
+    After a step down a branch carries its smallest current: there the cell is slow.
+    """
+
+    up: float
+    down: float
+
+
+def steps(cell: Cell, **conditions: Any) -> Steps:
+    """Settling of the whole cell, from the current x to the output; nothing loads the output."""
+    height = _height(cell)
+
+    def driven(wave: Wave) -> Netlist:
+        return netlist(cell, wave=wave, options=timed(cell.bias), **conditions)
+
+    def level(plot: Plot) -> Tensor:
+        return _output(cell, plot) / height
+
+    guess = 2e-13 / (cell.quiet or cell.bias)  # 0.2 pC: the gates of a few mirrors
+    return Steps(*edges(driven, _outputs(cell), level, guess, points=200))  # to 4 % of the longer
+
+
+def _height(cell: Cell) -> float:
+    """The largest |y| of the instance over the span."""
+    x = torch.linspace(-cell.span, cell.span, 401, dtype=torch.float64)
+    return cell.instance(x).abs().max().item()
+
+
+def noise(cell: Cell, bandwidth: float, **conditions: Any) -> float:
+    """Noise of the output from 1 Hz to a bandwidth, rms relative to full scale; the largest of
+    x at both ends and in the middle. Loads are noiseless."""
+    ends = ("o", "q") if cell.quiet else ("o",)
+    command = f"noise v({','.join(ends)}) vdd dec 10 1 {bandwidth:.6g}"
+    found = []
+    for x in (-1.0, 0.0, 1.0):
+        made = netlist(cell, wave=((0.0, x),), **conditions)
+        lines = [line for line in made.elements if line.split()[0] not in ("vdd", "vo", "vq")]
+        lines += [f"rl{node} vdd {node} {LOAD:g} noisy=0" for node in ends]
+        bench = replace(made, elements=(f"vdd vdd 0 {cell.supply:g} ac 1", *lines))
+        (plot,) = run(bench, Analysis(command, ("onoise_total",)))
+        found.append(plot["onoise_total"][-1].item())
+    return max(found) / LOAD / cell.unit / _height(cell)
 
 
 class Tail(NamedTuple):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +14,6 @@ DIFFUSION = 0.29
 WIDTHS, LENGTHS = (0.42, 100.0), (0.15, 20.0)
 TAILS = (1e-10, 1e-4)
 MIRROR = (5.0, 4.0)  # width and length of a current mirror: long, so that its current is steady
-DECOUPLING = "10p"
 WIDE = 1e-6  # A; above it a mirror is as wide as keeps it within a fifth of the supply
 
 
@@ -31,20 +29,25 @@ class Pair:
     real: bool = False  # the tail is a current mirror, not a source
     supply: float = 0.0  # 0: that of the process
     common: float = 0.0  # common-mode input; 0: two thirds of the supply
+    decoupling: float = 10e-12  # F on the bias line of a real tail
 
     def __post_init__(self) -> None:
         process = pdk.chosen(self.models)
         if self.device not in process.devices or self.device == "res":
             kinds = [kind for kind in process.devices if kind != "res"]
             raise ValueError(f"models {self.models} have no {self.device}; {', '.join(kinds)}.")
-        _within("the width in um", self.width, WIDTHS)
-        _within("the length in um", self.length, LENGTHS)
-        _within("the tail current in A", self.tail, TAILS)
+        within("the width in um", self.width, WIDTHS)
+        within("the length in um", self.length, LENGTHS)
+        within("the tail current in A", self.tail, TAILS)
         if not self.supply:
             object.__setattr__(self, "supply", process.supply)
         if not self.common:
             object.__setattr__(self, "common", round(self.supply * 2 / 3, 3))
-        _within(f"the supply of {self.models} in V", self.supply, (0.0, process.supply * 1.1))
+        # Below half of its nominal supply a gate cannot lift its source off the ground.
+        supplies = (process.supply / 2, round(process.supply * 1.1, 6))
+        within(f"the supply of {self.models} in V", self.supply, supplies)
+        within("the common mode in V", self.common, (0.0, self.supply))
+        within("the capacitor on the bias line in F", self.decoupling, (0.0, 1e-9))
 
     @property
     def area(self) -> float:
@@ -62,9 +65,9 @@ class Pair:
             )
 
 
-def _within(what: str, value: float, limits: tuple[float, float]) -> None:
+def within(what: str, value: float, limits: tuple[float, float]) -> None:
     low, high = limits
-    if not (math.isfinite(value) and low <= value <= high):
+    if not low <= value <= high:  # NaN too
         raise ValueError(f"{what} must be from {low:g} to {high:g}; got {value:g}.")
 
 
@@ -93,14 +96,16 @@ def pair(
     `drive` is the value of the input source, between the gates about the common mode, or on the
     first gate alone where it is one-sided.
     """
+    within("the number of pairs", copies, (1, 10000))
     lines = [f"vdd vdd 0 {spec.supply:g}"]
     if one_sided:
         lines += [f"vc gm 0 {spec.common:g}", f"vd gp gm {drive}"]
     else:  # the resistors halve the input; they belong to the bench, not to the cell
         lines += [f"vc mid 0 {spec.common:g}", f"vd gp gm {drive}", "ra gp mid 1k", "rb mid gm 1k"]
     if spec.real:
+        lines += [f"iref vdd ref {spec.tail:.6g}"]
         # The line of the bias serves many cells; its capacitor keeps one's step from the others.
-        lines += [f"iref vdd ref {spec.tail:.6g}", f"cref ref 0 {DECOUPLING}"]
+        lines += [f"cref ref 0 {spec.decoupling:g}"] if spec.decoupling else []
         lines += [device("ref", "nfet", "ref ref 0 0", spec.models, mirror(spec.tail))]
     for k in range(copies):
         tag = str(k) if k else ""

@@ -94,7 +94,8 @@ def _sources(spec: Pair, moving: Pair, reach: float, pairs: int) -> dict[str, So
     draws = f"{program}, Monte Carlo mismatch of {pairs} pairs, seed {SEED}"
     step = (
         f"{program}, step of one input over +-{measure.EDGE:g} / tau to {measure.WITHIN:.0%} of "
-        "the tail, slower edge, tail from a mirror, no load"
+        f"the tail, slower edge, tail from a mirror with {moving.decoupling * 1e12:g} pF on its "
+        "line, no load"
     )
     area = "drawn gates (emitters) of the pair and of its tail transistor"
     rows = {

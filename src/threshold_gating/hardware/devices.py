@@ -66,6 +66,15 @@ class Preset:
         self, v: Tensor, theta: Tensor | float = 0.0, tau: Tensor | float | None = None
     ) -> Tensor:
         """The share of the tail current on the side of `v`; v and theta in volts, tau in 1/V."""
+        if isinstance(tau, float | int):
+            known = [at for _, at in self.temperature]
+            low, high = min(known) / 2, max(known) * 2  # a spread of tau is 1 %, its tail 5 %
+            if not low <= tau <= high:
+                raise ValueError(
+                    f"preset {self.name} has tau {self.tau:g} per volt, {min(known):g} to "
+                    f"{max(known):g} over temperature; {tau:g} is not of this pair. Another bias "
+                    "has another preset; more volts per unit of x make a larger tau per unit."
+                )
         return curve((self.tau if tau is None else tau) * (v - theta), self.shape)
 
     def tau_at(self, celsius: float) -> float:

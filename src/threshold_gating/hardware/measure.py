@@ -13,7 +13,7 @@ from torch.func import jacfwd
 
 from threshold_gating.hardware.cells import Pair, pair
 from threshold_gating.hardware.devices import LOGISTIC, Shape, curve
-from threshold_gating.hardware.spice import Analysis, Plot, run
+from threshold_gating.hardware.spice import Analysis, Netlist, Plot, run
 
 aten = torch.ops.aten
 SWING = 0.4  # volts to either side of a sweep
@@ -188,35 +188,56 @@ def settling(spec: Pair, tau: float, **conditions: Any) -> float:
     The other input stands still, so the common source has to follow; junctions of the drawn
     diffusions are counted, whatever the drains drive is not.
     """
-    v, span = EDGE / tau, 50e-15 / spec.tail  # a guess of 50 fC; the time is to fill part of it
+    v = EDGE / tau
+
+    def driven(wave: Wave) -> Netlist:
+        drive = f"pwl({' '.join(f'{t:.9g} {v * side:.6g}' for t, side in wave)})"
+        return pair(spec, drive=drive, one_sided=True, options=timed(spec.tail), **conditions)
+
+    # a guess of 50 fC; the time is to fill part of it
+    return max(edges(driven, SIDES, lambda plot: plot["i(v1)"] / spec.tail, 50e-15 / spec.tail))
+
+
+Wave = Sequence[tuple[float, float]]  # times in s, and where the input stands, from -1 to 1
+
+
+def edges(
+    driven: Callable[[Wave], Netlist],
+    keep: tuple[str, ...],
+    level: Callable[[Plot], Tensor],
+    span: float,
+    points: int = 500,
+) -> tuple[float, float]:
+    """Seconds until a level stays within 1 % of its operating point, after a step up and one down.
+
+    `span` is a guess of the longer time, cut into `points`; it is tried again until it fits. Levels
+    are compared with operating points, not with the end of a step, where a slow part that is not
+    over would pass for settled.
+    """
+    low, high = (
+        level(run(driven(((0, side), (1, side))), Analysis("op", keep))[0]) for side in (-1, 1)
+    )
     for _ in range(12):
-        edge = span / 500
-        points = [(0, -v), (span, -v), (span + edge, v), (2 * span, v), (2 * span + edge, -v)]
-        drive = f"pwl({' '.join(f'{t:.9g} {value:.6g}' for t, value in points)})"
-        netlist = pair(spec, drive=drive, one_sided=True, options=_timed(spec), **conditions)
-        plot = run(netlist, Analysis(f"tran {edge:.6g} {3 * span:.6g} 0 {edge:.6g}", SIDES))[0]
-        late = max(_late(plot, spec.tail, start, span, edge) for start in (span, 2 * span))
-        if late < span / 2:
-            if late > span / 8:
-                return late
-            span /= 3
-        else:
-            span *= 2
-    raise RuntimeError(f"a step did not settle: {spec}")
+        edge = span / points
+        wave = [(0, -1), (span, -1), (span + edge, 1), (2 * span, 1), (2 * span + edge, -1)]
+        plot = run(driven(wave), Analysis(f"tran {edge:.6g} {3 * span:.6g} 0 {edge:.6g}", keep))[0]
+        time, off = plot["scale"], [(level(plot) - end).abs() > WITHIN for end in (high, low)]
+        up, down = (_late(time, off[k], (k + 1) * span, span, edge) for k in (0, 1))
+        if span / 8 < max(up, down) < span / 2:
+            return up, down
+        span = span / 3 if max(up, down) <= span / 8 else span * 2
+    raise RuntimeError(f"a step did not settle within {span:g} s.")
 
 
-def _timed(spec: Pair) -> str:
-    """Tolerances of a transient: a millionth of the tail current."""
-    return f"reltol=1e-4 gmin=1e-15 abstol={spec.tail * 1e-6:.3g} method=gear"
+def timed(current: float) -> str:
+    """Tolerances of a transient: a millionth of the current that is switched."""
+    return f"reltol=1e-4 gmin=1e-15 abstol={current * 1e-6:.3g} method=gear"
 
 
-def _late(plot: Plot, tail: float, start: float, span: float, edge: float) -> float:
-    """The last time after a step at which the share was not yet settled."""
-    time, g = plot["scale"], plot["i(v1)"] / tail
-    during = (time > start) & (time < start + span - edge)
-    off = (g[during] - g[during][-1]).abs() > WITHIN
-    late: float = (time[during][off].max() - start - edge / 2).item() if off.any() else 0.0
-    return max(late, 0.0)
+def _late(time: Tensor, off: Tensor, start: float, span: float, edge: float) -> float:
+    """The last time after a step at which the level was not yet settled."""
+    unsettled = time[off & (time > start) & (time < start + span - edge)]
+    return max((unsettled.max() - start - edge / 2).item(), 0.0) if len(unsettled) else 0.0
 
 
 def noise(spec: Pair, bandwidth: float, **conditions: Any) -> float:

@@ -10,9 +10,9 @@ import textwrap
 from dataclasses import dataclass
 
 from threshold_gating.hardware import adc, devices
-from threshold_gating.hardware.assumptions import ISAAC, Assumptions
+from threshold_gating.hardware.assumptions import Assumptions
+from threshold_gating.hardware.cited import cited, source
 
-HERMES = "Khaddam-Aljameh et al., HERMES core, JSSC 2022: silicon, 14 nm, 256 x 256, 10.5 TOPS/W"
 _EVEN = "ours at activity 1/4: half of the bits on, mean conductance half of 25 uS, 0.2 V"
 KULL = "row of 2013 in the ADC survey: SAR, 6.2 effective bits, 1.2 GHz, 32 nm"
 
@@ -42,27 +42,51 @@ def checks() -> list[Check]:
     eight = adc.energy(8, 1.2e9, 32)
     adcs = 8 * 12 * 168  # in an array each, arrays of a unit, units of a tile, tiles
     ours = eight.value * 1e-12 * 1.2e9 * adcs  # W
-    theirs, chip = 2e-3 * adcs, 65.8
+    theirs, chip = cited("ISAAC ADC power") / 8e3 * adcs, cited("ISAAC chip power")
+    converter, array = source("ISAAC ADC power", "ISAAC ADC area"), source("ISAAC array power")
     per_unit = Assumptions(adc_bits=8, dac_bits=1).figures()
     drivers = 1024 * 1e7 * per_unit["DAC"].value * 1e-9  # mW
     cells = 8 * 128**2 * 1e7 * per_unit["crossbar, converted"].value * 1e-9  # mW at activity 1
     unit = 8 * eight.value * 1.2  # mW
+    parts = [cited(f"ISAAC {part} power") for part in ("ADC", "DAC", "array")]
     return [
-        Check("ADC, 8 bits, 1.2 GHz, 32 nm", 2 / 1.2, eight.value, "pJ", ISAAC),
+        Check(
+            "ADC, 8 bits, 1.2 GHz, 32 nm",
+            *(cited("ISAAC ADC power") / 8 / 1.2, eight.value, "pJ", converter),
+        ),
         Check(
             "ADC share of chip power",
             *(theirs / chip, ours / (chip - theirs + ours), ""),
-            f"{ISAAC}; the rest of the chip as published",
+            f"{source('ISAAC chip power')}; the rest of the chip as published",
         ),
-        Check("cells of a unit, 8 x 128 x 128", 2.4, cells / 4, "mW", f"{ISAAC}; {_EVEN}"),
+        Check(
+            "cells of a unit, 8 x 128 x 128",
+            *(cited("ISAAC array power"), cells / 4, "mW", f"{array}; {_EVEN}"),
+        ),
         Check(
             "ADC share of ADC, DAC and cells",
-            *(16 / 22.4, unit / (unit + drivers + cells / 4), "", f"{ISAAC}; {_EVEN}"),
+            *(parts[0] / sum(parts), unit / (unit + drivers + cells / 4), "", f"{array}; {_EVEN}"),
         ),
-        Check("ADC area, same", 1200, adc.area(8, 1.2e9, 32).value, "um^2", ISAAC),
+        Check(
+            "ADC area, same",
+            *(cited("ISAAC ADC area") / 8, adc.area(8, 1.2e9, 32).value, "um^2", converter),
+        ),
         Check("ADC, 6 bits, 1.2 GHz, 32 nm", 2.55, adc.energy(6, 1.2e9, 32).value, "pJ", KULL),
-        Check("256 x 256 product, 8 bits, 14 nm", 2 * 256**2 / 10.5e3, _hermes(), "nJ", HERMES),
+        *(
+            Check(
+                f"256 x 256 product, {what}",
+                *(2 * 256**2 / cited(name) / 1e3, _hermes(), "nJ", source(name)),
+            )
+            for what, name in _SILICON.items()
+        ),
     ]
+
+
+_SILICON = {
+    "HERMES, 14 nm": "HERMES efficiency",
+    "64 cores, 1 phase": "chip efficiency, one phase",
+    "64 cores, 4 phases": "chip efficiency, four phases",
+}
 
 
 def _hermes() -> float:
@@ -107,8 +131,8 @@ def tier_w(widths: tuple[int, ...] = (32, 64, 128, 256, 512, 768), K: int = 2) -
     return [TierW(width, K, rows) for rows in (128, 512) for width in widths]
 
 
-HBM = 3.9  # pJ a bit: HBM2, O'Connor et al., Fine-Grained DRAM, MICRO 2017
-BANDWIDTH = 3.35e12  # bytes a second: H100 SXM, data sheet
+HBM = cited("HBM2 access")
+BANDWIDTH = cited("H100 bandwidth")
 
 
 @dataclass(frozen=True)
@@ -170,6 +194,10 @@ def main() -> None:
         print(f"{t.rows:4} {t.width:6} {t.dense:7} {t.branches:7} {t.equal_width:12} {cells:12.2f}")
     print(
         "\nattention, 1024 keys of 64: pJ for a token and head; orders below a GPU's memory reads"
+    )
+    print(
+        f"Leroux et al.: energy {cited('Leroux energy'):g}, time {cited('Leroux latency'):g} "
+        f"orders; {source('Leroux energy')}"
     )
     for name in devices.presets():
         found = attention(settings=Assumptions(preset=name))

@@ -20,6 +20,7 @@ from threshold_gating.hardware.models import Size
 
 # A floor of 1e-15 S and 1e-16 A: the currents of weak inversion are nanoamperes.
 OPTIONS = "reltol=1e-5 gmin=1e-15 abstol=1e-16 method=gear"
+CELSIUS = (-55.0, 150.0)
 INSTALL = "ngspice is not installed: apt-get install ngspice (Debian), brew install ngspice (macOS)"
 
 
@@ -42,6 +43,13 @@ class Netlist:
 
     def __post_init__(self) -> None:
         check(self.elements, self.models)
+        low, high = CELSIUS
+        if not low <= self.celsius <= high:
+            raise ValueError(
+                f"transistor models hold from {low:g} to {high:g} C; got {self.celsius:g} C."
+            )
+        if self.seed is not None and self.seed < 1:
+            raise ValueError(f"a seed of mismatch must be 1 or more; got {self.seed}.")
 
     @property
     def at(self) -> str:

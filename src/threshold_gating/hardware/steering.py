@@ -10,12 +10,13 @@ K = 2 is two pairs with crossed outputs.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from threshold_gating.hardware import devices
-from threshold_gating.hardware.cells import LENGTHS, MIRROR, WIDTHS, device
+from threshold_gating.hardware.cells import LENGTHS, MIRROR, WIDTHS, device, within
 from threshold_gating.hardware.spice import Netlist
 from threshold_gating.instance import TG
 
@@ -27,6 +28,13 @@ BIASES = (1e-9, 1e-5)
 RAMP = 1.0  # seconds of a sweep of x, slow beside every time constant of a cell
 FINGERS = 8  # of the transistors of a mirror
 RATIOS = (0.02, 8.0)  # of a current mirror
+MIDDLE = 0.85  # volts of the input of a class-AB branch: a pfet diode and a follower above it
+PFOLLOWER = (20.0, 0.5)  # width and length of its pfet: wide, so that its gate stays above ground
+QUIET = (1e-9, 1e-7)
+AB_BIASES = (1e-8, 2e-7)
+
+Wave = Sequence[tuple[float, float]]  # times in s, and x in spans
+SWEEP: Wave = ((0.0, -1.0), (RAMP, 1.0))
 
 
 @dataclass(frozen=True)
@@ -34,7 +42,8 @@ class Cell:
     """A branch cell of an instance: currents in A, voltages in V, sizes in um.
 
     `tau` is what the pair is taken to have (1/V); 0 takes it from the presets. `span` is the
-    largest |x|; 0 is the one that makes the swing, or 1.5 thresholds for a hard gate.
+    largest |x|; 0 is the one that makes the swing, or 1.5 thresholds for a hard gate. `quiet` is
+    the current at rest of a class-AB branch (A); 0 lifts every branch by the bias instead.
     """
 
     name: str
@@ -49,9 +58,13 @@ class Cell:
     supply: float = 1.8
     tau: float = 0.0
     span: float = 0.0
+    quiet: float = 0.0
 
     def __post_init__(self) -> None:
         _check_instance(self.name, self.instance)
+        _check_parts(self)
+        if self.quiet:
+            _check_class_ab(self)
         if not BIASES[0] <= self.bias <= BIASES[1]:
             raise ValueError(
                 f"the bias current must be from {BIASES[0]:g} to {BIASES[1]:g} A, where tau is "
@@ -103,6 +116,8 @@ class Cell:
     @property
     def base(self) -> float:
         """Amperes of every branch, and so of the output, at y = 0."""
+        if self.quiet:
+            return 0.0
         return -min(self.instance.c) * self.unit if self.constant else self.bias
 
     @property
@@ -147,6 +162,36 @@ def _check_instance(name: str, t: TG) -> None:
         )
     if not t.hard and max(t.theta) - min(t.theta) > 20:
         raise ValueError(f"{name} has thresholds from {min(t.theta):g} to {max(t.theta):g}.")
+
+
+def _check_parts(cell: Cell) -> None:
+    if cell.models != "sky130" or cell.device not in ("nfet", "npn"):
+        raise ValueError(
+            f"cells are made of sky130 transistors, nfet or npn; got {cell.models} {cell.device}."
+        )
+    within("the width of a pair in um", cell.width, WIDTHS)
+    within("the length of a pair in um", cell.length, LENGTHS)
+    if cell.tau:
+        names = ["sky130-npn"] if cell.device == "npn" else ["sky130-strong", "sky130-weak"]
+        known = [tau for name in names for _, tau in devices.preset(name).temperature]
+        within(f"tau of a {cell.device} pair in 1/V", cell.tau, (min(known), max(known)))
+    if cell.span:
+        within("the span of x", cell.span, (1e-6, 1e6))
+
+
+def _check_class_ab(cell: Cell) -> None:
+    t, (low, high) = cell.instance, QUIET
+    if t.K != 2 or t.s != (0.0, 1.0) or any(t.c) or any(t.theta):
+        raise ValueError(
+            f"a class-AB branch makes x times one gate (silu, gelu_k2, relu); {cell.name} is no "
+            "such product. Leave out the current at rest: a bias then carries its branches."
+        )
+    if not (cell.real and cell.device == "nfet"):
+        raise ValueError("a class-AB branch is made of nfet pairs with real tails.")
+    # Its stack of a pfet diode and a follower was measured there, and has no room to spare.
+    within("the bias of a class-AB branch in A", cell.bias, AB_BIASES)
+    within("the supply of a class-AB branch in V", cell.supply, (1.7, 1.95))
+    within("the current at rest in A", cell.quiet, (low, min(high, cell.bias)))
 
 
 def _check_rails(cell: Cell) -> None:
@@ -201,22 +246,29 @@ def _check_reach(cell: Cell) -> None:
 # The netlist
 
 
-def netlist(cell: Cell, copies: int = 1, **conditions: Any) -> Netlist:
-    """Cells side by side on one ramp of x from -span to span; `i(vo)` is the first one's output."""
+def netlist(cell: Cell, copies: int = 1, wave: Wave = SWEEP, **conditions: Any) -> Netlist:
+    """Cells side by side on one x; `i(vo)`, less `i(vq)` of class AB, is the first one's output.
+
+    `wave` has times and x in spans: by default one slow ramp over the whole range.
+    """
+    within("the number of cells", copies, (1, 10000))
     lines = [f"vdd vdd 0 {cell.supply:g}"]
     for copy in range(copies):
-        lines += _one(cell, str(copy) if copy else "")
-    kind = "real tails" if cell.real else "ideal tails"
+        lines += _one(cell, str(copy) if copy else "", wave)
+    kind = "class-AB branch" if cell.quiet else "real tails" if cell.real else "ideal tails"
+    output = "i(vo) - i(vq)" if cell.quiet else f"i(vo) - {cell.base:.6g}"
     notes = (
         f"x from {-cell.span:.6g} to {cell.span:.6g} in {RAMP:g} s; "
-        f"y = (i(vo) - {cell.base:.6g}) / {cell.unit:.6g}",
+        f"y = ({output}) / {cell.unit:.6g}",
     )
     title = f"branch cell {cell.name}, K = {cell.instance.K}, {cell.device}, {kind}"
     made = Netlist(title, tuple(lines), models=cell.models, notes=notes)
     return replace(made, **conditions)
 
 
-def _one(cell: Cell, tag: str) -> list[str]:
+def _one(cell: Cell, tag: str, wave: Wave) -> list[str]:
+    if cell.quiet:
+        return _class_ab(cell, tag, wave)
     K = cell.instance.K
     lines = [f"vo{tag} vdd o{tag} 0", f"vn{tag} vdd n{tag} 0"]
     for k in range(K):
@@ -227,20 +279,24 @@ def _one(cell: Cell, tag: str) -> list[str]:
             nodes = f"{drain}{tag} g{j}_{tag} t{k}_{tag} 0"
             size = (cell.width, cell.length)
             lines.append(device(f"s{k}{j}_{tag}", cell.device, nodes, cell.models, size))
-    return lines + (_mirrors(cell, tag) if cell.real else _sources(cell, tag))
+    return lines + (_mirrors if cell.real else _sources)(cell, tag, wave)
 
 
-def _ramp(low: float, high: float) -> str:
-    return f"{low:.8g}" if low == high else f"pwl(0 {low:.8g} {RAMP:g} {high:.8g})"
+def _driven(cell: Cell, wave: Wave, value: Callable[[float], float]) -> str:
+    """The value of a source that follows x."""
+    points = [(t, f"{value(x * cell.span):.8g}") for t, x in wave]
+    if len({level for _, level in points}) == 1:
+        return points[0][1]
+    return f"pwl({' '.join(f'{t:.9g} {level}' for t, level in points)})"
 
 
-def _sources(cell: Cell, tag: str) -> list[str]:
+def _sources(cell: Cell, tag: str, wave: Wave) -> list[str]:
     """Gates and branches from ideal sources."""
     lines = []
     for k in range(cell.instance.K):
-        lines += [f"vg{k}_{tag} g{k}_{tag} 0 {_ramp(*(cell.gate(k, x) for x in _ends(cell)))}"]
-        ends = [cell.branch(k, x) for x in _ends(cell)]
-        lines += [f"it{k}_{tag} t{k}_{tag} 0 {_ramp(*ends)}"] if any(ends) else []
+        lines += [f"vg{k}_{tag} g{k}_{tag} 0 {_driven(cell, wave, partial(cell.gate, k))}"]
+        if any(cell.branch(k, x) for x in _ends(cell)):
+            lines += [f"it{k}_{tag} t{k}_{tag} 0 {_driven(cell, wave, partial(cell.branch, k))}"]
     return lines
 
 
@@ -248,11 +304,11 @@ def _ends(cell: Cell) -> tuple[float, float]:
     return -cell.span, cell.span
 
 
-def _mirrors(cell: Cell, tag: str) -> list[str]:
+def _mirrors(cell: Cell, tag: str, wave: Wave) -> list[str]:
     """Gates and branches from one current x and one bias, by mirrors and resistors."""
     t, b = cell.instance, cell.bias
-    ends = [b + x * cell.x_unit for x in _ends(cell)]
-    lines = [f"ix{tag} vdd mx{tag} {_ramp(*ends)}", f"ib{tag} vdd mb{tag} {b:.6g}"]
+    x = _driven(cell, wave, lambda x: b + x * cell.x_unit)
+    lines = [f"ix{tag} vdd mx{tag} {x}", f"ib{tag} vdd mb{tag} {b:.6g}"]
     for w in "xb":  # a diode that sets the nfet mirror, a copy through a diode that sets the pfet's
         lines += [_mirror(cell, f"d{w}{tag}", f"m{w}{tag} m{w}{tag}", 1.0)]
         lines += [_mirror(cell, f"c{w}{tag}", f"p{w}{tag} m{w}{tag}", 1.0)]
@@ -269,6 +325,40 @@ def _mirrors(cell: Cell, tag: str) -> list[str]:
         lines += [f"rg{k}_{tag} g{k}_{tag} r{tag} {ohms:.8g}"]
         lines += _sum(cell, tag, f"g{k}", -float(sign), -wanted)
     return lines
+
+
+def _class_ab(cell: Cell, tag: str, wave: Wave) -> list[str]:
+    """x as the difference of two currents that are never negative, each the tail of a pair.
+
+    Two followers share the input node. Their gates are set by two diodes at the current of rest, so
+    that at x = 0 each carries that; a positive x flows down through the pfet, a negative one is
+    fed through the nfet, and the difference of the two is x whatever their models are.
+    """
+    q, pn, n = cell.quiet, PFOLLOWER, (cell.width, cell.length)
+    lines = [f"vo{tag} vdd o{tag} 0", f"vq{tag} vdd q{tag} 0", f"vn{tag} vdd n{tag} 0"]
+    lines += [f"ix{tag} 0 in{tag} {_driven(cell, wave, lambda x: x * cell.x_unit)}"]
+    lines += [f"ib{tag} vdd mb{tag} {q:.6g}", f"vm{tag} m{tag} 0 {MIDDLE:g}"]
+    followers = (
+        ("f1", "nfet", f"b1{tag} b1{tag} m{tag} 0", n),
+        ("f2", "nfet", f"pn{tag} b1{tag} in{tag} 0", n),
+        ("f3", "pfet", f"b2{tag} b2{tag} m{tag} m{tag}", pn),
+        ("f4", "pfet", f"mp{tag} b2{tag} in{tag} in{tag}", pn),
+    )
+    lines += [device(f"{w}_{tag}", kind, at, cell.models, size) for w, kind, at, size in followers]
+    wires = (  # drain and gate of every mirror transistor: nfet for 1, pfet for -1
+        *(("mb mb", 1), ("pb mb", 1), ("pb pb", -1), ("b1 pb", -1), ("b2 mb", 1)),
+        *(("mp mp", 1), ("t1 mp", 1), ("pp mp", 1), ("pp pp", -1), ("g1 pp", -1)),
+        *(("pn pn", -1), ("mn pn", -1), ("mn mn", 1), ("t0 mn", 1), ("g1 mn", 1)),
+    )
+    for k, (nodes, side) in enumerate(wires):
+        drain, gate = (f"{node}{tag}" for node in nodes.split())
+        lines += [_mirror(cell, f"m{k}_{tag}", f"{drain} {gate}", float(side))]
+    for k, out in ((1, "o"), (0, "q")):
+        for gate, drain in (("g1", out), ("r", "n")):
+            nodes = f"{drain}{tag} {gate}{tag} t{k}{tag} 0"
+            lines += [device(f"s{k}{gate}_{tag}", cell.device, nodes, cell.models, n)]
+    ohms = cell.odds[1][0] / cell.tau / cell.x_unit
+    return [*lines, f"vr{tag} r{tag} 0 {COMMON:g}", f"rg{tag} g1{tag} r{tag} {ohms:.8g}"]
 
 
 def _sum(cell: Cell, tag: str, node: str, of_x: float, of_bias: float) -> list[str]:
