@@ -106,23 +106,48 @@ def nsnet2_weights() -> dict[str, Tensor]:
     return state
 
 
+def noisy(clean: Tensor) -> Tensor:
+    """Sound (..., samples) with white noise 5 dB below it."""
+    noise = torch.randn(clean.shape, generator=torch.Generator().manual_seed(0))
+    return clean + noise * clean.square().mean(-1, keepdim=True).sqrt() * 10 ** (-5 / 20)
+
+
+def spectrum(sound: Tensor) -> Tensor:
+    """Of (..., samples): (..., 161 frequencies, frames)."""
+    return torch.stft(sound, 320, 160, window=_window(sound), return_complex=True)
+
+
+def features(spectrum: Tensor) -> Tensor:
+    """What NSNet2 reads: logarithmic power, frame by frame."""
+    return spectrum.abs().square().clamp_min(1e-12).log10().mT
+
+
+def ratio(spectrum: Tensor, gain: Tensor, clean: Tensor) -> Tensor:
+    """SI-SDR in dB of the spectrum through the gains (..., frames, 161)."""
+    size = clean.shape[-1]
+    sound = torch.istft(spectrum * gain.mT, 320, 160, window=_window(clean), length=size)
+    share = (sound * clean).sum(-1, keepdim=True) / clean.square().sum(-1, keepdim=True)
+    wanted = share * clean
+    return 10 * torch.log10(wanted.square().sum(-1) / (sound - wanted).square().sum(-1))
+
+
+def _window(like: Tensor) -> Tensor:
+    return torch.hann_window(320, device=like.device).sqrt()
+
+
 def nsnet2(smoke: bool) -> Loaded:
     """Speech with white noise 5 dB below it, and how much of the noise goes."""
     model = NSNet2().eval()
     model.load_state_dict(nsnet2_weights())
-    clean = torch.from_numpy(samples(str(DATA / SPEECH)))[: 32_000 if smoke else None]
-    noise = torch.randn(len(clean), generator=torch.Generator().manual_seed(0))
-    noisy = clean + noise * clean.square().mean().sqrt() * 10 ** (-5 / 20)
-    window = torch.hann_window(320).sqrt()
-    spectrum = torch.stft(noisy, 320, 160, window=window, return_complex=True)
-    features = spectrum.abs().square().clamp_min(1e-12).log10().T[None]
+    clean = torch.from_numpy(samples(str(DATA / SPEECH)))[None, : 32_000 if smoke else None]
+    mixed = spectrum(noisy(clean))
+    given = features(mixed)
 
     def evaluate(model: nn.Module) -> Outcome:
-        gain = model(features)[0]
-        sound = torch.istft(spectrum * gain.T, 320, 160, window=window, length=len(clean))
-        scaled = clean * (sound @ clean) / (clean @ clean)
-        ratio = 10 * torch.log10(scaled.square().sum() / (sound - scaled).square().sum())
+        gain = model(given)
+        found = ratio(mixed, gain, clean)
+        gain = gain[0]
         heard = gain.amax(-1) > 0.5  # frames of which some frequency is let through
-        return Outcome({"SI-SDR dB": ratio.item()}, heard, gain)
+        return Outcome({"SI-SDR dB": found.item()}, heard, gain)
 
-    return Loaded(model, (features[:, :50],), evaluate)
+    return Loaded(model, (given[:, :50],), evaluate)

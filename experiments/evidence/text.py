@@ -198,7 +198,7 @@ def phonemes(smoke: bool) -> Loaded:
 
 
 class Size(NamedTuple):
-    """Of a Llama: a key and its value are shared by two heads."""
+    """Of a Llama; `shared` heads have a key and its value in common."""
 
     vocabulary: int
     layers: int
@@ -206,6 +206,8 @@ class Size(NamedTuple):
     hidden: int
     head: int
     eps: float
+    shared: int = 2
+    base: float = 10000.0
 
 
 class Layer(nn.Module):
@@ -213,7 +215,7 @@ class Layer(nn.Module):
 
     def __init__(self, size: Size) -> None:
         super().__init__()
-        width, keys, hidden = size.width, size.width // 2, size.hidden
+        width, keys, hidden = size.width, size.width // size.shared, size.hidden
         self.head = size.head
         self.norm1, self.norm2 = (nn.RMSNorm(width, eps=size.eps) for _ in range(2))
         self.q, self.k, self.v, self.o = (
@@ -244,13 +246,14 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class Llama(nn.Module):
     def __init__(self, size: Size) -> None:
         super().__init__()
-        self.turns = torch.arange(size.head // 2) / (size.head // 2)
+        turns = torch.arange(size.head // 2) / (size.head // 2)
+        self.register_buffer("speeds", size.base**-turns, persistent=False)
         self.embedding = nn.Embedding(size.vocabulary, size.width)
         self.layers = nn.ModuleList(Layer(size) for _ in range(size.layers))
         self.norm = nn.RMSNorm(size.width, eps=size.eps)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        angles = torch.arange(tokens.shape[1])[:, None] * 10000.0**-self.turns
+        angles = torch.arange(tokens.shape[1], device=tokens.device)[:, None] * self.speeds
         cos, sin = angles.cos()[:, None], angles.sin()[:, None]
         x = self.embedding(tokens)
         for layer in self.layers:

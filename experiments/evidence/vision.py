@@ -27,17 +27,20 @@ RESNET20 = "weights/cifar10-relu-resnet20-12fca82f.th"
 RESNET32 = "weights/cifar10-relu-resnet32-d509ac18.th"
 
 
-def cifar_resnet(n: int, weights: str, smoke: bool) -> Loaded:
-    model = pretrained(n, DATA / weights)
+def cifar(count: int | None = None) -> tuple[Tensor, Tensor]:
+    """Test images (N, 32, 32, 3) as bytes, and their classes, one after the other."""
     with zipfile.ZipFile(DATA / CIFAR) as archive:
         names = sorted(name for name in archive.namelist() if name.endswith(".png"))
         classes = sorted({name.split("/")[-2] for name in names})
-        names = strided(names, count(smoke, 40))
+        names = strided(names, count)
         pixels = [np.asarray(Image.open(archive.open(name)).convert("RGB")) for name in names]
-    images = normalised(torch.from_numpy(np.stack(pixels)))
     labels = torch.tensor([classes.index(name.split("/")[-2]) for name in names])
+    return torch.from_numpy(np.stack(pixels)), labels
 
-    return labelled(model, images, labels)
+
+def cifar_resnet(n: int, weights: str, smoke: bool) -> Loaded:
+    images, labels = cifar(count(smoke, 40))
+    return labelled(pretrained(n, DATA / weights), normalised(images), labels)
 
 
 def labelled(model: nn.Module, images: Tensor, labels: Tensor) -> Loaded:

@@ -217,7 +217,14 @@ class _Body(nn.Module):
         for module in self.modules():
             if isinstance(module, AnalogModule):
                 module.turn = 0
-        return self.network(*args, **kwargs)
+        gates = list(self.gates())
+        for gate in gates:
+            gate.known = {}
+        try:
+            return self.network(*args, **kwargs)
+        finally:
+            for gate in gates:
+                gate.known = None
 
     def gates(self) -> Iterator[AnalogGate]:
         return (m for m in self.modules() if isinstance(m, AnalogGate))

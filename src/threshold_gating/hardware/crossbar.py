@@ -273,7 +273,7 @@ class Array(Drawn):
         min(i, k) = min(k, i) the sum over the column is as if it were of its own.
         """
         s = self.settings
-        height, width = s.rows or g.shape[-1], s.columns or g.shape[-2]
+        height, width = min(s.rows or g.shape[-1], g.shape[-1]), s.columns or g.shape[-2]
         tiles = _tiled(g, height)  # (2, ..., O, T, rows)
         count = tiles.shape[-3]
         columns = torch.unflatten(F.pad(tiles, (0, 0, 0, 0, 0, -count % width)), -3, (-1, width))
@@ -307,7 +307,11 @@ def _shared(n: int, like: Tensor) -> Tensor:
 
 
 def _tiled(rows: Tensor, height: int) -> Tensor:
-    """(..., R) as (..., T, height), the last tile filled up with rows that are not driven."""
+    """(..., R) as (..., T, height), the last tile filled up with rows that are not driven.
+
+    A tile that is higher than the layer is cut to it: most of a depthwise layer's would be empty.
+    """
+    height = min(height, rows.shape[-1])
     return torch.unflatten(F.pad(rows, (0, -rows.shape[-1] % height)), -1, (-1, height))
 
 

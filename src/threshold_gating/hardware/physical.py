@@ -153,6 +153,9 @@ class AnalogGate(nn.Module):
         self.stretch = 1.0  # over the volts that a soft gate needs: it is that much sharper
         self.devices = Drawn()
         self.group: tuple[int, ...] = ()
+        # In a run, what the devices make of the parameters, by the shape and dtype of the input: a
+        # recurrent layer asks for it in every step. None outside of one.
+        self.known: dict[tuple[Any, ...], Values] | None = None
 
     # Before it is used: what it sees, and its devices
 
@@ -215,23 +218,30 @@ class AnalogGate(nn.Module):
         # A converted network around this must not look at our steps, nor answer them.
         with torch._C.DisableTorchFunction():
             z = wide(x)
-            values = self._values(z)
-            values = values if s is None else values._replace(s=list(s))
             if self.watching:
                 self.seen.add(x, self.axis)
-                return self._blend(z, values, v, LOGISTIC).to(x.dtype)
-            moved = self._input(z)
-            branches = moved if v is None else v
-            return self._blend(moved, self._analog(z, values), branches, self.chip.shape).to(
-                x.dtype
-            )
+                y = self._blend(z, self._values(z, s), v, LOGISTIC)
+            else:
+                moved = self._input(z)
+                branches = moved if v is None else v
+                y = self._blend(moved, self._made(z, s), branches, self.chip.shape)
+            return y.to(x.dtype)
 
-    def _values(self, x: Tensor) -> Values:
-        """The parameters as they should be."""
+    def _made(self, z: Tensor, s: Sequence[Any] | None) -> Values:
+        """The parameters that the devices have, computed once in a run unless `s` is data."""
+        if self.known is None or s is not None:
+            return self._analog(z, self._values(z, s))
+        key = (tuple(z.shape), z.dtype)
+        if key not in self.known:
+            self.known[key] = self._analog(z, self._values(z, s))
+        return self.known[key]
+
+    def _values(self, x: Tensor, s: Sequence[Any] | None = None) -> Values:
+        """The parameters as they should be, with the slopes `s` where they are given."""
         if not isinstance(self.gate, Activation):
             t = self.t
             taus = t.tau if isinstance(t.tau, tuple) else (t.tau,) * (t.K - 1)
-            return Values(list(taus), list(t.theta), list(t.s), list(t.c))
+            return Values(list(taus), list(t.theta), list(t.s if s is None else s), list(t.c))
         tau, *rest = self.gate.values()
         each: Any = tau if isinstance(tau, list | tuple) else [tau] * (self.t.K - 1)
         shape, rows = self.gate._held(x)[1], (each, *rest)
@@ -270,7 +280,10 @@ class AnalogGate(nn.Module):
         """Of every threshold, as they broadcast against the devices' numbers (draws, J, *group)."""
         taus = self._values(torch.zeros(self.seen.shape)).tau
         sigma = self.chip.errors.theta or 0.0
-        rows = [torch.as_tensor(self._sigma(sigma, self._volts_at(tau))) for tau in taus]
+        near = self.devices.trim_theta.device
+        rows = [
+            torch.as_tensor(self._sigma(sigma, self._volts_at(tau)), device=near) for tau in taus
+        ]
         if any(row.numel() > 1 for row in rows):
             raise ValueError(
                 f"{self.name} has a tau of its own for each group; its thresholds differ in what a "

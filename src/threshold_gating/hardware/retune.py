@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from threshold_gating.conversion.plan import arguments
 from threshold_gating.hardware.analog import Simulation, bar
@@ -91,6 +92,7 @@ def retune(
     rate: float = 0.02,
     what: Sequence[str] = TRIMS,
     loss: Loss = distance,
+    together: bool = False,
 ) -> list[float]:
     """Train the trims of all chips; returns the mean loss of each step.
 
@@ -100,6 +102,8 @@ def retune(
         steps: of Adam. A step of theta is up to `rate` RMS of the site's input, one of log tau up
             to `rate`; both go down to 0 along a line.
         what: "tau", "theta" or both.
+        together: run all chips at once, which takes the memory of all and is faster where a run is
+            many small steps, as in recurrent networks.
     """
     if unknown := set(what) - set(TRIMS) or not what:
         raise ValueError(f"retune: what is some of tau, theta; got {unknown or 'none'}.")
@@ -108,13 +112,13 @@ def retune(
     optimizer = torch.optim.Adam([{k: g[k] for k in ("params", "lr")} for g in groups])
     with torch.no_grad():
         aims = [ideal(*args, **kwargs) for args, kwargs in inputs]
-    losses = []
+    losses, step_of = [], _step_together if together else _step
     try:
         for step in bar(range(steps), "retune"):
             for group, start in zip(optimizer.param_groups, groups, strict=True):
                 group["lr"] = start["lr"] * (1 - step / steps)
             (args, kwargs), aim = inputs[step % len(inputs)], aims[step % len(inputs)]
-            losses.append(_step(simulation, args, kwargs, aim, loss, optimizer))
+            losses.append(step_of(simulation, args, kwargs, aim, loss, optimizer))
     finally:
         for group in groups:
             for trim in group["params"]:
@@ -151,3 +155,18 @@ def _step(
         total += value.item() / simulation.draws
     optimizer.step()
     return total
+
+
+def _step_together(
+    simulation: Simulation, args: Any, kwargs: Any, aim: Any, loss: Loss, optimizer: Any
+) -> float:
+    """The same with the graphs of all chips in memory."""
+    optimizer.zero_grad()
+    outputs = simulation(*args, **kwargs)
+    values = [
+        loss(pytree.tree_map(lambda t, k=k: t[k], outputs), aim) for k in range(simulation.draws)
+    ]
+    total = torch.stack(values).sum()
+    total.backward(inputs=[p for group in optimizer.param_groups for p in group["params"]])
+    optimizer.step()
+    return total.item() / simulation.draws
