@@ -9,12 +9,13 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 import threshold_gating as tg
 from tests.fuzz import oracle
 from tests.fuzz.__main__ import reduced
 from tests.fuzz.cases import CASES, MAY_BE_REFUSED
-from tests.fuzz.check import ALL, FAST, check
+from tests.fuzz.check import ALL, FAST, _is_torchs, check
 from tests.fuzz.network import Made, Network, draw, shrunk, text
 from tests.fuzz.parts import KINDS, Part
 from tests.fuzz.printing import program
@@ -279,3 +280,29 @@ def test_the_text_of_a_network_makes_the_same_network_every_time():
     made = Made(TWO)
     x = made.x("normal", 2, 1)
     assert torch.equal(made.call(made.net(), x), made.call(Made(TWO).net(), x))
+
+
+# ---- crashes that pass by their words: torch's own, without a gate in sight
+
+
+def _broken(x):
+    torch._dynamo.graph_break()
+    return torch.sigmoid(x)
+
+
+@pytest.mark.compile
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch looks at x * 1
+@pytest.mark.parametrize(
+    ("run", "source"),
+    [
+        (lambda x: checkpoint(_broken, x, use_reentrant=True), ""),
+        (lambda x: F.silu(x, inplace=True), "nn.LSTM(4, 4) F.silu(x, inplace=True)"),
+    ],
+)
+def test_a_crash_that_is_passed_over_is_torchs_own(run, source):
+    torch._dynamo.reset()
+    x = torch.randn(3, requires_grad=True)
+    with pytest.raises(RuntimeError) as caught:
+        torch.autograd.grad(torch.compile(run, backend="aot_eager")(x * 1).sum(), x)
+    assert _is_torchs(str(caught.value), source)
+    assert not _is_torchs(str(caught.value).replace("use_reentrant=True", ""), "")

@@ -575,3 +575,21 @@ def test_unlike_instances_keep_their_calls_in_a_compiled_graph(x):
     torch.testing.assert_close(compiled(x), gated(x))
     with pytest.raises(ConversionError, match="tanh#0 is made by"):
         compiled(x, False)
+
+
+class Whole(nn.Module):
+    """A call of what it is given, and one of whole numbers, as for an index."""
+
+    def forward(self, x):
+        return F.relu(x) + torch.arange(-2, x.shape[0] - 2).relu()[:, None]
+
+
+@pytest.mark.parametrize("options", [{"train": ("theta", "s")}, {"sites": {":relu#0": "silu"}}])
+def test_whole_numbers_are_torchs_own_but_not_where_another_function_stands(options):
+    x = torch.randn(4, 3)
+    net = tg.convert(Whole(), inputs=x, tol=math.inf, **options)
+    assert net(x).shape == x.shape
+    for given in (x.long(), x.short()):
+        with pytest.raises(ConversionError, match=r"give x\.float\(\)"):
+            net(given)
+    assert torch.equal(tg.convert(Whole(), inputs=x)(x.long()), Whole()(x.long()))

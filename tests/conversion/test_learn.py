@@ -1,6 +1,7 @@
 """`convert(train=...)`: gates that learn where they stand, in any network."""
 
 import copy
+import functools
 import io
 import os
 import pickle
@@ -742,3 +743,39 @@ def test_blocks_that_differ_in_their_values_share_one_graph():
         model(x.requires_grad_()).square().sum().backward()
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     assert all(p.grad is not None for p in gate_parameters(model).values())
+
+
+class Held(nn.Module):
+    """Modules that are called by a method which somebody keeps, in every kind of place."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = nn.SELU(), nn.SiLU(), nn.Tanh()
+        self.first, self.steps = self.a.forward, [{"then": self.b.forward}]
+        self.last = functools.partial(self.c.forward)
+
+    def forward(self, x):
+        return self.last(self.steps[0]["then"](self.first(x)))
+
+
+def test_a_method_that_is_kept_learns_one_gate_and_pickle_keeps_it():
+    x = torch.randn(4, 3)
+    net = quietly(Held(), inputs=x, train=BOTH)
+    assert {name.rpartition("_")[0] for name in gate_parameters(net)} == {
+        *("tg_selu_0", "tg_silu_0", "tg_tanh_0")
+    }
+    with torch.no_grad():
+        for p in gate_parameters(net).values():
+            p.add_(torch.rand_like(p))
+    for twin in (pickle.loads(pickle.dumps(net)), copy.deepcopy(net)):
+        assert torch.equal(twin(x), net(x))
+
+
+def test_gates_without_weights_around_them_have_the_type_of_the_inputs():
+    x = torch.randn(5, 3, dtype=torch.float64)
+    net, frozen = (
+        quietly(nn.Sequential(nn.LogSigmoid()), inputs=x, **o) for o in ({"train": "s"}, {})
+    )
+    assert {p.dtype for p in net.parameters()} == {torch.float64}
+    with kernels.use("reference"):
+        assert torch.equal(net(x), frozen(x))

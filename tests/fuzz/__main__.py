@@ -25,7 +25,7 @@ _CAUSES = 20  # shrunk at the end
 
 def reduced(network: Network, failure: Failure) -> tuple[Network, Failure]:
     """A small network that fails in the same way."""
-    stage = failure.stage.removeprefix("learned ")
+    stage = failure.stage.removeprefix("learned ").removeprefix("itself ")
     ways = frozenset(way for way in (*ALL, "inductor") if stage.startswith(way))
     ways |= {"compile"} if stage.startswith("aot") else set()
 

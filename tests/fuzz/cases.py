@@ -147,6 +147,15 @@ CASES: dict[str, Network] = {
         second="wide",
         dtype="half",
     ),
+    "a gradient of half that overflows behind a branch that learns": Network(
+        (part("module", act="softshrink"), part("inexpressible", which="decibel")),
+        inputs="grid",
+        dtype="half",
+        train=("s",),
+    ),
+    "a method that is kept, of a gate that learns": Network(
+        (part("alias", act="selu", how="method"),), train=("theta",)
+    ),
     "a relu of a BatchNorm of equal rows": Network(
         (part("module", act="threshold"), part("tiered", act="relu")), inputs="wide", second="wide"
     ),

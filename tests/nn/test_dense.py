@@ -123,9 +123,10 @@ def _per_synapse(layer, padded, pad):
         if layer.share == "channel":
             return w[channel]
         if layer.share == "neuron":
-            grown = F.pad(
-                w[None], pad, "constant" if layer.padding_mode == "zeros" else layer.padding_mode
-            )
+            if layer.padding_mode == "zeros":  # any gate will do where nothing is
+                grown = F.pad(w[None], pad, "constant", 1.0)
+            else:
+                grown = F.pad(w[None], pad, layer.padding_mode)
             return grown[0][(channel, *where)]
         return w[(o, i, *(min(t, n - 1) for t, n in zip(tap, w.shape[2:], strict=True)))]
 

@@ -61,6 +61,7 @@ class Answering(TorchFunctionMode):
         # Without gradients from the start there is no backward in which anything is run again.
         self.region = recomputing.region() if torch.is_grad_enabled() else _NEVER
         self.unlike: dict[str, bool] = {}
+        self.whole: list[tuple[str, str, str]] = []  # calls of whole numbers, with their lines
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # Nearly every call is none of ours: that is found out first, with as little as possible.
@@ -72,6 +73,7 @@ class Answering(TorchFunctionMode):
         kind = sites.read(func, args, kwargs)
         if kind is None:
             _refuse_tracing(args, kwargs)
+            self._note_whole_numbers(sites.FUNCTIONS[func][0], args, kwargs)
             return func(*args, **kwargs)
         self._follow()
         count = self.counts.get(kind, 0)
@@ -131,7 +133,7 @@ class Answering(TorchFunctionMode):
             )
         site = self.plan[name]
         if site is not None and site.line and self._has_lines(site, kind):
-            line = traced_line() if torch.compiler.is_compiling() else calling_line()
+            line = _line()
             if line not in ("", site.line):
                 raise ConversionError(
                     f"the call {name} is made by {line} and was made by {site.line} when the "
@@ -140,6 +142,27 @@ class Answering(TorchFunctionMode):
                     name,
                 )
         return site
+
+    def _note_whole_numbers(self, kind: str, args: Any, kwargs: Any) -> None:
+        """A call of whole or complex numbers is torch's own; but it must not be one that another
+        function stands for, which was learned or asked for: see `finish`."""
+        x = args[0] if args else kwargs.get("input")
+        if isinstance(x, Tensor) and not x.is_floating_point():
+            others = [s for s in self._planned(kind).values() if s and (s.learns or not s.exact)]
+            if others:
+                self.whole.append((kind, _line(), str(x.dtype)))
+
+    def _check_whole_numbers(self) -> None:
+        for kind, line, dtype in self.whole:
+            for name, site in self._planned(kind).items():
+                made = int(name.partition("#")[2]) < self.counts.get(kind, 0)
+                if site is not None and site.line == line and not made:
+                    raise ConversionError(
+                        f"the call {name} was given real floating-point numbers when the network "
+                        f"was converted and is given {dtype}, which gates do not take; give "
+                        "x.float().",
+                        name,
+                    )
 
     def _has_lines(self, site: Site, kind: str) -> bool:
         """Whether it matters which line makes a call, and the line is one of the owner's: the first
@@ -165,6 +188,8 @@ class Answering(TorchFunctionMode):
 
         Not where each was made by a line of its own, which was looked at then.
         """
+        if self.whole:
+            self._check_whole_numbers()
         for kind, made in self.counts.items() if self.plan else ():
             if f"{kind}#{made}" not in (self.plan or {}) or not self._is_told_apart(kind):
                 continue
@@ -177,6 +202,10 @@ class Answering(TorchFunctionMode):
                     "calls; convert it with inputs that take the same path.",
                     kind,
                 )
+
+
+def _line() -> str:
+    return traced_line() if torch.compiler.is_compiling() else calling_line()
 
 
 def _refuse_tracing(args: Any, kwargs: Any) -> None:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from functools import partial
+from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -107,7 +109,7 @@ def _learn(
         raise ConversionError(
             "no site learns anything of what is asked: "
             + ("; ".join(learner.notes) or "there is none whose config trains")
-            + "."
+            + ". Ask for others of tau, theta, s and c, or leave train out."
         )
 
 
@@ -173,8 +175,9 @@ def module_sites(
     found: ModuleSites = {}
     known: dict[Any, Judged] = {}
     notes = [] if notes is None else notes
+    held = _held_by_method(model)
     for name, module in model.named_modules():
-        if module is model or not _is_bent(module):
+        if module is model or module in held or not _is_bent(module):
             continue
         what = f"{name} ({type(module).__name__})"
         if chosen.leaves_alone(name):
@@ -199,6 +202,28 @@ def module_sites(
             kind = taxonomy.name_of(judged.known.t) or _kind(module)
             found[module] = [Site(name, kind, *at) if at is not None else None]
             notes += [f"{what}: {judged.note}"] if judged.note else []
+    return found
+
+
+def _held_by_method(model: nn.Module) -> set[nn.Module]:
+    """Modules whose `forward` another one holds, as a method: their calls of torch are answered.
+
+    Of a module that became a gate the method would stay the old one, and be the gate's in a copy
+    that pickle makes: two gates where there was one function, which learn apart.
+    """
+    found: set[nn.Module] = set()
+    for holder in model.modules():
+        seen: dict[int, Any] = {}  # a list may hold itself
+        values = list(own_attributes(holder).values())
+        while values:
+            value = values.pop()
+            if isinstance(value, list | tuple | dict) and id(value) not in seen:
+                seen[id(value)] = value
+                values += value.values() if isinstance(value, dict) else value
+            method = value.func if isinstance(value, partial) else value
+            owner = getattr(method, "__self__", None) if isinstance(method, MethodType) else holder
+            if isinstance(owner, nn.Module) and owner is not holder and method == owner.forward:
+                found.add(owner)
     return found
 
 
