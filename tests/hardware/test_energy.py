@@ -110,3 +110,10 @@ def test_json_has_the_figures_with_their_sources(report):
 def test_bad_settings_are_refused_with_the_range_that_works(given, says):
     with pytest.raises(ValueError, match=says):
         Assumptions(**given)
+
+
+@pytest.mark.parametrize("given", [{"rows": 1.5}, {"dac_bits": 3.5}, {"columns": 0}])
+def test_what_is_counted_must_be_whole(given):
+    (name,) = given
+    with pytest.raises(ValueError, match=f"{name} must be whole and from 1"):
+        Assumptions(**given)
