@@ -45,6 +45,8 @@ def test_a_cell_is_measured_in_a_table_of_a_hundred_columns(tg, pdk, monkeypatch
     monkeypatch.setattr(spice, "CELSIUS", (27.0,))
     tails = [cell_error.Tail(2e-8, 28.5, 1e-7)]  # its steps take long, and have tests of their own
     monkeypatch.setattr(cell_error, "over_branch", lambda cell, **conditions: tails)
+    steps = cell_error.Steps(6e-7, 4e-7)
+    monkeypatch.setattr(cell_error, "steps", lambda cell, **conditions: steps)
     picture = tmp_path / "silu.svg"
     code, out, err = tg(
         "spice", "silu", "--run", "--tail", "ideal", "--draws", "3", "--plot", str(picture)
@@ -54,16 +56,23 @@ def test_a_cell_is_measured_in_a_table_of_a_hundred_columns(tg, pdk, monkeypatch
     assert "mismatch, median of 3" in out
     assert "devices              4 nfet" in out
     assert "20 nA           28.50      100 ns" in out
+    assert all(f"corner {name} " in out for name in ("ff", "ss", "sf", "fs"))
+    assert "settling, x up    600 ns" in out
+    assert "% of full scale, rms" in out.replace("%   of", "% of")
     assert picture.read_text().startswith("<?xml")
 
 
 @pytest.mark.slow
 def test_log_sum_exp_is_measured_as_json(tg, pdk):
-    code, out, _ = tg("spice", "lse", "--run", "--json", "-")
+    code, out, _ = tg("spice", "lse", "--run", "--draws", "2", "--json", "-")
     assert code == 0
     rows = json.loads(out)["lse"]
     assert [row["circuit"] for row in rows] == ["softplus", "one stage", "tree of pairs"]
     assert max(row["error"] for row in rows) < 0.03
+    assert max(row["gates"] for row in rows) < 0.01
+    for row in rows[1:]:
+        assert row["temperature"]["-40"]["tau"] > row["tau"] > row["temperature"]["125"]["tau"]
+        assert len(row["mismatch"]) == len(row["trimmed"]) == 2
 
 
 def test_tau_is_turned_into_a_tail_and_what_no_pair_has_is_refused(monkeypatch):

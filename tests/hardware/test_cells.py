@@ -14,7 +14,7 @@ from threshold_gating.hardware.cells import Pair, describe, device, mirror, pair
         ({"length": 50}, "the length in um must be from 0.15 to 20; got 50"),
         ({"tail": 1.0}, "the tail current in A must be from 1e-10 to 0.0001; got 1"),
         ({"tail": float("nan")}, "the tail current in A must be .*; got nan"),
-        ({"supply": 5.0}, "the supply of sky130-binned in V must be from 0 to 1.98; got 5"),
+        ({"supply": 5.0}, "the supply of sky130-binned in V must be from 0.9 to 1.98; got 5"),
         ({"models": "tsmc"}, "no set of models 'tsmc'"),
     ],
 )

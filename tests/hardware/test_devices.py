@@ -80,3 +80,12 @@ def test_a_temperature_that_was_not_measured_is_refused_with_the_range():
 def test_a_preset_that_is_not_there_is_answered_with_the_names():
     with pytest.raises(ValueError, match=r"did you mean 'sky130-weak'\? There are sky130-weak, "):
         devices.preset("sky130-week")
+
+
+def test_a_tau_that_is_of_no_such_pair_is_refused_with_what_the_pair_has():
+    pair = devices.preset("sky130-weak")
+    v = torch.zeros(1)
+    for tau in (-5.0, 0.0, 1000.0, float("nan")):
+        with pytest.raises(ValueError, match=r"28\.84 per volt.* is not of this pair.*more volts"):
+            pair.gate(v, tau=tau)
+    assert pair.gate(v, tau=pair.tau_at(125)).item() == 0.5

@@ -97,10 +97,10 @@ def test_json_has_the_figures_with_their_sources(report):
     ("given", "says"),
     [
         ({"node": 1}, "from 3 to 350 nm; got 1"),
-        ({"rows": 0}, "rows must be from 1 to"),
+        ({"rows": 0}, "rows must be whole and from 1 to"),
         ({"adc_bits": 4}, "5 to 16 bits; got 4"),
         ({"adc_bits": 40}, "4 to 16 whole bits; got 40"),
-        ({"dac_bits": 0}, "dac_bits must be from 1 to 16; got 0"),
+        ({"dac_bits": 0}, "dac_bits must be whole and from 1 to 16; got 0"),
         ({"g_max": -1e-6}, "g_max must be from 1e-12 to 1; got -1e-06"),
         ({"volts": float("nan")}, "volts must be from 0.0001 to 10; got nan"),
         ({"read": 0}, "read must be from 1e-10"),
@@ -109,4 +109,11 @@ def test_json_has_the_figures_with_their_sources(report):
 )
 def test_bad_settings_are_refused_with_the_range_that_works(given, says):
     with pytest.raises(ValueError, match=says):
+        Assumptions(**given)
+
+
+@pytest.mark.parametrize("given", [{"rows": 1.5}, {"dac_bits": 3.5}, {"columns": 0}])
+def test_what_is_counted_must_be_whole(given):
+    (name,) = given
+    with pytest.raises(ValueError, match=f"{name} must be whole and from 1"):
         Assumptions(**given)

@@ -46,9 +46,44 @@ def test_a_tree_of_eight_has_seven_pairs_and_a_follower_after_all_but_the_last()
     ("given", "said"),
     [
         ({"inputs": 16}, "2, 4 or 8 inputs.*got 16"),
+        ({"supply": 0.5}, "the supply of a tree in V must be from 1.7 to 1.95; got 0.5"),
+        ({"models": "gf180"}, "made of sky130 transistors; got gf180"),
+        ({"size": (0.0, 1.0)}, "the width in um must be from 0.42"),
         ({"tail": 1e-5}, "from 1e-09 to 1e-07 A.*got 1e-05 A"),
     ],
 )
 def test_a_tree_that_would_not_work_is_refused(given, said):
     with pytest.raises(ValueError, match=said):
         Tree(**given)
+
+
+def test_gates_of_a_tree_are_products_of_shares_on_the_way():
+    """Currents of exact pairs put in by hand: the product is softmax."""
+    v = torch.tensor([0.1, -0.4, 0.9, 0.3, 0.0, 1.1, -0.2, 0.5], dtype=torch.float64)
+    for tree in (Tree(8), Tree(8, flat=True)):
+        level, plot = v, {}
+        for stage in lse.stages(tree):
+            groups = level.view(len(stage), -1)
+            for (source, _), group in zip(stage, groups, strict=True):
+                for k, current in enumerate(group.softmax(0) * 3e-8):
+                    plot[f"i(v{k}_{source}_7)"] = current[None]
+            level = groups.logsumexp(1)
+        assert torch.allclose(lse._gates(tree, plot, "_7"), v.softmax(0), rtol=1e-12)
+
+
+def test_mismatch_moves_every_tree_another_way_and_repeats_with_its_seed(pdk):
+    tree = Tree(2)
+    first, again, other = (lse.mismatch(tree, 3, seed, vectors=4) for seed in (1, 1, 2))
+    assert first == again != other
+    perfect = lse.measure(tree)
+    # Two transistors of 5 um^2 with 2 mV each (continuous models) are 0.05 to 0.2 of a logit.
+    assert perfect.error < 0.005 < max(law.error for law in first.built) < 0.5
+    assert perfect.gates < max(law.gates for law in first.built) < 0.15
+    with pytest.raises(ValueError, match="2 trees or more; got 1"):
+        lse.mismatch(tree, 1)
+
+
+@pytest.mark.slow
+def test_a_tree_settles_in_inverse_proportion_to_its_tail(pdk):
+    slow, fast = (lse.settling(Tree(2, tail=tail)) for tail in (1e-8, 2e-8))
+    assert slow / fast == pytest.approx(2, rel=0.15)  # a time step is up to 4 % of it

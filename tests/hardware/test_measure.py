@@ -11,7 +11,7 @@ import torch
 
 from threshold_gating.hardware import devices, measure
 from threshold_gating.hardware.cells import Pair, pair
-from threshold_gating.hardware.spice import Analysis, run
+from threshold_gating.hardware.spice import Analysis, Netlist, run
 
 V = torch.linspace(-0.4, 0.4, 201, dtype=torch.float64)
 
@@ -118,3 +118,45 @@ def test_a_weak_pair_settles_in_inverse_proportion_to_its_tail(pdk):
 def test_a_spread_of_one_pair_is_refused():
     with pytest.raises(ValueError, match="2 pairs or more; got 1"):
         measure.mismatch(Pair(), 1)
+
+
+def test_a_step_is_settled_at_its_operating_point_and_not_where_a_slow_part_is_still_under_way(pdk):
+    """Two RC lines: nine tenths of the level come fast, one tenth fifty times as slowly."""
+
+    def driven(wave):
+        points = " ".join(f"{t:.9g} {side:g}" for t, side in wave)
+        lines = (f"vi a 0 pwl({points})", "r1 a b 1k", "c1 b 0 1p", "r2 a c 50k", "c2 c 0 1p")
+        return Netlist("two lines", lines)
+
+    keep = ("v(b)", "v(c)")
+    fast = measure.edges(driven, keep, lambda plot: plot["v(b)"] / 2, 1e-8)
+    # A step of 2, halved: 1 % is left after ln 100 time constants of 1 ns. A point is 2 % of it.
+    assert fast == pytest.approx([1e-9 * math.log(100)] * 2, rel=0.05)
+    both = measure.edges(driven, keep, lambda plot: 0.45 * plot["v(b)"] + 0.05 * plot["v(c)"], 1e-8)
+    assert both == pytest.approx([50e-9 * math.log(10)] * 2, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"common": 3.0}, "the common mode in V must be from 0 to 1.8; got 3"),
+        ({"supply": 0.3}, "the supply of sky130-binned in V must be from 0.9 to 1.98; got 0.3"),
+        ({"decoupling": -1.0}, "the capacitor on the bias line in F must be from 0"),
+    ],
+)
+def test_a_pair_that_cannot_work_is_refused_with_what_can(given, said):
+    with pytest.raises(ValueError, match=said):
+        Pair(**given)
+
+
+@pytest.mark.slow
+def test_causes_of_mismatch_add_up_as_squares_and_only_the_threshold_is_left_in_strong(pdk):
+    weak, strong = (measure.mismatch_parts(Pair(tail=tail), 60) for tail in (1e-8, 1e-4))
+    slopes = {"vth0": 3.356e-3, "voff": 7e-3}  # V um, of the models
+    for cause, slope in slopes.items():
+        # Two transistors; 60 draws know a standard deviation to 9 %: three times that.
+        assert weak[cause].sigma_theta == pytest.approx(slope * math.sqrt(2 / 5), rel=0.27)
+    # voff shifts the current of weak inversion only; the oxide scales that of strong inversion.
+    assert strong["voff"].sigma_theta < weak["voff"].sigma_theta / 4
+    assert strong["toxe"].sigma_theta > 0.9 * weak["toxe"].sigma_theta
+    assert measure.mismatch_parts(Pair("gf180")) == {}

@@ -176,6 +176,7 @@ def _measured_pair(args: argparse.Namespace, spec: Pair, tell: Any) -> Answer:
     process = measure.over_corners(spec, corners, celsius=args.celsius)
     tell("mismatch", 0.4)
     spread = measure.mismatch(spec, args.draws or DRAWS, args.seed, **conditions(args))
+    parts = measure.mismatch_parts(spec, args.draws or DRAWS, args.seed, **conditions(args))
     tell("settling", 0.7)
     settled = measure.settling(spec, fit.tau, **conditions(args))
     bandwidth = characterise.bandwidth(settled)
@@ -195,6 +196,10 @@ def _measured_pair(args: argparse.Namespace, spec: Pair, tell: Any) -> Answer:
             for c, f in zip(corners, process, strict=True)
         ),
         ("sigma(theta)", f"{spread.sigma_theta * 1e3:.2f}", "mV", seen),
+        *(
+            ("sigma(theta)", f"{part.sigma_theta * 1e3:.2f}", "mV", f"of {cause} alone")
+            for cause, part in parts.items()
+        ),
         ("sigma(tau)", f"{spread.sigma_tau:.2%}", "", seen),
         ("tau sigma(theta)", f"{fit.tau * spread.sigma_theta:.4f}", "", "what a network sees"),
         ("settling", f"{settled * 1e9:.4g}", "ns", "to 1 % of the tail, no load"),
@@ -212,6 +217,7 @@ def _measured_pair(args: argparse.Namespace, spec: Pair, tell: Any) -> Answer:
     result = {"pair": describe(spec), **fit._asdict(), "shape": own.shape._asdict()}
     result |= {"own_deviation": own.deviation, "settling": settled, "noise": hiss}
     result |= {"sigma_theta": spread.sigma_theta, "sigma_tau": spread.sigma_tau}
+    result["sigma_theta_of"] = {cause: part.sigma_theta for cause, part in parts.items()}
     result["tau_at"] = {f"{t:g}": f.tau for t, f in zip(CELSIUS, warm, strict=True)}
 
     def draw(axes: Any) -> None:

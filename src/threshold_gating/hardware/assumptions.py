@@ -45,7 +45,9 @@ class Assumptions:
             whole = isinstance(value, int) or not isinstance(low, int)
             if not (low <= value <= high and whole):
                 kind = "whole and from" if isinstance(low, int) else "from"
-                raise ValueError(f"energy: {name} must be {kind} {low} to {high}; got {value:g}.")
+                raise ValueError(
+                    f"energy: {name} must be {kind} {low:g} to {high:g}; got {value:g}."
+                )
         adc.energy(self.adc_bits, self.adc_rate, self.node)
         adc.survey(self.adc_bits)
         _process(devices.preset(self.preset))

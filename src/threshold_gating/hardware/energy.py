@@ -25,7 +25,7 @@ from threshold_gating.hardware.figure import Figure
 
 NOT_COUNTED = (
     "memories, routing, clocks, sample-and-hold, digital sums of tiles, digital ops listed below, "
-    "and the load that a gate drives"
+    "and of a gate its load, its mirrors and the lines of its inputs"
 )
 
 

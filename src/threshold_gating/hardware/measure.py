@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.func import jacfwd
 
+from threshold_gating.hardware import models as pdk
 from threshold_gating.hardware.cells import Pair, pair
 from threshold_gating.hardware.devices import LOGISTIC, Shape, curve
 from threshold_gating.hardware.spice import Analysis, Netlist, Plot, run
@@ -180,6 +181,23 @@ def mismatch(spec: Pair, pairs: int = 200, seed: int = 1, **conditions: Any) -> 
     first, second = (torch.stack([plot[f"{side}{tag})"] for tag in tags]) for side in _SIDES)
     taus, thetas = fits(plot["scale"], first / (first + second))
     return Spread(pairs, thetas.std().item(), (taus.std() / taus.mean()).item())
+
+
+# What varies from transistor to transistor, where a set of models has a parameter for each.
+VARIED = {"sky130-binned": ("vth0", "voff", "toxe")}
+
+
+def mismatch_parts(
+    spec: Pair, pairs: int = 200, seed: int = 1, **conditions: Any
+) -> dict[str, Spread]:
+    """The same with one cause of mismatch at a time; empty where the models do not part them."""
+    causes = VARIED.get(spec.models, ())
+    name = pdk.chosen(spec.models).devices[spec.device]
+    out = {}
+    for cause in causes:
+        off = tuple((f"{name}__{other}_slope", 0.0) for other in causes if other != cause)
+        out[cause] = mismatch(spec, pairs, seed, parameters=off, **conditions)
+    return out
 
 
 def settling(spec: Pair, tau: float, **conditions: Any) -> float:

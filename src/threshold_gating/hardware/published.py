@@ -34,7 +34,7 @@ class Check:
 
     def __str__(self) -> str:
         numbers = f"{self.published:9.4g} {self.ours:9.4g} {self.unit:<5} {self.off:+7.0%}"
-        return f"{self.what:<34} {numbers}"
+        return f"{self.what:<38} {numbers}"
 
 
 def checks() -> list[Check]:
@@ -183,7 +183,7 @@ def attention(
 
 def main() -> None:
     """Print every comparison."""
-    print(f"{'what':<34} {'published':>9} {'ours':>9} {'':<5} {'off':>7}")
+    print(f"{'what':<38} {'published':>9} {'ours':>9} {'':<5} {'off':>7}")
     for check in checks():
         print(check)
         print(textwrap.fill(check.source, 96, initial_indent="    ", subsequent_indent="    "))

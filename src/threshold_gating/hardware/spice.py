@@ -40,6 +40,7 @@ class Netlist:
     seed: int | None = None  # draws mismatch of every device where it is given
     options: str = OPTIONS
     notes: tuple[str, ...] = field(default=())
+    parameters: tuple[tuple[str, float], ...] = ()  # of the models, in place of their own
 
     def __post_init__(self) -> None:
         check(self.elements, self.models)
@@ -59,13 +60,18 @@ class Netlist:
     def text(self) -> str:
         """What ngspice reads, whole; `tg spice -o` writes it."""
         reading = pdk.includes(self.models, self.at, mismatch=self.seed is not None)
-        return "\n".join([*self._head(), *reading, *self.elements, ".end"]) + "\n"
+        lines = [*self._head(), *reading, *self._parameters(), *self.elements, ".end"]
+        return "\n".join(lines) + "\n"
+
+    def _parameters(self) -> list[str]:
+        return [f".param {name}={value:g}" for name, value in self.parameters]
 
     def deck(self, commands: Sequence[str]) -> str:
         """What ngspice is run on: the same with the models cut to what is used."""
         cut = pdk.cut(self.models, self.at, self.sizes(), mismatch=self.seed is not None)
         control = [".control", "set filetype=binary", *commands, "quit", ".endc", ".end"]
-        return "\n".join([*self._head(), cut, *self.elements, *control]) + "\n"
+        lines = [*self._head(), cut, *self._parameters(), *self.elements, *control]
+        return "\n".join(lines) + "\n"
 
     def _head(self) -> list[str]:
         seed = "" if self.seed is None else f" seed={self.seed}"
@@ -172,7 +178,7 @@ def ngspice() -> str | None:
     return shutil.which("ngspice")
 
 
-def run(netlist: Netlist, *analyses: Analysis, timeout: float = 600) -> list[Plot]:
+def run(netlist: Netlist, *analyses: Analysis, timeout: float = 1800) -> list[Plot]:
     """Run ngspice on a netlist; one plot for each analysis."""
     program = ngspice()
     if program is None:
