@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from threshold_gating import (
         conversion,
         fitting,
+        hardware,
         kernels,
         nn,
         primitive,
