@@ -14,7 +14,7 @@ from benchmarks.pairs import ALLOWED, PAIRS, disagreement
 from threshold_gating import TAXONOMY, TG, Activation, kernels, primitive
 from threshold_gating.kernels import runtime, structure
 from threshold_gating.kernels.attention import function as attending
-from threshold_gating.kernels.blend import cpu, steps
+from threshold_gating.kernels.blend import cpu, gpu, steps
 from threshold_gating.kernels.blend import function as blending
 from threshold_gating.kernels.product import formula, function
 
@@ -363,12 +363,13 @@ def check_learned(device="cpu"):
                     p.add_(torch.randn_like(p), alpha=0.2)
             agree(act, x, f"{key} {train} {options}")
     tokens, positions = {"share": "channel", "axis": -1}, {"share": "neuron", "axis": -1}
+    many = gpu.MANY_GROUPS + 3
     for key, train, options, shape in (  # sums of several parts, and of one large one
         ("silu", every, {}, (41, 1003)),
         ("relu", ("theta", "s"), {}, (41, 1003)),
         ("silu", ("tau", "c"), {**tokens, "channels": 63}, (1003, 63)),
         ("gelu", ("theta",), {**tokens, "channels": 300}, (301, 300)),
-        ("silu", every, {**positions, "channels": (2**16 + 3,)}, (2, 2**16 + 3)),
+        ("silu", every, {**positions, "channels": (many,)}, (2, many)),
     ):
         act = Activation(key, train=train, **options).to(device)
         agree(act, torch.randn(shape, device=device), f"{key} {train} {options}")

@@ -29,6 +29,8 @@ from threshold_gating.kernels.structure import (
     Weights,
 )
 
+MANY_GROUPS = 2**16  # the parameters of more do not stay in a cache
+
 
 class Constants(NamedTuple):
     """A structure as kernels are compiled for it, in the order in which they take it.
@@ -143,7 +145,7 @@ def tiles_forward(m: Matrix, size: int, known: Constants) -> Tiles:
     every, narrow = 2**31, size == 2
     if m.layout == Layout.COLUMNS:
         # Where the parameters of all groups do not stay in a cache, each is read by one program.
-        once = m.G > 2**16
+        once = m.G > MANY_GROUPS
         if K == 2 and once:
             return m.tiles(8, 256, 2, 4, 1)
         if K == 2 and narrow:
@@ -213,7 +215,7 @@ def adding(sums: tuple[int, int, int], axis: int, rows: Sequence[int]) -> Launch
     from threshold_gating.kernels.blend import kernels
 
     parts, G = sums[axis], sums[2] if axis == 0 else 1
-    if parts == 1 and G > 2**16:
+    if parts == 1 and G > MANY_GROUPS:
         return None
     steps = (sum(rows) * G, G) if axis == 0 else (1, parts)
     # narrow ones where wide ones would not give every processor one
