@@ -34,6 +34,8 @@ class Storage(NamedTuple):
 
 def storage(simulation: Simulation, bits: int) -> Storage:
     """Of a tau and a theta of `bits` each for every threshold of every physical gate."""
+    if isinstance(bits, bool) or not isinstance(bits, int) or bits < 1:
+        raise ValueError(f"storage: bits is a whole number from 1 on; got {bits!r}.")
     sizes = [(math.prod(g.group), g.t.K - 1) for g in simulation.body.gates()]
     numbers = sum(2 * gates * thresholds for gates, thresholds in sizes)
     return Storage(sum(gates for gates, _ in sizes), numbers, bits * numbers)
@@ -90,7 +92,7 @@ def retune(
     *,
     steps: int,
     rate: float = 0.02,
-    what: Sequence[str] = TRIMS,
+    what: str | Sequence[str] = TRIMS,
     loss: Loss = distance,
     together: bool = False,
 ) -> list[float]:
@@ -105,9 +107,16 @@ def retune(
         together: run all chips at once, which takes the memory of all and is faster where a run is
             many small steps, as in recurrent networks.
     """
-    if unknown := set(what) - set(TRIMS) or not what:
-        raise ValueError(f"retune: what is some of tau, theta; got {unknown or 'none'}.")
+    what = (what,) if isinstance(what, str) else what
+    if set(what) - set(TRIMS) or not what:
+        raise ValueError(f"retune: what is some of {', '.join(TRIMS)}; got {what!r}.")
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        raise ValueError(f"retune: steps is a whole number from 1 on; got {steps!r}.")
+    if not 0 < rate < math.inf:
+        raise ValueError(f"retune: rate is above 0; got {rate!r}.")
     inputs = [arguments(batch) for batch in batches]
+    if not inputs:
+        raise ValueError("retune: there are no batches; give one input or more.")
     groups = _trims(simulation.body.gates(), what, rate)
     optimizer = torch.optim.Adam([{k: g[k] for k in ("params", "lr")} for g in groups])
     with torch.no_grad():
@@ -119,6 +128,11 @@ def retune(
                 group["lr"] = start["lr"] * (1 - step / steps)
             (args, kwargs), aim = inputs[step % len(inputs)], aims[step % len(inputs)]
             losses.append(step_of(simulation, args, kwargs, aim, loss, optimizer))
+            if not math.isfinite(losses[-1]):
+                raise ValueError(
+                    f"retune: the loss of step {step} is {losses[-1]}, and trims cannot follow it; "
+                    "give batches on which the chips compute numbers, or a lower rate."
+                )
     finally:
         for group in groups:
             for trim in group["params"]:
@@ -167,6 +181,8 @@ def _step_together(
         loss(pytree.tree_map(lambda t, k=k: t[k], outputs), aim) for k in range(simulation.draws)
     ]
     total = torch.stack(values).sum()
-    total.backward(inputs=[p for group in optimizer.param_groups for p in group["params"]])
+    trims = [p for group in optimizer.param_groups for p in group["params"]]
+    for trim, grad in zip(trims, torch.autograd.grad(total, trims, allow_unused=True), strict=True):
+        trim.grad = grad
     optimizer.step()
     return total.item() / simulation.draws
