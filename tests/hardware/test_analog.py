@@ -14,7 +14,7 @@ import threshold_gating as tg
 from threshold_gating.hardware import devices
 from threshold_gating.hardware.analog import simulate
 from threshold_gating.hardware.crossbar import Crossbar
-from threshold_gating.hardware.drawn import normal
+from threshold_gating.hardware.drawn import normal, stacked
 from threshold_gating.hardware.physical import Errors
 
 IDEAL = Errors(unit="rms")
@@ -357,6 +357,25 @@ def test_chips_of_another_dtype_are_the_same_chips(dtype):
     # four roundings one after the other; the volts of a hard gate follow the rounded inputs
     close = 4 * max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
     assert (y - want).abs().max() < close * want.abs().max()
+
+
+def test_chips_are_not_simulated_again():
+    _, gated, x = small()
+    chips = simulate(gated, "sky130-weak", inputs=x)
+    for again in (chips, chips.body.network):
+        with pytest.raises(tg.conversion.ConversionError, match="on simulated chips already"):
+            simulate(again, "sky130-weak", inputs=x)
+
+
+def test_devices_stay_what_they_are_when_the_network_is_cast():
+    _, gated, x = small()
+    chips = simulate(gated, "sky130-weak", inputs=x, crossbar=Crossbar(programming=0.1))
+    before = {name: t.clone() for name, t in stacked(chips.body).items()}
+    cast = chips.half()
+    assert cast.body.network[0].weight.dtype == torch.float16
+    after = stacked(cast.body)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(after[name], t) for name, t in before.items())
 
 
 def test_a_simulation_that_is_compiled_runs_as_it_is():

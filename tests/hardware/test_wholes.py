@@ -76,6 +76,15 @@ def test_ideal_gates_are_torchs_function(name):
     )
 
 
+def test_a_row_with_nan_is_nan_and_the_others_are_not():
+    """One NaN, several, and all but one: as torch has it."""
+    module = ready(whole("site", "softmax", IDEAL, nn.Identity()), LOGITS, -1)
+    z = LOGITS.clone()
+    z[0, 0, 3], z[0, 2, :4], z[1, 1, 1:] = math.nan, math.nan, math.nan
+    want = torch.softmax(z, -1)
+    assert torch.equal(module(z, -1).isnan(), want.isnan())
+
+
 def test_a_single_key_has_an_open_gate_and_a_masked_one_a_closed_one():
     z = torch.tensor([[0.3, -math.inf, -math.inf]])
     module = ready(whole("site", "softmax", IDEAL, nn.Identity()), z, -1)

@@ -29,7 +29,7 @@ from threshold_gating.hardware import devices
 from threshold_gating.hardware.crossbar import Crossbar
 from threshold_gating.hardware.drawn import stacked
 from threshold_gating.hardware.figure import is_number
-from threshold_gating.hardware.physical import SHARES, Chip, Errors, Share
+from threshold_gating.hardware.physical import SHARES, AnalogGate, Chip, Errors, Share
 from threshold_gating.hardware.placement import (
     Body,
     Chosen,
@@ -209,6 +209,11 @@ def _check_pair(pair: devices.Preset) -> None:
 def _check(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"simulate: model must be a network; got {type(model).__name__}.")
+    if any(isinstance(m, AnalogGate) for m in model.modules()):
+        raise ConversionError(
+            f"simulate: {type(model).__name__} is on simulated chips already; give the network "
+            "that tg.convert made."
+        )
     owners = [vars(m) for m in model.modules() if "tg_sites" in vars(m)]
     if not owners and not any(isinstance(m, Activation) for m in model.modules()):
         raise ConversionError(

@@ -7,7 +7,7 @@ one entry, or all of them at once through `torch.vmap`.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,10 @@ class Drawn(nn.Module):
     def put(self, name: str, value: Tensor) -> None:
         """Keep `value`, (draws, ...), as a buffer that no state dict holds."""
         self.register_buffer(name, value, persistent=False)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Drawn:
+        """Go to another device, and stay float32: `.half()` would make other chips of them."""
+        return super()._apply(lambda t: t.to(fn(t).device), recurse)
 
 
 def normal(seed: int, name: str, draws: int, shape: Sequence[int]) -> Tensor:

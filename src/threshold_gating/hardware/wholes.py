@@ -72,7 +72,8 @@ class KeyGates(AnalogGate):
             live = ~(rows <= _OFF)  # NaN takes part, and is seen
             rows = torch.where(live, rows, _OFF)
             theta = self._thresholds(rows)
-            gated = live & (theta > _OFF / 2)  # a single key has nothing to be compared with
+            # a single key has nothing to be compared with; NaN is, and stays NaN
+            gated = live & ~(theta <= _OFF / 2)
             # What is not gated counts for nothing where it is seen, and is 0 or 1.
             nothing = -math.inf if self.watching else 0.0
             p = self(torch.where(gated, rows - theta, nothing))
