@@ -131,9 +131,10 @@ def _swing(facts: Facts) -> str:
 
 def millivolts(facts: Facts) -> Iterator[Ask]:
     """Thresholds and inputs off by so many millivolts; the curve of the device, nothing else."""
+    sizes = (2, 5, 10, 20, 50) if facts.has_layers else (5, 20, 50)  # of fewer, where a run is long
     for kind in ("theta", "offset"):
         for name in PRESETS:
-            for size in (1, 2, 5, 10, 20, 50):
+            for size in sizes:
                 given = Errors(**{**NONE, kind: 1e-3 * size})
                 yield Ask(f"{name}, {kind} {size} mV", on(name, facts, errors=given))
 
