@@ -158,6 +158,7 @@ class AnalogGate(nn.Module):
         self.seen, self.watching, self.axis = Seen(), False, -1
         self.volts = 1.0  # per unit of the input
         self.stretch = 1.0  # over the volts that a soft gate needs: it is that much sharper
+        self.width = math.inf  # 1 / tau of a soft gate, in units of the input
         self.devices = Drawn()
         self.group: tuple[int, ...] = ()
         # In a run, what the devices make of the parameters, by the shape and dtype of the input: a
@@ -180,7 +181,7 @@ class AnalogGate(nn.Module):
             taus = tau if isinstance(tau, list | tuple) else [tau]
             own = max(torch.as_tensor(t).max().item() for t in taus) / chip.tau
             self.volts = own if volts is None else volts
-            self.stretch = self.volts / own
+            self.stretch, self.width = self.volts / own, 1 / (own * chip.tau)
         elif volts is not None:
             self.volts = volts
         elif not seen.largest:

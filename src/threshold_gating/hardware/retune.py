@@ -101,8 +101,9 @@ def retune(
     Args:
         ideal: the network whose outputs are the aim; no labels are needed.
         batches: inputs as `tg.convert` takes them, gone through again and again.
-        steps: of Adam. A step of theta is up to `rate` RMS of the site's input, one of log tau up
-            to `rate`; both go down to 0 along a line.
+        steps: of Adam. A step of theta is up to `rate` times the RMS of the site's input, or times
+            1 / tau where a soft gate is narrower than that; one of log tau is up to `rate`. Both
+            go down to 0 along a line.
         what: "tau", "theta" or both.
         together: run all chips at once, which takes the memory of all and is faster where a run is
             many small steps, as in recurrent networks.
@@ -142,14 +143,13 @@ def retune(
 
 
 def _trims(gates: Iterable[AnalogGate], what: Sequence[str], rate: float) -> list[dict[str, Any]]:
-    """Groups of parameters, theta in steps of what its site sees."""
+    """Groups of parameters, theta in steps of what its site sees and its gate can tell apart."""
     groups = []
     for gate in gates:
         for name in what:
             trim = getattr(gate.devices, f"trim_{name}").requires_grad_(True)
-            groups.append(
-                {"params": [trim], "lr": rate * (gate.seen.rms if name == "theta" else 1)}
-            )
+            unit = 1.0 if name == "tau" else min(gate.seen.rms, gate.width)
+            groups.append({"params": [trim], "lr": rate * unit})
     return groups
 
 
