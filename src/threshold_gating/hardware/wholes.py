@@ -97,9 +97,16 @@ class KeyGates(AnalogGate):
         return outside[..., :n]
 
     def _cell(self, a: Tensor, b: Tensor, key: str, start: int) -> Tensor:
-        """One softplus cell for each pair; where one side is off, the other passes."""
-        y = torch.logaddexp(a, b)
-        errors = self.chip.errors
+        """One softplus cell for each pair; where one side is off, the other passes.
+
+        Its transistors are as warm as those of the gates: a tree bends as much as they do.
+        """
+        errors, warmth = self.chip.errors, 1.0 if self.watching else self.chip.warmth
+        y = (
+            torch.logaddexp(a, b)
+            if warmth == 1
+            else torch.logaddexp(a * warmth, b * warmth) / warmth
+        )
         if self.watching or not errors.tree:
             return y
         numbers = getattr(self.devices, key)[..., start : start + y.shape[-1]]
