@@ -268,25 +268,29 @@ def drawn(found: Found) -> Any:
     from matplotlib import pyplot as plt
 
     plt.rcParams.update({"svg.hashsalt": found.name, "svg.fonttype": "none", "font.size": 8})
-    figure, axes = plt.subplots(1, 4, figsize=(11, 2.6), sharey=True, layout="constrained")
-    panels = [*_rms(found), *_volts(found, "theta"), *_volts(found, "offset"), *_warmth(found)]
-    for panel, label, line in panels:
+    lines = [*_rms(found), *_volts(found, "theta"), *_volts(found, "offset"), *_warmth(found)]
+    under = sorted({panel for panel, _, line in lines if line}, key=PANELS.index)
+    figure, every = plt.subplots(
+        1, len(under), figsize=(2.8 * len(under), 2.6), sharey=True, layout="constrained"
+    )
+    axes = dict(zip(under, [every] if len(under) == 1 else every, strict=True))
+    for panel, label, line in lines:
         x, values = [x for x, _ in line], [v for _, v in line]
         mean = [sum(v) / len(v) for v in values]
         axes[panel].plot(x, mean, marker=".", label=label, linewidth=1)
         axes[panel].fill_between(x, [*map(min, values)], [*map(max, values)], alpha=0.25)
-    under = ("error, RMS of the input", "theta off, mV", "input off, mV", "temperature, C")
-    for axis, text in zip(axes, under, strict=True):
+    for text, axis in axes.items():
         axis.set_xlabel(text)
         axis.grid(alpha=0.3)
-        if axis.get_legend_handles_labels()[0]:
-            axis.legend(fontsize=6)
-    axes[0].set_ylabel(found.held["metric"])
+        axis.legend(fontsize=6)
+    first = axes[under[0]]
+    first.set_ylabel(found.held["metric"])
     if found.held["metric"] == "perplexity":
-        axes[0].set_yscale("log")
+        first.set_yscale("log")
     return figure
 
 
+PANELS = ("error, RMS of the input", "theta off, mV", "input off, mV", "temperature, C")
 Line = list[tuple[float, list[float]]]
 
 
@@ -294,24 +298,24 @@ def _line(found: Found, section: str, asked: Sequence[tuple[float, str]]) -> Lin
     return [(x, values) for x, what in asked if (values := found.values(section, what))]
 
 
-def _rms(found: Found) -> Iterator[tuple[int, str, Line]]:
+def _rms(found: Found) -> Iterator[tuple[str, str, Line]]:
     start = _line(found, "errors", [(0.0, "ideal")])
     for kind in ("theta", "offset", "noise"):
         sizes = (0.02, 0.05, 0.1, 0.2, 0.4)
-        yield 0, kind, start + _line(found, "errors", [(s, f"{kind} {s:g}") for s in sizes])
+        yield PANELS[0], kind, start + _line(found, "errors", [(s, f"{kind} {s:g}") for s in sizes])
 
 
-def _volts(found: Found, kind: str) -> Iterator[tuple[int, str, Line]]:
+def _volts(found: Found, kind: str) -> Iterator[tuple[str, str, Line]]:
     for name in PRESETS:
         asked = [(float(s), f"{name}, {kind} {s} mV") for s in (1, 2, 5, 10, 20, 50)]
         if line := _line(found, "millivolts", asked):
-            yield 1 if kind == "theta" else 2, name, line
+            yield PANELS[1 if kind == "theta" else 2], name, line
 
 
-def _warmth(found: Found) -> Iterator[tuple[int, str, Line]]:
+def _warmth(found: Found) -> Iterator[tuple[str, str, Line]]:
     for name in PRESETS:
         if line := _line(found, "temperature", [(c, f"{name}, {c:g} C") for c in CELSIUS]):
-            yield 3, name, line
+            yield PANELS[3], name, line
 
 
 def main() -> int:

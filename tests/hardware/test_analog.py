@@ -124,6 +124,19 @@ def test_what_volts_are_is_reported_for_every_site():
     assert [row.volts for row in chosen] == pytest.approx([1 / weak.tau, 0.01])
 
 
+def test_an_input_at_the_rail_is_not_beyond_it():
+    """Whatever the largest input is: level / largest * largest may round up."""
+    model, x = (
+        nn.Sequential(nn.ReLU()),
+        torch.randn(64, 1, generator=torch.Generator().manual_seed(0)),
+    )
+    for scale in range(1, 20):
+        given = x * scale / 7
+        gated = tg.convert(model, inputs=given)
+        chips = simulate(gated, "sky130-weak", inputs=given, level=WEAK.supply / 2)
+        assert not chips.report().sites[0].clipped
+
+
 def test_a_table_is_at_most_100_columns_wide(case):
     _, gated, x = case
     report = simulate(gated, "sky130-npn", inputs=x, crossbar=Crossbar(adc_bits=6)).report()
