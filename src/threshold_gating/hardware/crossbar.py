@@ -12,7 +12,7 @@ The bias is added behind the converter. Gradients pass through: rounding passes 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
 from typing import Any
@@ -113,18 +113,6 @@ class Crossbar:
         if not isinstance(given, Mapping):
             return given
         return next((bits for name, bits in given.items() if fnmatchcase(layer, name)), None)
-
-    def check_names(self, layers: Sequence[str]) -> None:
-        """Refuse converters of layers that are not there."""
-        for name in ("dac_bits", "adc_bits"):
-            given = getattr(self, name)
-            for pattern in given if isinstance(given, Mapping) else ():
-                if not any(fnmatchcase(layer, pattern) for layer in layers):
-                    known = ", ".join(map(repr, layers[:5]))
-                    raise ValueError(
-                        f"Crossbar: {name} has {pattern!r}, which is no layer; there are {known} "
-                        "..."
-                    )
 
     def to_dict(self) -> dict[str, Any]:
         return {f.name: getattr(self, f.name) for f in fields(self)}

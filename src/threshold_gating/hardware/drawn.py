@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +21,9 @@ class Drawn(nn.Module):
         """Keep `value`, (draws, ...), as a buffer that no state dict holds."""
         self.register_buffer(name, value, persistent=False)
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Drawn:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Go to another device, and stay float32: `.half()` would make other chips of them."""
-        return super()._apply(lambda t: t.to(fn(t).device), recurse)
+        return super()._apply(lambda t: t.to(fn(t).device), recurse)  # type: ignore[no-untyped-call]
 
 
 def normal(seed: int, name: str, draws: int, shape: Sequence[int]) -> Tensor:

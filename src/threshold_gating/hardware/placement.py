@@ -201,11 +201,23 @@ def place_layers(body: Body, settings: Crossbar) -> list[str]:
     if not found:
         kinds = ", ".join(kind.__name__ for kind in LAYERS)
         raise ValueError(f"simulate: the network has no layer for a crossbar: no {kinds}.")
-    settings.check_names(list(found))
+    _check_names(settings, list(found))
     for name, layer in found.items():
         put_on_crossbar(layer, name, settings)
     on = {layer.weight for _, layer in body.arrays()}
     return [n for n, p in body.network.named_parameters() if p.dim() > 1 and p not in on]
+
+
+def _check_names(settings: Crossbar, layers: Sequence[str]) -> None:
+    """Refuse converters of layers that are not there."""
+    for name in ("dac_bits", "adc_bits"):
+        given = getattr(settings, name)
+        for pattern in given if isinstance(given, Mapping) else ():
+            if not any(fnmatchcase(layer, pattern) for layer in layers):
+                known = ", ".join(map(repr, layers[:5]))
+                raise ValueError(
+                    f"Crossbar: {name} has {pattern!r}, which is no layer; there are {known} ..."
+                )
 
 
 def calibrate(body: Body, inputs: Any) -> None:
