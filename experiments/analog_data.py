@@ -312,8 +312,11 @@ def smollm2(held: Packed, samples: int | None, device: Any) -> Network:
 
 
 def unquantised(rows: Tensor) -> Tensor:
-    """Blocks of 32 numbers: a scale and bytes (Q8_0), or scale, least and half bytes (Q4_1)."""
-    is_short = rows.shape[1] % 34 != 0 or rows.shape[1] in (360, 960)
+    """Blocks of 32 numbers: a scale and bytes (Q8_0), or scale, least and half bytes (Q4_1).
+
+    SmolLM2's rows are 576 or 1536 numbers, 18 or 48 blocks, so that 20 and 34 bytes a block differ.
+    """
+    is_short = rows.shape[1] in (18 * 20, 48 * 20)
     blocks = torch.unflatten(rows, -1, (-1, 20 if is_short else 34)).contiguous()
     heads = blocks[..., : 4 if is_short else 2].contiguous().view(torch.float16).float()
     if not is_short:

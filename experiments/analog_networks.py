@@ -117,12 +117,17 @@ def tuning(facts: Facts) -> Iterator[Ask]:
     cases = {
         f"offset 0.2 RMS{after}": ideal(offset=0.2) | sharp,
         f"theta 0.4 RMS{after}": ideal(theta=0.4) | sharp,
-        **{f"{name}, {_swing(facts)}": {"preset": name} for name in PRESETS[::-1]},
+        **{f"{name}, {_swing(facts)}": {"preset": name} for name in _tuned(facts)},
     }
     for what, given in cases.items():
         yield Ask(what, given)
         for part in (("theta",), ("tau", "theta")):
             yield Ask(f"{what}: {' and '.join(part)} tuned", given, tune=part)
+
+
+def _tuned(facts: Facts) -> Sequence[str]:
+    """Every preset; two of them where a run is long."""
+    return PRESETS if facts.has_layers else ("sky130-weak", "sky130-strong")
 
 
 def _swing(facts: Facts) -> str:
@@ -131,9 +136,10 @@ def _swing(facts: Facts) -> str:
 
 def millivolts(facts: Facts) -> Iterator[Ask]:
     """Thresholds and inputs off by so many millivolts; the curve of the device, nothing else."""
+    sizes = (2, 5, 10, 20, 50) if facts.has_layers else (5, 20, 50)  # of fewer, where a run is long
     for kind in ("theta", "offset"):
         for name in PRESETS:
-            for size in (1, 2, 5, 10, 20, 50):
+            for size in sizes:
                 given = Errors(**{**NONE, kind: 1e-3 * size})
                 yield Ask(f"{name}, {kind} {size} mV", on(name, facts, errors=given))
 

@@ -164,6 +164,30 @@ def attention_logits(
     return _apply_mask(z, attn_mask, is_causal)
 
 
+class AttentionCall(NamedTuple):
+    """The arguments of a call of `F.scaled_dot_product_attention`."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attn_mask: Tensor | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
+
+    def logits(self) -> Tensor:
+        return attention_logits(
+            *(self.query, self.key, self.attn_mask, self.is_causal, self.scale, self.enable_gqa)
+        )
+
+    def mixed(self, p: Tensor) -> Tensor:
+        """The values weighed by p, in the dtype of the query."""
+        v = wide(self.value)
+        v = _repeat_heads(v, self.query) if self.enable_gqa else v
+        return _product(p, v).to(self.query.dtype)
+
+
 class _Gates(torch.autograd.Function):
     """sigma(z - theta) with the analytic backward."""
 

@@ -3,6 +3,7 @@
 import copy
 import math
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import threshold_gating as tg
 from threshold_gating.hardware import devices
 from threshold_gating.hardware.analog import simulate
 from threshold_gating.hardware.crossbar import Crossbar
+from threshold_gating.hardware.drawn import normal, stacked
 from threshold_gating.hardware.physical import Errors
 
 IDEAL = Errors(unit="rms")
@@ -120,6 +122,19 @@ def test_what_volts_are_is_reported_for_every_site():
     assert hard.sharpness == pytest.approx(weak.tau * hard.volts * hard.rms)
     chosen = simulate(gated, "sky130-weak", inputs=x, volts={"3": 0.01}).report().sites
     assert [row.volts for row in chosen] == pytest.approx([1 / weak.tau, 0.01])
+
+
+def test_an_input_at_the_rail_is_not_beyond_it():
+    """Whatever the largest input is: level / largest * largest may round up."""
+    model, x = (
+        nn.Sequential(nn.ReLU()),
+        torch.randn(64, 1, generator=torch.Generator().manual_seed(0)),
+    )
+    for scale in range(1, 20):
+        given = x * scale / 7
+        gated = tg.convert(model, inputs=given)
+        chips = simulate(gated, "sky130-weak", inputs=given, level=WEAK.supply / 2)
+        assert not chips.report().sites[0].clipped
 
 
 def test_a_table_is_at_most_100_columns_wide(case):
@@ -289,12 +304,97 @@ def test_what_cannot_be_analog_is_said():
         ({"volts": {"nothing": 1.0}}, "'nothing', which is no site"),
         ({"preset": None, "errors": Errors(theta=0.01)}, "without a preset there are no volts"),
         ({"preset": None, "rail": 0.5}, "level, rail and temperature are of a preset"),
+        ({"preset": None, "volts": {"*": 0.1}}, "volts are of a preset"),
+        ({"sharpness": 1000.0}, f"sky130-weak is as sharp as {WEAK.tau * WEAK.supply / 2:.3g}"),
+        ({"preset": replace(WEAK, tau=-1.0)}, "tau is above 0; got -1.0"),
+        ({"preset": replace(WEAK, tau=500.0)}, "no pair is sharper than q / kT, 38.7 /V"),
+        ({"preset": replace(WEAK, swing=5.0)}, "a swing of 5 V does not fit a supply of 1.8 V"),
+        ({"preset": replace(WEAK, temperature=())}, "at two temperatures or more"),
+        *(({"seed": seed}, "seed is a whole number") for seed in (None, 1.5, "a", True, 2**63)),
     ],
 )
 def test_what_no_chip_can_be_is_refused_with_what_would_work(given, said):
     _, gated, x = small()
     with pytest.raises(ValueError, match=said):
         simulate(gated, **{"preset": "sky130-weak", "inputs": x, **given})
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"errors": {"theta": 0.1}}, "errors must be Errors or None; got dict"),
+        ({"crossbar": {"rows": 8}}, "crossbar must be Crossbar or None; got dict"),
+        ({"volts": 0.1}, "volts must be Mapping or None; got float"),
+        ({"rail": "0.5"}, "rail is a number; got '0.5'"),
+        ({"level": True}, "level is a number; got True"),
+        ({"preset": 3}, "a name, a Preset or None; got int"),
+    ],
+)
+def test_what_is_of_another_kind_is_refused(given, said):
+    _, gated, x = small()
+    with pytest.raises(TypeError, match=said):
+        simulate(gated, **{"preset": "sky130-weak", "inputs": x, **given})
+
+
+def test_a_state_dict_brings_its_chips_along():
+    _, gated, x = small()
+    given = {"inputs": x, "errors": Errors(noise=0.0), "crossbar": Crossbar(programming=0.02)}
+    chips = simulate(gated, "sky130-weak", seed=3, draws=2, **given)
+    for gate in chips.body.gates():
+        gate.devices.trim_theta.data.add_(0.1)
+    others = simulate(gated, "sky130-weak", seed=4, draws=2, **given)
+    others.load_state_dict(chips.state_dict())
+    with torch.no_grad():
+        assert torch.equal(others(x), chips(x))
+    with pytest.raises(ValueError, match="the state is of 2 chips, this simulation has 3"):
+        simulate(gated, "sky130-weak", draws=3, **given).load_state_dict(chips.state_dict())
+
+
+def test_a_chip_is_the_same_in_another_process():
+    """Numbers that were drawn once, so that what changes them is noticed."""
+    found = normal(7, "layer1.0.act/theta", 2, (3,))
+    want = [[-0.21753046, 1.10724342, -0.64988506], [-0.03830841, 1.43949258, -0.29368132]]
+    torch.testing.assert_close(found, torch.tensor(want), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_chips_of_another_dtype_are_the_same_chips(dtype):
+    """Within what the weights are rounded by: gates and cells are evaluated in float32 or more."""
+    model, gated, x = small()
+    given = {"draws": 2, "errors": Errors(noise=0.0), "crossbar": Crossbar(rows=2)}
+    want = simulate(gated, "sky130-weak", inputs=x, **given)(x)
+    other = tg.convert(copy.deepcopy(model).to(dtype), inputs=x.to(dtype))
+    chips = simulate(other, "sky130-weak", inputs=x.to(dtype), **given)
+    y = chips(x.to(dtype))
+    assert y.dtype == dtype
+    # four roundings one after the other; the volts of a hard gate follow the rounded inputs
+    close = 4 * max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
+    assert (y - want).abs().max() < close * want.abs().max()
+
+
+def test_chips_are_not_simulated_again():
+    _, gated, x = small()
+    chips = simulate(gated, "sky130-weak", inputs=x)
+    for again in (chips, chips.body.network):
+        with pytest.raises(tg.conversion.ConversionError, match="on simulated chips already"):
+            simulate(again, "sky130-weak", inputs=x)
+
+
+def test_devices_stay_what_they_are_when_the_network_is_cast():
+    _, gated, x = small()
+    chips = simulate(gated, "sky130-weak", inputs=x, crossbar=Crossbar(programming=0.1))
+    before = {name: t.clone() for name, t in stacked(chips.body).items()}
+    cast = chips.half()
+    assert cast.body.network[0].weight.dtype == torch.float16
+    after = stacked(cast.body)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(after[name], t) for name, t in before.items())
+
+
+def test_a_simulation_that_is_compiled_runs_as_it_is():
+    _, gated, x = small()
+    chips = simulate(gated, "sky130-weak", inputs=x, draws=2, errors=Errors(noise=0.0))
+    assert torch.equal(torch.compile(chips, backend="eager")(x), chips(x))
 
 
 def test_a_network_without_gates_or_without_known_calls_is_refused():

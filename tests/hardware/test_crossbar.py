@@ -229,18 +229,32 @@ def test_gradients_reach_the_weights_through_every_effect():
     [
         ({"g_min": -1e-6}, "g_min must be from 0 to 1; got -1e-06"),
         ({"g_min": 3e-5}, "g_max must be above g_min"),
-        ({"levels": 1}, "levels must be from 2"),
+        ({"levels": 1}, "levels must be a whole number from 2"),
         ({"adc_bits": 1}, "adc_bits must be from 2 to 24, or None"),
         ({"dac_bits": {"a": 99}}, "dac_bits must be from 2 to 24"),
         ({"seconds": 1.0}, "seconds must be from 20"),
         ({"stuck_low": 0.6, "stuck_high": 0.6}, "together at most 1"),
-        ({"rows": 0}, "rows must be from 1"),
+        ({"rows": 0}, "rows must be a whole number from 1"),
         ({"programming": math.nan}, "programming must be from 0 to 1"),
+        ({"programming": None}, "programming must be from 0 to 1; got None"),
+        *(({"rows": rows}, "rows must be a whole number") for rows in (2.5, True, "8")),
+        ({"levels": 2.5}, "levels must be a whole number"),
+        *(({"adc_bits": bits}, "must be from 2 to 24, or None") for bits in (6.0, "6", True)),
     ],
 )
 def test_settings_that_no_crossbar_has_are_refused_with_the_range(given, said):
     with pytest.raises(ValueError, match=said):
         Crossbar(**given)
+
+
+def test_rows_at_zero_have_a_gradient():
+    """A column reads nothing: what it reads has no spread, and no infinite slope of it either."""
+    layer, x = nn.Linear(4, 3), torch.tensor([[1.0, 0.0, 0.0, 0.0]])
+    new = on_crossbar(layer, x, Crossbar(rows=2, read=0.01))
+    x.requires_grad_()
+    new(x).sum().backward()
+    assert x.grad.isfinite().all()
+    assert new.weight.grad.isfinite().all()
 
 
 def test_every_kind_of_layer_is_tried():

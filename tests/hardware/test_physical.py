@@ -213,10 +213,48 @@ def test_a_preset_gives_the_errors_that_are_not_given():
     assert (in_rms.theta, in_rms.noise, in_rms.tau) == (0.0, 0.0, WEAK.sigma_tau)
 
 
-@pytest.mark.parametrize("given", [{"theta": -1.0}, {"noise": math.inf}, {"tail": math.nan}])
+@pytest.mark.parametrize(
+    "given",
+    [
+        *({"theta": -1.0}, {"noise": math.inf}, {"tail": math.nan}),
+        *({"theta": "a"}, {"tau": True}, {"offset": None}),
+    ],
+)
 def test_an_error_is_a_standard_deviation(given):
     with pytest.raises(ValueError, match="standard deviation, from 0 on"):
         Errors(**given)
+
+
+def test_a_run_computes_what_the_devices_are_once_and_says_the_same():
+    chip = Chip(WEAK, Errors(noise=0.0).of(WEAK))
+    x = torch.linspace(-3, 3, 12).view(3, 4)
+    gate = gate_of(tg.TAXONOMY["silu"], x, chip)
+    want = gate(x)
+    gate.known = {}
+    assert torch.equal(gate(x), want)
+    assert torch.equal(gate(x), want)
+    assert torch.equal(gate(x.double()), gate(x.double()))
+    assert len(gate.known) == 2  # by shape and dtype
+
+
+@pytest.mark.parametrize(
+    ("x", "said"),
+    [
+        (torch.tensor([[1.0, math.nan]]), "site saw NaN 1 times"),
+        (torch.zeros(0, 2), "site saw nothing in calibration"),
+    ],
+)
+def test_a_site_that_computes_no_numbers_is_refused(x, said):
+    with pytest.raises(ValueError, match=said):
+        gate_of(tg.TAXONOMY["silu"], x, Chip(WEAK, NONE.of(WEAK)))
+
+
+def test_volts_that_put_inputs_beyond_the_rails_are_refused_with_what_would_work():
+    gate = AnalogGate("site", "relu", tg.TAXONOMY["relu"], Chip(WEAK, NONE.of(WEAK), rail=0.9))
+    gate.watching = True
+    gate(torch.full((2, 2), 3.0))
+    with pytest.raises(ValueError, match=r"3 V RMS, beyond the rail of 0.9 V; up to 0.3 V"):
+        gate.settle(1.0)
 
 
 def test_a_site_without_inputs_is_refused():

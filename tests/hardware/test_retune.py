@@ -88,6 +88,42 @@ def test_bits_that_no_converter_has_are_refused(bits):
         cancel(simulate(gated, None, inputs=x), bits)
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"steps": 0}, "steps is a whole number from 1 on; got 0"),
+        ({"rate": -1.0}, "rate is above 0; got -1.0"),
+        ({"batches": []}, "there are no batches"),
+        ({"batches": [torch.full((2, 4), torch.nan)]}, "the loss of step 0 is nan"),
+    ],
+)
+def test_what_cannot_be_tuned_is_refused(given, said):
+    gated, x = network()
+    chips = simulate(gated, None, inputs=x)
+    with pytest.raises(ValueError, match=said):
+        retune(chips, gated, **{"batches": [x], "steps": 2, **given})
+
+
+def test_chips_that_are_tuned_together_are_those_tuned_one_by_one():
+    gated, x = network()
+    given = {"inputs": x, "draws": 3, "errors": Errors(offset=0.2, unit="rms")}
+    found = []
+    for together in (False, True):
+        chips = simulate(gated, None, **given)
+        losses = retune(chips, gated, [x], steps=4, together=together)
+        found.append((torch.tensor(losses), error(chips, gated, x)))
+    # the sums of two orders, through four steps of Adam
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("bits", [0, -1, 2.5, True])
+def test_storage_is_of_whole_bits(bits):
+    gated, x = network()
+    with pytest.raises(ValueError, match="bits is a whole number from 1 on"):
+        storage(simulate(gated, None, inputs=x), bits)
+
+
 def test_what_is_tuned_is_tau_or_theta():
     gated, x = network()
     with pytest.raises(ValueError, match="some of tau, theta"):

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from threshold_gating.hardware import devices
 from threshold_gating.hardware.drawn import stacked
 from threshold_gating.hardware.physical import AnalogGate, Chip, Errors
 from threshold_gating.hardware.wholes import KeyGates, whole
@@ -74,6 +75,26 @@ def test_ideal_gates_are_torchs_function(name):
     torch.testing.assert_close(
         module(*args, **kwargs), function(*args, **kwargs), rtol=5e-6, atol=2e-6
     )
+
+
+@pytest.mark.parametrize("celsius", [-40.0, 125.0])
+def test_heat_is_a_temperature_of_the_softmax_and_rows_still_sum_to_one(celsius):
+    """The tree is as warm as the gates; the bipolar pair has the logistic curve."""
+    npn = devices.preset("sky130-npn")
+    none = Errors(theta=0.0, tau=0.0, noise=0.0, tree=0.0)
+    chip = Chip(npn, none, temperature=celsius, rail=1e3)
+    module = ready(whole("site", "softmax", chip, nn.Identity()), LOGITS, -1)
+    want = torch.softmax(npn.tau_at(celsius) / npn.tau * LOGITS.double(), -1)
+    torch.testing.assert_close(module(LOGITS.double(), -1), want, rtol=1e-12, atol=0)
+
+
+def test_a_row_with_nan_is_nan_and_the_others_are_not():
+    """One NaN, several, and all but one: as torch has it."""
+    module = ready(whole("site", "softmax", IDEAL, nn.Identity()), LOGITS, -1)
+    z = LOGITS.clone()
+    z[0, 0, 3], z[0, 2, :4], z[1, 1, 1:] = math.nan, math.nan, math.nan
+    want = torch.softmax(z, -1)
+    assert torch.equal(module(z, -1).isnan(), want.isnan())
 
 
 def test_a_single_key_has_an_open_gate_and_a_masked_one_a_closed_one():

@@ -15,7 +15,7 @@ from threshold_gating import conversion
 from threshold_gating.cli.printing import UsageError, progress, say, show, working
 from threshold_gating.cli.spec import Network, network
 from threshold_gating.hardware import devices
-from threshold_gating.hardware.analog import Simulation
+from threshold_gating.hardware.analog import Simulation, settings
 from threshold_gating.hardware.analog import simulate as simulated
 from threshold_gating.hardware.crossbar import Crossbar
 from threshold_gating.hardware.report import ChipRow, Report
@@ -62,13 +62,13 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
     """What `hardware.analog.simulate` is given, checked before a network is loaded."""
     try:
         preset = devices.preset(args.preset)
-        preset.tau_at(args.celsius)
+        settings(preset, None, args.share, args.celsius, args.level, None, args.rail)
         given: dict[str, Any] = {k: v for k in _CELLS if (v := getattr(args, k)) is not None}
         if "seconds" in given:
             given |= PHASE_CHANGE
         crossbar = Crossbar(**given) if given else None
     except ValueError as error:
-        raise UsageError(str(error)) from error
+        raise UsageError(str(error).removeprefix("simulate: ")) from error
     return {
         "preset": preset,
         "seed": args.seed,

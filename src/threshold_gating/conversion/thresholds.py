@@ -24,7 +24,6 @@ from threshold_gating.conversion.intercept import intercept_calls
 from threshold_gating.conversion.plan import make_plan, run
 from threshold_gating.conversion.site import ConversionError, Site
 from threshold_gating.conversion.watch import copied, evaluating, fresh
-from threshold_gating.primitive import wide
 
 KIND = "scaled_dot_product_attention"
 _OPEN = -1e4  # for -inf, the threshold of a row's only key: its gate is 1 all the same
@@ -95,15 +94,14 @@ class FixedThresholds(nn.Module):
         super().__init__()
         self.theta = nn.Parameter(theta)
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
-    ) -> Tensor:
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """With the arguments of `F.scaled_dot_product_attention`; there is no dropout."""
-        z = _logits(query, key, *args, **kwargs)
+        call = logits.AttentionCall(*args, **kwargs)
+        z = call.logits()
         at = _bucket(z).clamp(max=self.theta.shape[1] - 1)
         heads = torch.arange(self.theta.shape[0], device=z.device)[:, None]
         p = torch.sigmoid(z - self.theta[heads, at][..., None])  # the gate of -inf is 0
-        return _weighted(p, value, query)
+        return call.mixed(p)
 
 
 class _Measured:
@@ -112,10 +110,9 @@ class _Measured:
     def __init__(self) -> None:
         self.sums = torch.zeros(2, 1, 1, dtype=torch.float64)
 
-    def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
-    ) -> Tensor:
-        z = _logits(query, key, *args, **kwargs)
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        call = logits.AttentionCall(*args, **kwargs)
+        z = call.logits()
         theta = logits.thresholds(z).clamp(min=_OPEN).double()
         live, at, heads = _live(z), _bucket(z), z.shape[-3]
         seen = theta.new_zeros(2, heads, int(at.max()) + 1)
@@ -124,7 +121,7 @@ class _Measured:
         more = seen.shape[2] - self.sums.shape[2]
         grown = F.pad(self.sums.expand(2, heads, -1), (0, max(0, more)))
         self.sums = grown + F.pad(seen.cpu(), (0, max(0, -more)))
-        return _weighted(logits.softmax(z, masked=0.0), value, query)
+        return call.mixed(logits.softmax(z, masked=0.0))
 
     def mean(self) -> Tensor:
         """(heads, buckets); a bucket that no row fell into has the next lower one's."""
@@ -138,23 +135,6 @@ class _Measured:
 def _by_head(rows: Tensor) -> Tensor:
     """(..., heads, rows) as (heads, all rows of a head)."""
     return rows.movedim(-2, 0).flatten(1)
-
-
-def _weighted(p: Tensor, value: Tensor, query: Tensor) -> Tensor:
-    v = wide(value).repeat_interleave(query.shape[-3] // value.shape[-3], -3)
-    return (p @ v).to(query.dtype)
-
-
-def _logits(
-    query: Tensor,
-    key: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    return logits.attention_logits(query, key, attn_mask, is_causal, scale, enable_gqa)
 
 
 def _live(z: Tensor) -> Tensor:

@@ -13,10 +13,8 @@ drawn once: it comes from torch's own generator at every evaluation, as dropout 
 from __future__ import annotations
 
 import math
-import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from fnmatch import fnmatchcase
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,27 +22,27 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
-from threshold_gating import kernels
-from threshold_gating.conversion.plan import ConversionError, Site, arguments, run
-from threshold_gating.conversion.watch import Run, Running, copied, evaluating, fresh, undisturbed
+from threshold_gating.conversion.plan import arguments, run
+from threshold_gating.conversion.site import ConversionError
+from threshold_gating.conversion.watch import Running, copied, evaluating, fresh, undisturbed
 from threshold_gating.hardware import devices
-from threshold_gating.hardware.crossbar import LAYERS, Array, Crossbar, put_on_crossbar
+from threshold_gating.hardware.crossbar import Crossbar
 from threshold_gating.hardware.drawn import stacked
+from threshold_gating.hardware.figure import is_number
 from threshold_gating.hardware.physical import SHARES, AnalogGate, Chip, Errors, Share
+from threshold_gating.hardware.placement import (
+    Body,
+    Chosen,
+    calibrate,
+    place_calls,
+    place_layers,
+    place_modules,
+    settle,
+)
 from threshold_gating.hardware.report import ChipRow, LayerRow, Report, SiteRow, compared
-from threshold_gating.hardware.wholes import Elementwise, whole
 from threshold_gating.nn.activation import Activation
-from threshold_gating.nn.dense import _Tiered
-from threshold_gating.nn.rnn import _Gated
 
-_FEATURES_LAST = (
-    *(nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.Embedding, nn.MultiheadAttention),
-    *(nn.RNNBase, nn.RNNCellBase),
-)
-_FEATURES_FIRST = (
-    *(nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
-    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.GroupNorm),
-)
+STEEPEST = 1.602177e-19 / (1.380649e-23 * 300.15)  # q / kT at 27 C, 1/V: of an ideal transistor
 
 
 def simulate(
@@ -89,19 +87,21 @@ def simulate(
             by default each call has its own. Recurrent layers always use theirs again.
         crossbar: how linear and convolution layers compute; None leaves them as they are.
     """
-    chip = _chip(preset, errors, share, temperature, level, sharpness, rail)
+    _check_kinds(errors, crossbar, volts, preset)
+    chip = settings(preset, errors, share, temperature, level, sharpness, rail)
     if isinstance(draws, bool) or not isinstance(draws, int) or draws < 1:
         raise ValueError(f"simulate: draws is a number of chips, from 1 on; got {draws!r}.")
+    _check_seed(seed)
     _check(model)
-    chosen = _Chosen(only)
-    body = _Body(copied(model))
+    chosen = Chosen(only)
+    body = Body(copied(model))
     with evaluating(body), Running(body.network, everywhere=True) as running:
         run(body.network, fresh(inputs))
-    kept = [*_place_modules(body, chip, chosen, running, reuse), *_place_calls(body, chip, chosen)]
+    kept = [*place_modules(body, chip, chosen, running, reuse), *place_calls(body, chip, chosen)]
     chosen.check()
-    digital = _place_layers(body, crossbar) if crossbar is not None else []
-    _calibrate(body, inputs)
-    _settle(body, volts or {})
+    digital = place_layers(body, crossbar) if crossbar is not None else []
+    calibrate(body, inputs)
+    settle(body, volts or {})
     if kept:
         warnings.warn(f"simulate: stays ideal: {', '.join(kept)}.", stacklevel=2)
     simulation = Simulation(body, chip, draws, tuple(kept), tuple(digital), chosen.ideal)
@@ -109,7 +109,7 @@ def simulate(
     return simulation
 
 
-def _chip(
+def settings(
     preset: str | devices.Preset | None,
     errors: Errors | None,
     share: Share,
@@ -118,12 +118,18 @@ def _chip(
     sharpness: float | None,
     rail: float | None,
 ) -> Chip:
-    """What was asked of all gates, checked."""
+    """What is asked of all gates, with the meaning that `simulate` gives it, checked."""
     pair = devices.preset(preset) if isinstance(preset, str) else preset
     if pair is not None and not isinstance(pair, devices.Preset):
         raise TypeError(f"simulate: preset is a name, a Preset or None; got {type(pair).__name__}.")
     if share not in SHARES:
         raise ValueError(f"simulate: share is one of {', '.join(SHARES)}; got {share!r}.")
+    for name, number in (
+        ("temperature", temperature),
+        *(("level", level), ("sharpness", sharpness), ("rail", rail)),
+    ):
+        if number is not None and not is_number(number):
+            raise TypeError(f"simulate: {name} is a number; got {number!r}.")
     given = errors or Errors()
     if pair is None and given.unit == "volt" and (given.theta or given.offset or given.noise):
         raise ValueError(
@@ -140,6 +146,7 @@ def _chip(
         if level is not None or rail is not None or temperature != 27.0:
             raise ValueError("simulate: level, rail and temperature are of a preset; give one.")
         return Chip(None, given.of(None), share, sharpness=sharpness)
+    _check_pair(pair)
     pair.tau_at(temperature)
     rail = pair.supply / 2 if rail is None else rail
     if not pair.swing <= rail <= pair.supply:
@@ -151,12 +158,62 @@ def _chip(
         raise ValueError(
             f"simulate: level must be above 0 and up to the rail, {rail:g} V; got {level:g}."
         )
+    if sharpness is not None and sharpness > pair.tau * rail:
+        raise ValueError(
+            f"simulate: a sharpness of {sharpness:g} puts the RMS of an input at "
+            f"{sharpness / pair.tau:.3g} V, beyond the rail of {rail:g} V; {pair.name} is as sharp "
+            f"as {pair.tau * rail:.3g} at most."
+        )
     return Chip(pair, given.of(pair), share, temperature, level, sharpness, rail)
+
+
+def _check_kinds(errors: Any, crossbar: Any, volts: Any, preset: Any) -> None:
+    """Refuse what is not the record that it should be."""
+    for name, value, kind in (
+        ("errors", errors, Errors),
+        ("crossbar", crossbar, Crossbar),
+        ("volts", volts, Mapping),
+    ):
+        if value is not None and not isinstance(value, kind):
+            raise TypeError(
+                f"simulate: {name} must be {kind.__name__} or None; got {type(value).__name__}."
+            )
+    if volts and preset is None:
+        raise ValueError("simulate: volts are of a preset; without one give sharpness.")
+
+
+def _check_seed(seed: Any) -> None:
+    if isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**63:
+        raise ValueError(f"simulate: seed is a whole number of up to 63 bits; got {seed!r}.")
+
+
+def _check_pair(pair: devices.Preset) -> None:
+    """Refuse a record that is of no pair."""
+    for name in ("tau", "swing", "supply"):
+        if not 0 < getattr(pair, name) < math.inf:
+            raise ValueError(f"preset {pair.name}: {name} is above 0; got {getattr(pair, name)}.")
+    if pair.tau > STEEPEST:
+        raise ValueError(
+            f"preset {pair.name}: tau is {pair.tau:g} /V; no pair is sharper than q / kT, "
+            f"{STEEPEST:.1f} /V at 27 C."
+        )
+    if pair.swing > pair.supply:
+        raise ValueError(
+            f"preset {pair.name}: a swing of {pair.swing:g} V does not fit a supply of "
+            f"{pair.supply:g} V."
+        )
+    if len(pair.temperature) < 2:
+        raise ValueError(f"preset {pair.name}: tau is needed at two temperatures or more.")
 
 
 def _check(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"simulate: model must be a network; got {type(model).__name__}.")
+    if any(isinstance(m, AnalogGate) for m in model.modules()):
+        raise ConversionError(
+            f"simulate: {type(model).__name__} is on simulated chips already; give the network "
+            "that tg.convert made."
+        )
     owners = [vars(m) for m in model.modules() if "tg_sites" in vars(m)]
     if not owners and not any(isinstance(m, Activation) for m in model.modules()):
         raise ConversionError(
@@ -169,203 +226,6 @@ def _check(model: nn.Module) -> None:
         )
 
 
-class _Chosen:
-    """Which sites are analog, and which patterns were met."""
-
-    def __init__(self, only: str | Sequence[str] | None) -> None:
-        self.patterns = [only] if isinstance(only, str) else only
-        self.met: set[str] = set()
-        self.names: list[str] = []
-        self.ideal: tuple[str, ...] = ()  # by the user's choice
-
-    def __call__(self, name: str) -> bool:
-        self.names.append(name)
-        if self.patterns is None:
-            return True
-        hits = [p for p in self.patterns if _matches(p, name)]
-        self.met.update(hits)
-        if not hits:
-            self.ideal = (*self.ideal, name)
-        return bool(hits)
-
-    def check(self) -> None:
-        if not self.names:
-            raise ConversionError("simulate: no site of the network can be analog.")
-        if unmet := [p for p in self.patterns or () if p not in self.met]:
-            known = ", ".join(map(repr, self.names[:5]))
-            raise ValueError(f"simulate: only={unmet[0]!r} matches no site; there are {known} ...")
-
-
-def _matches(pattern: str, name: str) -> bool:
-    if pattern.startswith("re:"):
-        return re.fullmatch(pattern[3:], name) is not None
-    return pattern == name or fnmatchcase(name, pattern)
-
-
-# The network
-
-
-class _Body(nn.Module):
-    """The network with analog parts, and the gates of its calls, which have no place in it."""
-
-    def __init__(self, network: nn.Module) -> None:
-        super().__init__()
-        self.network = network
-        self.calls = nn.ModuleList()
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        for module in self.modules():
-            if isinstance(module, AnalogModule):
-                module.turn = 0
-        gates = list(self.gates())
-        for gate in gates:
-            gate.known = {}
-        try:
-            return self.network(*args, **kwargs)
-        finally:
-            for gate in gates:
-                gate.known = None
-
-    def gates(self) -> Iterator[AnalogGate]:
-        return (m for m in self.modules() if isinstance(m, AnalogGate))
-
-    def arrays(self) -> Iterator[tuple[Array, Any]]:
-        layers: Any = self.network.modules()
-        return ((m.array, m) for m in layers if isinstance(getattr(m, "array", None), Array))
-
-
-class AnalogModule(nn.Module):
-    """An activation of the network on physical gates: a set for each call in a run, or one."""
-
-    def __init__(
-        self, name: str, act: Activation, chip: Chip, calls: int, reused: bool = False
-    ) -> None:
-        super().__init__()
-        self.name, self.turn = name, 0
-        kind = act.name or "gate"
-        names = [name, *(f"{name}#{k}" for k in range(1, 1 if reused else calls))]
-        self.gates = nn.ModuleList(AnalogGate(each, kind, act, chip) for each in names)
-        self.inplace, self.reused = act.inplace, reused
-
-    def forward(self, *args: Tensor, **named: Tensor) -> Tensor:
-        (x,) = (*args, *named.values())
-        if self.turn >= len(self.gates):
-            raise ConversionError(
-                f"{self.name} is called more often than the {len(self.gates)} times in a run when "
-                "it was simulated, and each call has gates of its own; simulate with inputs that "
-                "take the same path, or with reuse=True.",
-                self.name,
-            )
-        gate = self.gates[self.turn]
-        self.turn += 0 if self.reused else 1
-        y: Tensor = kernels.overwritten(x, gate) if self.inplace else gate(x)
-        return y
-
-
-def _place_modules(
-    body: _Body, chip: Chip, chosen: _Chosen, running: Running, reuse: bool
-) -> list[str]:
-    """Put physical gates in the place of activations; what has to stay ideal."""
-    network = body.network
-    names = {m: name for name, m in reversed(list(network.named_modules()))}
-    left = [
-        f"{name} ({type(m).__name__})"
-        for m, name in names.items()
-        if isinstance(m, _Tiered | _Gated)
-    ]
-    inside = {part for m in names if isinstance(m, _Tiered) for part in m.modules()}
-    made: dict[nn.Module, nn.Module] = {}
-    for parent in list(network.modules()):
-        if parent in inside:
-            continue
-        for key, part in list(parent._modules.items()):
-            if isinstance(part, Activation) and part not in made:
-                site = vars(part).get("site")
-                name, calls = site.name if site else names[part], running.calls[part]
-                if not calls:
-                    left.append(f"{name} (not reached)")
-                elif chosen(name):
-                    made[part] = AnalogModule(name, part, chip, calls, reuse)
-            if part in made:
-                parent._modules[key] = made[part]
-    return left
-
-
-def _place_calls(body: _Body, chip: Chip, chosen: _Chosen) -> list[str]:
-    """Let physical gates answer the calls of owners; what has to stay ideal."""
-    left = []
-    for owner in body.network.modules():
-        plan: dict[str, Site | None] = vars(owner).get("tg_sites") or {}
-        for call, site in plan.items():
-            if site is None:
-                continue
-            answer: Any = None
-            if site.t is None and site.op is not None:  # fixed thresholds, say: a gate of its own
-                module: nn.Module | None = None
-            elif site.t is not None:
-                gate = AnalogGate(site.name, site.kind, site.t, chip)
-                module = gate
-                answer = Elementwise(gate, site.parameters)
-            else:
-                module = answer = whole(site.name, site.kind, chip, owner)
-            if module is None:
-                left.append(f"{site.name} ({site.kind})")
-            elif chosen(site.name):
-                body.calls.append(module)
-                # with its name for a parameter: no two of them are alike
-                plan[call] = Site(
-                    *(site.name, site.kind, None, False),
-                    parameters=(site.name,),
-                    op=answer,
-                    line=site.line,
-                )
-    return left
-
-
-def _place_layers(body: _Body, settings: Crossbar) -> list[str]:
-    """Put layers on crossbars; the names of weights that are not on any."""
-    for name, layer in list(body.network.named_modules()):
-        if type(layer) in LAYERS:
-            put_on_crossbar(layer, name, settings)
-    on = {layer.weight for _, layer in body.arrays()}
-    return [n for n, p in body.network.named_parameters() if p.dim() > 1 and p not in on]
-
-
-def _calibrate(body: _Body, inputs: Any) -> None:
-    """Run once with everything ideal, and let gates and crossbars see what they get."""
-    watchers: list[Any] = [*body.gates(), *(array for array, _ in body.arrays())]
-
-    def after(run: Run, output: Any) -> None:
-        if isinstance(run.module, _FEATURES_LAST + _FEATURES_FIRST):
-            axis = -1 if isinstance(run.module, _FEATURES_LAST) else 1
-            for gate in body.gates():
-                gate.axis = axis
-
-    _watch(watchers, True)
-    try:
-        with evaluating(body), Running(body.network, after=after, everywhere=True):
-            run(body, fresh(inputs))
-    finally:
-        _watch(watchers, False)
-
-
-def _watch(watchers: Sequence[Any], on: bool) -> None:
-    for each in watchers:
-        each.watching = on
-
-
-def _settle(body: _Body, volts: Mapping[str, float]) -> None:
-    """Choose each site's volts per unit."""
-    used = set()
-    for gate in body.gates():
-        keys = [key for key in volts if _matches(key, gate.name)]
-        used.update(keys)
-        gate.settle(volts[keys[0]] if keys else None)
-    if unused := [key for key in volts if key not in used]:
-        known = ", ".join(repr(gate.name) for gate in body.gates())
-        raise ValueError(f"simulate: volts has {unused[0]!r}, which is no site; there are {known}.")
-
-
 class Simulation(nn.Module):
     """A network on simulated chips: called, it gives the outputs of all, (draws, ...).
 
@@ -376,7 +236,7 @@ class Simulation(nn.Module):
 
     def __init__(
         self,
-        body: _Body,
+        body: Body,
         settings: Chip,
         draws: int,
         kept: tuple[str, ...],
@@ -392,13 +252,27 @@ class Simulation(nn.Module):
 
     def redraw(self, seed: int) -> None:
         """Other chips, as `simulate` with that seed makes them; trims go back to 0."""
+        _check_seed(seed)
         self.seed = seed
-        near = next((p for p in self.body.network.parameters()), torch.zeros(0))
         for gate in self.body.gates():
-            gate.draw(seed, self.draws, near.device)
+            gate.draw(seed, self.draws)
         for array, layer in self.body.arrays():
             array.draw(seed, self.draws, layer.weight.detach())
 
+    def get_extra_state(self) -> Tensor:
+        """Which chips these are: a state dict holds their trims, which are of no use to others."""
+        return torch.tensor([self.seed, self.draws])
+
+    def set_extra_state(self, state: Tensor) -> None:
+        seed, draws = state.tolist()
+        if draws != self.draws:
+            raise ValueError(
+                f"Simulation: the state is of {draws} chips, this simulation has {self.draws}; "
+                f"simulate with draws={draws}."
+            )
+        self.redraw(seed)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # Dynamo cannot follow its transforms
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not self.runs_by:
             self.runs_by, self.why_no_vmap = self._way(args, kwargs)
@@ -419,8 +293,8 @@ class Simulation(nn.Module):
 
     def chip(self, k: int) -> nn.Module:
         """The network on the k-th chip."""
-        if not 0 <= k < self.draws:
-            raise IndexError(f"Simulation: there are chips 0 to {self.draws - 1}; got {k}.")
+        if isinstance(k, bool) or not isinstance(k, int) or not 0 <= k < self.draws:
+            raise IndexError(f"Simulation: there are chips 0 to {self.draws - 1}; got {k!r}.")
         return _OneChip(self, k)
 
     def measure(self, metric: Callable[[nn.Module], float], what: str = "chips") -> Tensor:

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from threshold_gating.hardware.drawn import Drawn, normal, uniform
+from threshold_gating.hardware.figure import is_number
 from threshold_gating.primitive import wide
 
 Bits = int | None | Mapping[str, int | None]
@@ -80,10 +81,15 @@ class Crossbar:
     def __post_init__(self) -> None:
         for name, low, high in _RANGES:
             value = getattr(self, name)
-            if value is not None and not low <= value <= high:
-                raise ValueError(
-                    f"Crossbar: {name} must be from {low:g} to {high:g}; got {value!r}."
+            if value is None and name in _MAY_BE_NONE:
+                continue
+            whole = name in _WHOLE
+            fits = is_number(value) and (not whole or isinstance(value, int))
+            if not fits or not low <= value <= high:
+                span = (
+                    f"a whole number from {low} to {high}" if whole else f"from {low:g} to {high:g}"
                 )
+                raise ValueError(f"Crossbar: {name} must be {span}; got {value!r}.")
         if self.g_max <= self.g_min:
             raise ValueError(
                 f"Crossbar: g_max must be above g_min; got {self.g_max:g} S and {self.g_min:g} S."
@@ -96,8 +102,10 @@ class Crossbar:
         for name in ("dac_bits", "adc_bits"):
             given = getattr(self, name)
             for bits in given.values() if isinstance(given, Mapping) else (given,):
-                if bits is not None and (isinstance(bits, bool) or bits not in range(2, 25)):
-                    raise ValueError(f"Crossbar: {name} must be from 2 to 24, or None; got {bits}.")
+                if bits is not None and (type(bits) is not int or bits not in range(2, 25)):
+                    raise ValueError(
+                        f"Crossbar: {name} must be from 2 to 24, or None; got {bits!r}."
+                    )
 
     def bits(self, converter: str, layer: str) -> int | None:
         """Of "dac" or "adc" at a layer."""
@@ -117,6 +125,10 @@ _RANGES = (
     *(("sinh", 0.0, 100.0), ("volts", 1e-4, 10.0), ("wire", 0.0, 1e6)),
     *(("stuck_low", 0.0, 1.0), ("stuck_high", 0.0, 1.0), ("adc_range", 1e-6, 1e9)),
 )
+
+
+_WHOLE = ("rows", "columns", "levels")
+_MAY_BE_NONE = (*_WHOLE, "adc_range")
 
 
 class Products:
@@ -216,7 +228,8 @@ class Array(Drawn):
         s = self.settings
         share = s.g_max / (s.g_max - s.g_min)
         if s.read:  # of both cells of a weight, in every row
-            spread = s.read * math.sqrt(2) * share * limit * size().sqrt()
+            # of rows that are all at 0 the root has no gradient
+            spread = s.read * math.sqrt(2) * share * limit * size().clamp(min=1e-30).sqrt()
             partial = partial + spread * torch.randn_like(partial)
         if s.output:
             partial = partial + s.output * share * limit * torch.randn_like(partial)

@@ -7,7 +7,8 @@ one entry, or all of them at once through `torch.vmap`.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,10 @@ class Drawn(nn.Module):
     def put(self, name: str, value: Tensor) -> None:
         """Keep `value`, (draws, ...), as a buffer that no state dict holds."""
         self.register_buffer(name, value, persistent=False)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """Go to another device, and stay float32: `.half()` would make other chips of them."""
+        return super()._apply(lambda t: t.to(fn(t).device), recurse)  # type: ignore[no-untyped-call]
 
 
 def normal(seed: int, name: str, draws: int, shape: Sequence[int]) -> Tensor:

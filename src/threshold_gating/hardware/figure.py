@@ -70,6 +70,11 @@ class Figure:
         return asdict(self)
 
 
+def is_number(value: Any) -> bool:
+    """Whether it is an int or a float, which True is not."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def check_node(node: float) -> None:
     """Refuse a process that no figure is known of."""
     low, high = NODES

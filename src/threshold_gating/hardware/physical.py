@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from threshold_gating import kernels
 from threshold_gating.hardware.devices import LOGISTIC, Preset, Shape, log_odds
 from threshold_gating.hardware.drawn import Drawn, normal
+from threshold_gating.hardware.figure import is_number
 from threshold_gating.instance import TG
 from threshold_gating.nn.activation import Activation
 from threshold_gating.primitive import wide
@@ -54,7 +55,9 @@ class Errors:
     def __post_init__(self) -> None:
         for name in ("theta", "tau", "offset", "noise", "tail", "tree"):
             value = getattr(self, name)
-            if value is not None and not 0 <= value < math.inf:
+            if value is None and name not in ("offset", "tail"):  # the preset's own
+                continue
+            if not (is_number(value) and 0 <= value < math.inf):
                 raise ValueError(
                     f"Errors: {name} is a standard deviation, from 0 on; got {value!r}."
                 )
@@ -111,17 +114,21 @@ class Seen:
     """What a site saw in calibration: how much, its RMS, its largest input, its last shape."""
 
     def __init__(self) -> None:
-        self.count, self.squares, self.largest = 0, 0.0, 0.0
+        self.count, self.squares, self.largest = 0, 0.0, 0.0  # of finite numbers
+        self.numbers = self.nans = 0
         self.shape: tuple[int, ...] = ()
-        self.axis = -1
+        self.axis, self.device = -1, torch.device("cpu")
 
     def add(self, x: Tensor, axis: int) -> None:
         z = x.detach().double()
+        self.numbers += z.numel()
+        self.nans += int(z.isnan().sum().item())
         z = z[z.isfinite()]  # a mask is -inf
         self.count += z.numel()
         self.squares += z.square().sum().item()
         self.largest = max(self.largest, z.abs().max().item() if z.numel() else 0.0)
         self.shape, self.axis = tuple(x.shape), axis if x.dim() > 1 else -1
+        self.device = x.device
 
     @property
     def rms(self) -> float:
@@ -151,6 +158,7 @@ class AnalogGate(nn.Module):
         self.seen, self.watching, self.axis = Seen(), False, -1
         self.volts = 1.0  # per unit of the input
         self.stretch = 1.0  # over the volts that a soft gate needs: it is that much sharper
+        self.width = math.inf  # 1 / tau of a soft gate, in units of the input
         self.devices = Drawn()
         self.group: tuple[int, ...] = ()
         # In a run, what the devices make of the parameters, by the shape and dtype of the input: a
@@ -162,13 +170,18 @@ class AnalogGate(nn.Module):
     def settle(self, volts: float | None = None) -> None:
         """Choose the volts per unit from what was seen, or take those given."""
         chip, seen = self.chip, self.seen
+        if seen.nans or not seen.numbers:
+            raise ValueError(
+                f"simulate: {self.name} saw {f'NaN {seen.nans} times' if seen.nans else 'nothing'} "
+                "in calibration; give inputs for which the network computes numbers."
+            )
         self.group = self._group()
         if not self.t.hard:
             tau = self.gate.values()[0] if isinstance(self.gate, Activation) else self.t.tau
             taus = tau if isinstance(tau, list | tuple) else [tau]
             own = max(torch.as_tensor(t).max().item() for t in taus) / chip.tau
             self.volts = own if volts is None else volts
-            self.stretch = self.volts / own
+            self.stretch, self.width = self.volts / own, 1 / (own * chip.tau)
         elif volts is not None:
             self.volts = volts
         elif not seen.largest:
@@ -180,6 +193,12 @@ class AnalogGate(nn.Module):
             self.volts = chip.sharpness / (chip.tau * seen.rms)
         elif chip.preset is not None:
             self.volts = (chip.level or chip.preset.swing) / seen.largest
+        if volts is not None and volts * seen.rms > chip.rail:
+            raise ValueError(
+                f"simulate: {volts:g} V per unit puts the input of {self.name} at "
+                f"{volts * seen.rms:.3g} V RMS, beyond the rail of {chip.rail:g} V; up to "
+                f"{chip.rail / seen.rms:.3g} V per unit would work."
+            )
 
     def _group(self) -> tuple[int, ...]:
         """The shape of the site's physical gates."""
@@ -193,8 +212,9 @@ class AnalogGate(nn.Module):
         """Whether it stays a comparison: a hard gate without any pair in its place."""
         return self.t.hard and self.chip.preset is None and self.chip.sharpness is None
 
-    def draw(self, seed: int, draws: int, device: Any = None) -> None:
-        """Make the devices of `draws` chips, with trims at 0."""
+    def draw(self, seed: int, draws: int) -> None:
+        """Make the devices of `draws` chips, with trims at 0, where those before them were."""
+        device = self.device
         errors, J, K, group = self.chip.errors, self.t.K - 1, self.t.K, self.group
         wanted = {
             "theta": (errors.theta, (J, *group)),
@@ -210,6 +230,12 @@ class AnalogGate(nn.Module):
         for key in ("trim_theta", "trim_tau"):
             start = torch.zeros(draws, J, *group, device=device)
             self.devices.register_parameter(key, nn.Parameter(start, requires_grad=False))
+
+    @property
+    def device(self) -> torch.device:
+        """Where its devices are, or belong before they are drawn."""
+        drawn = getattr(self.devices, "trim_theta", None)
+        return self.seen.device if drawn is None else drawn.device
 
     # What it computes
 
@@ -280,10 +306,8 @@ class AnalogGate(nn.Module):
         """Of every threshold, as they broadcast against the devices' numbers (draws, J, *group)."""
         taus = self._values(torch.zeros(self.seen.shape)).tau
         sigma = self.chip.errors.theta or 0.0
-        near = self.devices.trim_theta.device
-        rows = [
-            torch.as_tensor(self._sigma(sigma, self._volts_at(tau)), device=near) for tau in taus
-        ]
+        sizes = [self._sigma(sigma, self._volts_at(tau)) for tau in taus]
+        rows = [torch.as_tensor(size, device=self.device) for size in sizes]
         if any(row.numel() > 1 for row in rows):
             raise ValueError(
                 f"{self.name} has a tau of its own for each group; its thresholds differ in what a "

@@ -34,6 +34,8 @@ class Storage(NamedTuple):
 
 def storage(simulation: Simulation, bits: int) -> Storage:
     """Of a tau and a theta of `bits` each for every threshold of every physical gate."""
+    if isinstance(bits, bool) or not isinstance(bits, int) or bits < 1:
+        raise ValueError(f"storage: bits is a whole number from 1 on; got {bits!r}.")
     sizes = [(math.prod(g.group), g.t.K - 1) for g in simulation.body.gates()]
     numbers = sum(2 * gates * thresholds for gates, thresholds in sizes)
     return Storage(sum(gates for gates, _ in sizes), numbers, bits * numbers)
@@ -90,7 +92,7 @@ def retune(
     *,
     steps: int,
     rate: float = 0.02,
-    what: Sequence[str] = TRIMS,
+    what: str | Sequence[str] = TRIMS,
     loss: Loss = distance,
     together: bool = False,
 ) -> list[float]:
@@ -99,15 +101,23 @@ def retune(
     Args:
         ideal: the network whose outputs are the aim; no labels are needed.
         batches: inputs as `tg.convert` takes them, gone through again and again.
-        steps: of Adam. A step of theta is up to `rate` RMS of the site's input, one of log tau up
-            to `rate`; both go down to 0 along a line.
+        steps: of Adam. A step of theta is up to `rate` times the RMS of the site's input, or times
+            1 / tau where a soft gate is narrower than that; one of log tau is up to `rate`. Both
+            go down to 0 along a line.
         what: "tau", "theta" or both.
         together: run all chips at once, which takes the memory of all and is faster where a run is
             many small steps, as in recurrent networks.
     """
-    if unknown := set(what) - set(TRIMS) or not what:
-        raise ValueError(f"retune: what is some of tau, theta; got {unknown or 'none'}.")
+    what = (what,) if isinstance(what, str) else what
+    if set(what) - set(TRIMS) or not what:
+        raise ValueError(f"retune: what is some of {', '.join(TRIMS)}; got {what!r}.")
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        raise ValueError(f"retune: steps is a whole number from 1 on; got {steps!r}.")
+    if not 0 < rate < math.inf:
+        raise ValueError(f"retune: rate is above 0; got {rate!r}.")
     inputs = [arguments(batch) for batch in batches]
+    if not inputs:
+        raise ValueError("retune: there are no batches; give one input or more.")
     groups = _trims(simulation.body.gates(), what, rate)
     optimizer = torch.optim.Adam([{k: g[k] for k in ("params", "lr")} for g in groups])
     with torch.no_grad():
@@ -119,6 +129,11 @@ def retune(
                 group["lr"] = start["lr"] * (1 - step / steps)
             (args, kwargs), aim = inputs[step % len(inputs)], aims[step % len(inputs)]
             losses.append(step_of(simulation, args, kwargs, aim, loss, optimizer))
+            if not math.isfinite(losses[-1]):
+                raise ValueError(
+                    f"retune: the loss of step {step} is {losses[-1]}, and trims cannot follow it; "
+                    "give batches on which the chips compute numbers, or a lower rate."
+                )
     finally:
         for group in groups:
             for trim in group["params"]:
@@ -128,14 +143,13 @@ def retune(
 
 
 def _trims(gates: Iterable[AnalogGate], what: Sequence[str], rate: float) -> list[dict[str, Any]]:
-    """Groups of parameters, theta in steps of what its site sees."""
+    """Groups of parameters, theta in steps of what its site sees and its gate can tell apart."""
     groups = []
     for gate in gates:
         for name in what:
             trim = getattr(gate.devices, f"trim_{name}").requires_grad_(True)
-            groups.append(
-                {"params": [trim], "lr": rate * (gate.seen.rms if name == "theta" else 1)}
-            )
+            unit = 1.0 if name == "tau" else min(gate.seen.rms, gate.width)
+            groups.append({"params": [trim], "lr": rate * unit})
     return groups
 
 
@@ -167,6 +181,8 @@ def _step_together(
         loss(pytree.tree_map(lambda t, k=k: t[k], outputs), aim) for k in range(simulation.draws)
     ]
     total = torch.stack(values).sum()
-    total.backward(inputs=[p for group in optimizer.param_groups for p in group["params"]])
+    trims = [p for group in optimizer.param_groups for p in group["params"]]
+    for trim, grad in zip(trims, torch.autograd.grad(total, trims, allow_unused=True), strict=True):
+        trim.grad = grad
     optimizer.step()
     return total.item() / simulation.draws

@@ -22,7 +22,7 @@ from threshold_gating.conversion import sites
 from threshold_gating.conversion.plan import ConversionError
 from threshold_gating.hardware.drawn import normal
 from threshold_gating.hardware.physical import AnalogGate, Chip
-from threshold_gating.logits import attention_logits
+from threshold_gating.logits import AttentionCall
 from threshold_gating.nn.rnn_steps import FUNCTIONS, SITES
 from threshold_gating.primitive import wide
 from threshold_gating.taxonomy import TAXONOMY
@@ -45,13 +45,13 @@ class KeyGates(AnalogGate):
         heads = shape[-3:-2] if self.chip.share == "neuron" else ()
         return (1,) if self.chip.share == "layer" else (*heads, shape[-1])
 
-    def draw(self, seed: int, draws: int, device: Any = None) -> None:
-        super().draw(seed, draws, device)
+    def draw(self, seed: int, draws: int) -> None:
+        super().draw(seed, draws)
         if self.chip.errors.tree:
             leaves = _power(self.seen.shape[-1])
             for key, cells in (("up", leaves), ("down", 2 * leaves)):
                 numbers = normal(seed, f"{self.name}/{key}", draws, (cells,))
-                self.devices.put(key, numbers.to(device))
+                self.devices.put(key, numbers.to(self.device))
 
     def _spread(self, numbers: Tensor, x: Tensor) -> tuple[int, ...]:
         raise NotImplementedError
@@ -69,12 +69,13 @@ class KeyGates(AnalogGate):
         """sigma(z_i - theta_i) along `dim`; nothing makes the gates of a row sum to one."""
         with torch._C.DisableTorchFunction():
             rows = wide(z).movedim(dim, -1)
-            live = rows > _OFF
+            live = ~(rows <= _OFF)  # NaN takes part, and is seen
             rows = torch.where(live, rows, _OFF)
             theta = self._thresholds(rows)
-            gated = live & (theta > _OFF / 2)  # a single key has nothing to be compared with
+            # a single key has nothing to be compared with; NaN is, and stays NaN
+            gated = live & ~(theta <= _OFF / 2)
             # What is not gated counts for nothing where it is seen, and is 0 or 1.
-            nothing = math.nan if self.watching else 0.0
+            nothing = -math.inf if self.watching else 0.0
             p = self(torch.where(gated, rows - theta, nothing))
             p = torch.where(gated, p, live.to(p.dtype))
             return p.movedim(-1, dim).to(z.dtype)
@@ -96,9 +97,16 @@ class KeyGates(AnalogGate):
         return outside[..., :n]
 
     def _cell(self, a: Tensor, b: Tensor, key: str, start: int) -> Tensor:
-        """One softplus cell for each pair; where one side is off, the other passes."""
-        y = torch.logaddexp(a, b)
-        errors = self.chip.errors
+        """One softplus cell for each pair; where one side is off, the other passes.
+
+        Its transistors are as warm as those of the gates: a tree bends as much as they do.
+        """
+        errors, warmth = self.chip.errors, 1.0 if self.watching else self.chip.warmth
+        y = (
+            torch.logaddexp(a, b)
+            if warmth == 1
+            else torch.logaddexp(a * warmth, b * warmth) / warmth
+        )
         if self.watching or not errors.tree:
             return y
         numbers = getattr(self.devices, key)[..., start : start + y.shape[-1]]
@@ -139,25 +147,11 @@ class Attention(nn.Module):
         super().__init__()
         self.gates = KeyGates(name, kind, chip)
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         with torch._C.DisableTorchFunction():
-            z = attention_logits(query, key, attn_mask, is_causal, scale, enable_gqa)
-            p = self.gates.softmax(z)
-            p = F.dropout(p, dropout_p) if dropout_p else p
-            v = wide(value)
-            if enable_gqa:
-                v = v.repeat_interleave(query.shape[-3] // v.shape[-3], -3)
-            return (p @ v).to(query.dtype)
+            call = AttentionCall(*args, **kwargs)
+            p = self.gates.softmax(call.logits())
+            return call.mixed(F.dropout(p, call.dropout_p) if call.dropout_p else p)
 
 
 class MultiHead(nn.Module):
