@@ -64,7 +64,8 @@ def log_odds(apart: Tensor, tau: Scaled, before: Tensor | None, unit: Unit) -> T
     if before is None:
         return u
     assert unit.log is not None
-    soft = (-before).clamp(min=0) + segments.evaluate(unit.log, before)
+    below = torch.where(before < 0, segments.magnitude(unit.log, before), 0)
+    soft = below + segments.evaluate(unit.log, before)
     return saturated(u - soft, unit.gate.bits + 1)
 
 
