@@ -14,10 +14,8 @@ from __future__ import annotations
 
 import copy
 import math
-import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from fnmatch import fnmatchcase
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,28 +23,22 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
-from threshold_gating import kernels
-from threshold_gating.conversion.plan import ConversionError, Site, arguments, run
-from threshold_gating.conversion.watch import Run, Running, evaluating, fresh, undisturbed
+from threshold_gating.conversion.plan import arguments, run
+from threshold_gating.conversion.watch import Running, evaluating, fresh, undisturbed
 from threshold_gating.hardware import devices
-from threshold_gating.hardware.crossbar import LAYERS, Array, Crossbar, put_on_crossbar
+from threshold_gating.hardware.crossbar import LAYERS, Crossbar, put_on_crossbar
 from threshold_gating.hardware.drawn import stacked
-from threshold_gating.hardware.physical import SHARES, AnalogGate, Chip, Errors, Share
+from threshold_gating.hardware.physical import SHARES, Chip, Errors, Share
+from threshold_gating.hardware.placing import (
+    Body,
+    Chosen,
+    calibrate,
+    check,
+    matches,
+    place_calls,
+    place_modules,
+)
 from threshold_gating.hardware.report import ChipRow, LayerRow, Report, SiteRow, compared
-from threshold_gating.hardware.wholes import Elementwise, whole
-from threshold_gating.nn.activation import Activation
-from threshold_gating.nn.dense import _Tiered
-from threshold_gating.nn.rnn import _Gated
-
-_FEATURES_LAST = (
-    *(nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.Embedding, nn.MultiheadAttention),
-    *(nn.RNNBase, nn.RNNCellBase),
-)
-_FEATURES_FIRST = (
-    *(nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
-    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.GroupNorm),
-)
-
 
 def simulate(
     model: nn.Module,
@@ -93,15 +85,15 @@ def simulate(
     chip = _chip(preset, errors, share, temperature, level, sharpness, rail)
     if isinstance(draws, bool) or not isinstance(draws, int) or draws < 1:
         raise ValueError(f"simulate: draws is a number of chips, from 1 on; got {draws!r}.")
-    _check(model)
-    chosen = _Chosen(only)
-    body = _Body(copy.deepcopy(model))
+    check(model)
+    chosen = Chosen(only)
+    body = Body(copy.deepcopy(model))
     with evaluating(body), Running(body.network, everywhere=True) as running:
         run(body.network, fresh(inputs))
-    kept = [*_place_modules(body, chip, chosen, running, reuse), *_place_calls(body, chip, chosen)]
+    kept = [*place_modules(body, chip, chosen, running, reuse), *place_calls(body, chip, chosen)]
     chosen.check()
     digital = _place_layers(body, crossbar) if crossbar is not None else []
-    _calibrate(body, inputs)
+    calibrate(body, inputs)
     _settle(body, volts or {})
     if kept:
         warnings.warn(f"simulate: stays ideal: {', '.join(kept)}.", stacklevel=2)
@@ -155,168 +147,7 @@ def _chip(
     return Chip(pair, given.of(pair), share, temperature, level, sharpness, rail)
 
 
-def _check(model: nn.Module) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"simulate: model must be a network; got {type(model).__name__}.")
-    owners = [vars(m) for m in model.modules() if "tg_sites" in vars(m)]
-    if not owners and not any(isinstance(m, Activation) for m in model.modules()):
-        raise ConversionError(
-            f"simulate: {type(model).__name__} has no gates; give tg.convert(model, inputs=...)."
-        )
-    if any(own["tg_sites"] is None for own in owners):
-        raise ConversionError(
-            "simulate: the network was converted without inputs, so its calls are not known; give "
-            "tg.convert(model, inputs=...)."
-        )
-
-
-class _Chosen:
-    """Which sites are analog, and which patterns were met."""
-
-    def __init__(self, only: str | Sequence[str] | None) -> None:
-        self.patterns = [only] if isinstance(only, str) else only
-        self.met: set[str] = set()
-        self.names: list[str] = []
-        self.ideal: tuple[str, ...] = ()  # by the user's choice
-
-    def __call__(self, name: str) -> bool:
-        self.names.append(name)
-        if self.patterns is None:
-            return True
-        hits = [p for p in self.patterns if _matches(p, name)]
-        self.met.update(hits)
-        if not hits:
-            self.ideal = (*self.ideal, name)
-        return bool(hits)
-
-    def check(self) -> None:
-        if not self.names:
-            raise ConversionError("simulate: no site of the network can be analog.")
-        if unmet := [p for p in self.patterns or () if p not in self.met]:
-            known = ", ".join(map(repr, self.names[:5]))
-            raise ValueError(f"simulate: only={unmet[0]!r} matches no site; there are {known} ...")
-
-
-def _matches(pattern: str, name: str) -> bool:
-    if pattern.startswith("re:"):
-        return re.fullmatch(pattern[3:], name) is not None
-    return pattern == name or fnmatchcase(name, pattern)
-
-
-# The network
-
-
-class _Body(nn.Module):
-    """The network with analog parts, and the gates of its calls, which have no place in it."""
-
-    def __init__(self, network: nn.Module) -> None:
-        super().__init__()
-        self.network = network
-        self.calls = nn.ModuleList()
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        for module in self.modules():
-            if isinstance(module, AnalogModule):
-                module.turn = 0
-        return self.network(*args, **kwargs)
-
-    def gates(self) -> Iterator[AnalogGate]:
-        return (m for m in self.modules() if isinstance(m, AnalogGate))
-
-    def arrays(self) -> Iterator[tuple[Array, Any]]:
-        layers: Any = self.network.modules()
-        return ((m.array, m) for m in layers if isinstance(getattr(m, "array", None), Array))
-
-
-class AnalogModule(nn.Module):
-    """An activation of the network on physical gates: a set for each call in a run, or one."""
-
-    def __init__(
-        self, name: str, act: Activation, chip: Chip, calls: int, reused: bool = False
-    ) -> None:
-        super().__init__()
-        self.name, self.turn = name, 0
-        kind = act.name or "gate"
-        names = [name, *(f"{name}#{k}" for k in range(1, 1 if reused else calls))]
-        self.gates = nn.ModuleList(AnalogGate(each, kind, act, chip) for each in names)
-        self.inplace, self.reused = act.inplace, reused
-
-    def forward(self, *args: Tensor, **named: Tensor) -> Tensor:
-        (x,) = (*args, *named.values())
-        if self.turn >= len(self.gates):
-            raise ConversionError(
-                f"{self.name} is called more often than the {len(self.gates)} times in a run when "
-                "it was simulated, and each call has gates of its own; simulate with inputs that "
-                "take the same path, or with reuse=True.",
-                self.name,
-            )
-        gate = self.gates[self.turn]
-        self.turn += 0 if self.reused else 1
-        y: Tensor = kernels.overwritten(x, gate) if self.inplace else gate(x)
-        return y
-
-
-def _place_modules(
-    body: _Body, chip: Chip, chosen: _Chosen, running: Running, reuse: bool
-) -> list[str]:
-    """Put physical gates in the place of activations; what has to stay ideal."""
-    network = body.network
-    names = {m: name for name, m in reversed(list(network.named_modules()))}
-    left = [
-        f"{name} ({type(m).__name__})"
-        for m, name in names.items()
-        if isinstance(m, _Tiered | _Gated)
-    ]
-    inside = {part for m in names if isinstance(m, _Tiered) for part in m.modules()}
-    made: dict[nn.Module, nn.Module] = {}
-    for parent in list(network.modules()):
-        if parent in inside:
-            continue
-        for key, part in list(parent._modules.items()):
-            if isinstance(part, Activation) and part not in made:
-                site = vars(part).get("site")
-                name, calls = site.name if site else names[part], running.calls[part]
-                if not calls:
-                    left.append(f"{name} (not reached)")
-                elif chosen(name):
-                    made[part] = AnalogModule(name, part, chip, calls, reuse)
-            if part in made:
-                parent._modules[key] = made[part]
-    return left
-
-
-def _place_calls(body: _Body, chip: Chip, chosen: _Chosen) -> list[str]:
-    """Let physical gates answer the calls of owners; what has to stay ideal."""
-    left = []
-    for owner in body.network.modules():
-        plan: dict[str, Site | None] = vars(owner).get("tg_sites") or {}
-        for call, site in plan.items():
-            if site is None:
-                continue
-            answer: Any = None
-            if site.t is None and site.op is not None:  # fixed thresholds, say: a gate of its own
-                module: nn.Module | None = None
-            elif site.t is not None:
-                gate = AnalogGate(site.name, site.kind, site.t, chip)
-                module = gate
-                answer = Elementwise(gate, site.parameters)
-            else:
-                module = answer = whole(site.name, site.kind, chip, owner)
-            if module is None:
-                left.append(f"{site.name} ({site.kind})")
-            elif chosen(site.name):
-                body.calls.append(module)
-                # with its name for a parameter: no two of them are alike
-                plan[call] = Site(
-                    *(site.name, site.kind, None, False),
-                    parameters=(site.name,),
-                    op=answer,
-                    line=site.line,
-                )
-    return left
-
-
-def _place_layers(body: _Body, settings: Crossbar) -> list[str]:
+def _place_layers(body: Body, settings: Crossbar) -> list[str]:
     """Put layers on crossbars; the names of weights that are not on any."""
     for name, layer in list(body.network.named_modules()):
         if type(layer) in LAYERS:
@@ -325,34 +156,11 @@ def _place_layers(body: _Body, settings: Crossbar) -> list[str]:
     return [n for n, p in body.network.named_parameters() if p.dim() > 1 and p not in on]
 
 
-def _calibrate(body: _Body, inputs: Any) -> None:
-    """Run once with everything ideal, and let gates and crossbars see what they get."""
-    watchers: list[Any] = [*body.gates(), *(array for array, _ in body.arrays())]
-
-    def after(run: Run, output: Any) -> None:
-        if isinstance(run.module, _FEATURES_LAST + _FEATURES_FIRST):
-            axis = -1 if isinstance(run.module, _FEATURES_LAST) else 1
-            for gate in body.gates():
-                gate.axis = axis
-
-    _watch(watchers, True)
-    try:
-        with evaluating(body), Running(body.network, after=after, everywhere=True):
-            run(body, fresh(inputs))
-    finally:
-        _watch(watchers, False)
-
-
-def _watch(watchers: Sequence[Any], on: bool) -> None:
-    for each in watchers:
-        each.watching = on
-
-
-def _settle(body: _Body, volts: Mapping[str, float]) -> None:
+def _settle(body: Body, volts: Mapping[str, float]) -> None:
     """Choose each site's volts per unit."""
     used = set()
     for gate in body.gates():
-        keys = [key for key in volts if _matches(key, gate.name)]
+        keys = [key for key in volts if matches(key, gate.name)]
         used.update(keys)
         gate.settle(volts[keys[0]] if keys else None)
     if unused := [key for key in volts if key not in used]:
@@ -370,7 +178,7 @@ class Simulation(nn.Module):
 
     def __init__(
         self,
-        body: _Body,
+        body: Body,
         settings: Chip,
         draws: int,
         kept: tuple[str, ...],

@@ -4,12 +4,13 @@
     y = fixed_point.evaluate(TAXONOMY["silu"], codes, f)
     fixed_point.error(TAXONOMY["silu"], f)  # in last bits of y, over every code of x
 
+    net = fixed_point.convert(tg.convert(model, inputs=x), 12, inputs=x)
+    net(x)  # every nonlinearity in 12-bit integers; the rest as it was
+
 `hardware.rtl` writes the same unit as Verilog.
 """
 
 from __future__ import annotations
-
-import math
 
 import torch
 from torch import Tensor
@@ -19,16 +20,10 @@ from threshold_gating.hardware.digital.format import Format, FormatError, Unit
 from threshold_gating.hardware.digital.format import Registers as Registers
 from threshold_gating.hardware.digital.format import registers as registers
 from threshold_gating.hardware.digital.format import unit_for as unit_for
+from threshold_gating.hardware.digital.network import FixedPoint, convert, narrowest, quantise, room
 from threshold_gating.hardware.digital.segments import Segments as Segments
-from threshold_gating.hardware.digital.unit import evaluate, saturated
+from threshold_gating.hardware.digital.unit import evaluate
 from threshold_gating.instance import TG
-
-
-def quantise(x: Tensor, fraction: int, bits: int) -> Tensor:
-    """Codes of real numbers: the nearest, halves to even; beyond the range its end. NaN is 0."""
-    scaled = torch.ldexp(x.double(), torch.tensor(fraction))
-    limit = 2.0**bits
-    return saturated(scaled.nan_to_num().clamp(-limit, limit).round().long(), bits)
 
 
 def real(codes: Tensor, fraction: int) -> Tensor:
@@ -43,15 +38,10 @@ def every_code(bits: int) -> Tensor:
 
 def format_for(t: TG, bits: int = 16, reach: float = 8.0) -> Format:
     """The format with the most fraction bits in which |x| up to `reach`, and y there, have room."""
-    fraction = bits - 1 - _power(reach)
+    fraction = room(bits, reach)
     x = real(every_code(min(bits, 16)), fraction - bits + min(bits, 16))
     most = t(x).abs().max().item()
-    return Format(bits, fraction, bits - 1 - _power(most) if most else fraction)
-
-
-def _power(size: float) -> int:
-    """The least n with size <= 2^n, up to a last bit."""
-    return math.ceil(math.log2(size) - 1e-4)
+    return Format(bits, fraction, room(bits, most) if most else fraction)
 
 
 def error(t: TG, f: Format, unit: Unit | None = None) -> float:
@@ -67,15 +57,18 @@ def error(t: TG, f: Format, unit: Unit | None = None) -> float:
 
 __all__ = [
     "CHOSEN",
+    "FixedPoint",
     "Format",
     "FormatError",
     "Registers",
     "Segments",
     "Unit",
+    "convert",
     "error",
     "evaluate",
     "every_code",
     "format_for",
+    "narrowest",
     "quantise",
     "real",
     "registers",

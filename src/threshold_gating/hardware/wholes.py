@@ -118,7 +118,7 @@ class Softmax(nn.Module):
 
     def __init__(self, name: str, kind: str, chip: Chip) -> None:
         super().__init__()
-        self.kind, self.gates = kind, KeyGates(name, kind, chip)
+        self.kind, self.gates = kind, chip.keys(name, kind)
 
     def forward(
         self, input: Tensor, dim: int | None = None, *rest: Any, dtype: Any = None, **more: Any
@@ -137,7 +137,7 @@ class Attention(nn.Module):
 
     def __init__(self, name: str, kind: str, chip: Chip) -> None:
         super().__init__()
-        self.gates = KeyGates(name, kind, chip)
+        self.gates = chip.keys(name, kind)
 
     def forward(
         self,
@@ -183,7 +183,7 @@ class Glu(nn.Module):
 
     def __init__(self, name: str, kind: str, chip: Chip) -> None:
         super().__init__()
-        self.gate = AnalogGate(name, kind, TAXONOMY["silu"], chip)
+        self.gate = chip.gate(name, kind, TAXONOMY["silu"])
 
     def forward(self, input: Tensor, dim: int = -1) -> Tensor:
         with torch._C.DisableTorchFunction():
@@ -197,7 +197,7 @@ class Prelu(nn.Module):
 
     def __init__(self, name: str, kind: str, chip: Chip) -> None:
         super().__init__()
-        self.gate = AnalogGate(name, kind, TAXONOMY["relu"], chip)
+        self.gate = chip.gate(name, kind, TAXONOMY["relu"])
 
     def forward(self, input: Tensor, weight: Tensor) -> Tensor:
         with torch._C.DisableTorchFunction():
@@ -214,7 +214,7 @@ class Extreme(nn.Module):
     def __init__(self, name: str, kind: str, chip: Chip) -> None:
         super().__init__()
         self.side = 1 if kind == "maximum" else -1
-        self.gate = AnalogGate(name, kind, TAXONOMY["relu"], chip)
+        self.gate = chip.gate(name, kind, TAXONOMY["relu"])
 
     def forward(self, input: Tensor, other: Tensor) -> Tensor:
         with torch._C.DisableTorchFunction():
@@ -233,7 +233,7 @@ class Recurrent(nn.Module):
         self.gates = nn.ModuleList(
             nn.ModuleDict(
                 {
-                    each: AnalogGate(_part(name, each, k, layers), each, t, chip)
+                    each: chip.gate(_part(name, each, k, layers), each, t)
                     for each, t in records.items()
                 }
             )

@@ -266,7 +266,7 @@ def _slopes(t: TG, f: Format, unit: Unit) -> tuple[tuple[Scaled, ...], tuple[Sca
     There a branch is (q x + s) x + c, and the bracket has the bits and the fraction of x.
     """
     if not unit.square:
-        return tuple(_slope("s", s, f.out - f.fraction, f, unit) for s in t.s), ()
+        return tuple(slope("s", s, f.out - f.fraction, f, unit) for s in t.s), ()
     shift = 2 * f.fraction - f.out
     if not 0 <= shift < 2**unit.shift:
         raise _NarrowError(f"x^2 with {2 * f.fraction} fraction bits does not shift into {f}")
@@ -274,11 +274,11 @@ def _slopes(t: TG, f: Format, unit: Unit) -> tuple[tuple[Scaled, ...], tuple[Sca
     for s, code in zip(t.s, codes, strict=True):
         if not -(2 ** (f.bits - 1)) <= code < 2 ** (f.bits - 1):
             raise _NarrowError(f"s = {s:g} is too large for {f}")
-    q = tuple(_slope("q", q, 0, f, unit) for q in t.q or (0.0,) * t.K)
+    q = tuple(slope("q", q, 0, f, unit) for q in t.q or (0.0,) * t.K)
     return tuple(Scaled(code, shift) for code in codes), q
 
 
-def _slope(name: str, value: float, offset: int, f: Format, unit: Unit) -> Scaled:
+def slope(name: str, value: float, offset: int, f: Format, unit: Unit) -> Scaled:
     most = 2**unit.shift - 1
     found = scaled(value, unit.slope - 1, offset, most)
     if abs(found.m) >= 2 ** (unit.slope - 1):

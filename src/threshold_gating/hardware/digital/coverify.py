@@ -1,0 +1,203 @@
+"""One network four ways on the same inputs: float, integers, Verilog, and transistors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from threshold_gating.conversion.plan import arguments
+from threshold_gating.conversion.watch import evaluating, fresh
+from threshold_gating.hardware import cell_error, models
+from threshold_gating.hardware.digital import bench
+from threshold_gating.hardware.digital.format import Unit
+from threshold_gating.hardware.digital.network import FixedGate, FixedKeys, FixedPoint, convert
+from threshold_gating.hardware.report import compared
+from threshold_gating.hardware.spice import SpiceError
+from threshold_gating.hardware.steering import Cell
+from threshold_gating.instance import TG
+
+KEYS = 64  # of a softmax, each with a threshold of its own: a case of one code
+
+
+class Row(NamedTuple):
+    """One site: its format, how far integers are from float64, and what the Verilog gave."""
+
+    name: str
+    kind: str
+    format: str
+    error: float  # largest, in last bits of y, at the codes that came
+    seen: int  # codes that came
+    codes: int  # of them compared with the Verilog
+    differ: int
+
+
+class Analog(NamedTuple):
+    """An instance as a cell of transistors: the largest error of full scale, and trimmed."""
+
+    name: str
+    error: float
+    trimmed: float
+
+
+class Report(NamedTuple):
+    """What was compared, and what could not be."""
+
+    bits: int
+    rows: list[Row]
+    output: float  # RMS error of the network's output over its RMS
+    same: float | None  # rows of the output with the same largest entry
+    simulator: str
+    kept: tuple[str, ...]
+    analog: list[Analog]
+    skipped: list[str]
+
+    @property
+    def exact(self) -> bool:
+        """Whether integers and Verilog agree at every code that was compared."""
+        return bool(self.rows) and all(r.codes and not r.differ for r in self.rows)
+
+
+def coverify(
+    gated: nn.Module,
+    inputs: Any,
+    bits: int = 16,
+    *,
+    simulator: str = "iverilog",
+    codes: int = 2000,
+    analog: bool = True,
+    tell: Callable[..., None] = lambda *_: None,
+) -> Report:
+    """Run a converted network in integers, then every code that came to a site in the Verilog.
+
+    Args:
+        gated: a network that `tg.convert(model, inputs=...)` made.
+        inputs: as `tg.convert` takes them.
+        bits: of every site.
+        simulator: "iverilog", or "verilator", which is faster once compiled.
+        codes: the most that are compared of a site and instance, evenly chosen; 0 for all.
+        analog: also measure the instances as cells of transistors, where ngspice and models are.
+        tell: told what is done.
+    """
+    made = convert(gated, bits, inputs=inputs)
+    args, kwargs = arguments(inputs)
+    for gate in made.gates():
+        gate.kept = []
+    tell("integers")
+    made.eval()
+    with torch.no_grad(), evaluating(gated):
+        aim, got = gated(*fresh(args), **fresh(kwargs)), made(*fresh(args), **fresh(kwargs))
+    output = compared(0, got, aim)
+    rows = _compared(made, simulator, codes, tell)
+    found, skipped = _cells(made, tell) if analog else ([], [])
+    return Report(bits, rows, output.error, output.same, simulator, made.kept, found, skipped)
+
+
+def _compared(
+    made: FixedPoint, simulator: str, codes: int, tell: Callable[..., None]
+) -> list[Row]:
+    """Sites of one unit share a simulation: it is compiled once."""
+    groups: dict[Unit, list[tuple[FixedGate, list[bench.Case]]]] = {}
+    for gate in made.gates():
+        if gate.kept:
+            groups.setdefault(gate.unit, []).append((gate, _cases(gate, codes)))
+    rows = {}
+    for k, (unit, members) in enumerate(groups.items()):
+        tell(f"Verilog, unit {k + 1} of {len(groups)}", k / len(groups))
+        every = [case for _, cases in members for case in cases]
+        found = iter(bench.check(unit, every, simulator))
+        for gate, cases in members:
+            mine = [next(found) for _ in cases]
+            compared_codes, differ = sum(o.codes for o in mine), sum(o.differ for o in mine)
+            seen = sum(x.numel() for x, *_ in gate.kept or ())
+            rows[gate.name] = Row(
+                gate.name, gate.kind, str(gate.format), _off(gate), seen, compared_codes, differ
+            )
+    return [rows[gate.name] for gate in made.gates() if gate.name in rows]
+
+
+def _cases(gate: FixedGate, codes: int) -> list[bench.Case]:
+    """What came to a site, once each, by instance."""
+    assert gate.kept is not None
+    if isinstance(gate, FixedKeys):
+        return _keys(gate)
+    cases = []
+    for n, written in enumerate(gate.written):
+        pairs = torch.cat([_of_group(gate, n, x, v) for x, v, _ in gate.kept]).unique(dim=0)
+        pairs = pairs[_evenly(len(pairs), codes)]
+        x, v = pairs.unbind(1)
+        cases.append(bench.case(f"{gate.name}/{n}", written, x, gate.unit, v))
+    return cases
+
+
+def _of_group(gate: FixedGate, n: int, x: Tensor, v: Tensor) -> Tensor:
+    """The codes of x and v that belong to the n-th instance of a site."""
+    both = torch.stack(torch.broadcast_tensors(x, v), -1)
+    if len(gate.written) == 1:
+        return both.reshape(-1, 2)
+    held: Any = gate.gate
+    shape = held._held(x.double())[1]
+    number = torch.arange(len(gate.written)).view(shape).expand(x.shape)
+    return both[number == n]
+
+
+def _keys(gate: FixedKeys) -> list[bench.Case]:
+    cases = []
+    for codes, theta, _ in gate.kept or ():
+        x, at = codes.flatten(), theta.flatten()
+        for i in _evenly(len(x), KEYS).tolist():
+            written = gate.written[0]._replace(theta=(int(at[i]),))
+            cases.append(bench.case(f"{gate.name}/{i}", written, x[i : i + 1], gate.unit))
+    return cases
+
+
+def _evenly(n: int, most: int) -> Tensor:
+    if not most or n <= most:
+        return torch.arange(n)
+    return torch.linspace(0, n - 1, most).round().long()
+
+
+def _off(gate: FixedGate) -> float:
+    """The largest error against float64 of the instance, at the codes that came, in last bits."""
+    f, worst = gate.format, 0.0
+    for x, v, y in gate.kept or ():
+        real = torch.ldexp(x.double(), torch.tensor(-f.fraction))
+        if isinstance(gate, FixedKeys):
+            at = torch.ldexp(v.double(), torch.tensor(-f.fraction - gate.unit.finer))
+            wanted = torch.sigmoid(real - at)
+        elif len(gate.instances) > 1:
+            held: Any = gate.gate
+            wanted = held(real.to(held.values()[0].dtype)).double()
+        else:
+            other = torch.ldexp(v.double(), torch.tensor(-f.fraction))
+            wanted = gate.instances[0](real, None if v is x else other)
+        wanted = torch.ldexp(wanted, torch.tensor(f.out))
+        wanted = wanted.clamp(-(2 ** (f.bits - 1)), 2 ** (f.bits - 1) - 1)
+        worst = max(worst, (y - wanted).abs().max().item())
+    return worst
+
+
+def _cells(made: FixedPoint, tell: Callable[..., None]) -> tuple[list[Analog], list[str]]:
+    """Every distinct instance as a cell of transistors, and what could not be measured, and why."""
+    distinct: dict[TG, str] = {}
+    for gate in made.gates():
+        for t in gate.instances[:1]:
+            distinct.setdefault(t, gate.kind if not isinstance(gate, FixedKeys) else "sigmoid")
+    found, skipped = [], []
+    for t, name in distinct.items():
+        tell(f"transistors: {name}")
+        try:
+            cell = Cell(name, t)
+            answer = cell_error.response(cell)
+        except (SpiceError, models.ModelsMissingError) as error:
+            return found, [*skipped, f"transistors: {error}"]
+        except ValueError as error:  # no such cell: K or a slope that mirrors cannot make
+            skipped.append(f"{name}: {error}")
+            continue
+        m = cell_error.match(cell, answer.x, answer.y[0])
+        if math.isfinite(m.error):
+            found.append(Analog(name, m.error, m.trimmed))
+    return found, skipped
