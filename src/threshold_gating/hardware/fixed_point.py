@@ -21,14 +21,10 @@ from threshold_gating.hardware.digital.format import Registers as Registers
 from threshold_gating.hardware.digital.format import registers as registers
 from threshold_gating.hardware.digital.format import unit_for as unit_for
 from threshold_gating.hardware.digital.network import FixedPoint, convert, narrowest, quantise, room
+from threshold_gating.hardware.digital.network import real_of as real
 from threshold_gating.hardware.digital.segments import Segments as Segments
 from threshold_gating.hardware.digital.unit import evaluate
 from threshold_gating.instance import TG
-
-
-def real(codes: Tensor, fraction: int) -> Tensor:
-    """The float64 numbers of codes."""
-    return torch.ldexp(codes.double(), torch.tensor(-fraction))
 
 
 def every_code(bits: int) -> Tensor:

@@ -8,19 +8,26 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 from threshold_gating.conversion.plan import arguments
 from threshold_gating.conversion.watch import evaluating, fresh
 from threshold_gating.hardware import cell_error, models
 from threshold_gating.hardware.digital import bench
 from threshold_gating.hardware.digital.format import Unit
-from threshold_gating.hardware.digital.network import FixedGate, FixedKeys, FixedPoint, convert
+from threshold_gating.hardware.digital.network import (
+    FixedGate,
+    FixedKeys,
+    FixedPoint,
+    Kept,
+    convert,
+)
 from threshold_gating.hardware.report import compared
 from threshold_gating.hardware.spice import SpiceError
 from threshold_gating.hardware.steering import Cell
 from threshold_gating.instance import TG
 
-KEYS = 64  # of a softmax, each with a threshold of its own: a case of one code
+KEYS = 64  # elements of a call whose registers are data, each a case of one code
 
 
 class Row(NamedTuple):
@@ -112,7 +119,7 @@ def _compared(
         for gate, cases in members:
             mine = [next(found) for _ in cases]
             compared_codes, differ = sum(o.codes for o in mine), sum(o.differ for o in mine)
-            seen = sum(x.numel() for x, *_ in gate.kept or ())
+            seen = sum(kept.x.numel() for kept in gate.kept or ())
             rows[gate.name] = Row(
                 gate.name, gate.kind, str(gate.format), _off(gate), seen, compared_codes, differ
             )
@@ -120,37 +127,32 @@ def _compared(
 
 
 def _cases(gate: FixedGate, codes: int) -> list[bench.Case]:
-    """What came to a site, once each, by instance."""
-    assert gate.kept is not None
-    if isinstance(gate, FixedKeys):
-        return _keys(gate)
+    """What came to a site, once each; where registers are data, some elements with their own."""
     cases = []
-    for n, written in enumerate(gate.written):
-        pairs = torch.cat([_of_group(gate, n, x, v) for x, v, _ in gate.kept]).unique(dim=0)
-        pairs = pairs[_evenly(len(pairs), codes)]
-        x, v = pairs.unbind(1)
-        cases.append(bench.case(f"{gate.name}/{n}", written, x, gate.unit, v))
+    for k, kept in enumerate(gate.kept or ()):
+        if any(isinstance(leaf, Tensor) for leaf in tree_leaves(kept.registers)):
+            cases += _single(gate, kept)
+            continue
+        pairs = torch.stack(torch.broadcast_tensors(kept.x, kept.v), -1).reshape(-1, 2)
+        pairs = pairs.unique(dim=0)
+        x, v = pairs[_evenly(len(pairs), codes)].unbind(1)
+        cases.append(bench.case(f"{gate.name}/{k}", kept.registers, x, gate.unit, v))
     return cases
 
 
-def _of_group(gate: FixedGate, n: int, x: Tensor, v: Tensor) -> Tensor:
-    """The codes of x and v that belong to the n-th instance of a site."""
-    both = torch.stack(torch.broadcast_tensors(x, v), -1)
-    if len(gate.written) == 1:
-        return both.reshape(-1, 2)
-    held: Any = gate.gate
-    shape = held._held(x.double())[1]
-    number = torch.arange(len(gate.written)).view(shape).expand(x.shape)
-    return both[number == n]
-
-
-def _keys(gate: FixedKeys) -> list[bench.Case]:
+def _single(gate: FixedGate, kept: Kept) -> list[bench.Case]:
+    """Cases of one code: thresholds of keys, slopes of PReLU, registers of channels."""
     cases = []
-    for codes, theta, _ in gate.kept or ():
-        x, at = codes.flatten(), theta.flatten()
-        for i in _evenly(len(x), KEYS).tolist():
-            written = gate.written[0]._replace(theta=(int(at[i]),))
-            cases.append(bench.case(f"{gate.name}/{i}", written, x[i : i + 1], gate.unit))
+    for i in _evenly(kept.x.numel(), KEYS).tolist():
+
+        def own(leaf: Any, i: int = i) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            return int(leaf.broadcast_to(kept.x.shape).reshape(-1)[i])
+
+        written = tree_map(own, kept.registers)
+        x, v = (w.reshape(-1)[i : i + 1] for w in torch.broadcast_tensors(kept.x, kept.v))
+        cases.append(bench.case(f"{gate.name}/{i}", written, x, gate.unit, v))
     return cases
 
 
@@ -161,22 +163,11 @@ def _evenly(n: int, most: int) -> Tensor:
 
 
 def _off(gate: FixedGate) -> float:
-    """The largest error against float64 of the instance, at the codes that came, in last bits."""
-    f, worst = gate.format, 0.0
-    for x, v, y in gate.kept or ():
-        real = torch.ldexp(x.double(), torch.tensor(-f.fraction))
-        if isinstance(gate, FixedKeys):
-            at = torch.ldexp(v.double(), torch.tensor(-f.fraction - gate.unit.finer))
-            wanted = torch.sigmoid(real - at)
-        elif len(gate.instances) > 1:
-            held: Any = gate.gate
-            wanted = held(real.to(held.values()[0].dtype)).double()
-        else:
-            other = torch.ldexp(v.double(), torch.tensor(-f.fraction))
-            wanted = gate.instances[0](real, None if v is x else other)
-        wanted = torch.ldexp(wanted, torch.tensor(f.out))
-        wanted = wanted.clamp(-(2 ** (f.bits - 1)), 2 ** (f.bits - 1) - 1)
-        worst = max(worst, (y - wanted).abs().max().item())
+    """The largest error against float64, at the codes that came, in last bits of y."""
+    limit, worst = 2 ** (gate.format.bits - 1), 0.0
+    for kept in gate.kept or ():
+        wanted = torch.ldexp(kept.wanted, torch.tensor(gate.format.out)).clamp(-limit, limit - 1)
+        worst = max(worst, (kept.y - wanted).abs().max().item())
     return worst
 
 

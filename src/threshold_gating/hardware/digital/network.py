@@ -24,6 +24,7 @@ from threshold_gating.hardware.digital.format import (
     slope,
     unit_for,
 )
+from threshold_gating.hardware.devices import LOGISTIC
 from threshold_gating.hardware.physical import AnalogGate, Chip, Errors, Seen
 from threshold_gating.hardware.placing import (
     Body,
@@ -40,6 +41,9 @@ from threshold_gating.nn.activation import Activation
 from threshold_gating.primitive import wide
 
 
+_COARSER = 6  # formats that are tried, each with a bit less below the point of y
+
+
 class _Digital(Chip):
     """What is put into a network here."""
 
@@ -52,6 +56,16 @@ class _Digital(Chip):
         return FixedKeys(name, kind, self)
 
 
+class Kept(NamedTuple):
+    """One call of a site: codes in and out, its registers, and what float64 gives there."""
+
+    x: Tensor
+    v: Tensor
+    y: Tensor
+    registers: Registers
+    wanted: Tensor
+
+
 class FixedGate(AnalogGate):
     """One site in integers: x to the nearest code, y as the unit gives it."""
 
@@ -60,7 +74,7 @@ class FixedGate(AnalogGate):
         self.given = Seen()  # what came out, where it was watched
         self.format, self.unit = Format(), Unit()
         self.written: list[Registers] = []
-        self.kept: list[tuple[Tensor, Tensor, Tensor]] | None = None  # codes, to be compared
+        self.kept: list[Kept] | None = None  # what comes and goes, to be compared
 
     @property
     def instances(self) -> list[TG]:
@@ -70,13 +84,25 @@ class FixedGate(AnalogGate):
     def fix(self, wanted: Format | int, units: Mapping[str, Any] | None = None) -> None:
         """Take a format, or the one of so many bits that has room for what was seen."""
         bits = wanted if isinstance(wanted, int) else wanted.bits
-        chosen = Format(bits, room(bits, self._reach()), room(bits, self._size()))
-        self.format = wanted if isinstance(wanted, Format) else chosen
         self.unit = unit_for(*self.instances, bits=bits, **(units or {}))
-        try:
-            self.written = [registers(t, self.format, self.unit) for t in self.instances]
-        except FormatError as error:
-            raise FormatError(f"{self.name}: {error}") from error
+        fraction, out = room(bits, self._reach()), room(bits, self._size())
+        if self.unit.square:
+            out = min(out, 2 * fraction)  # x^2 has no more
+        formats = [Format(bits, fraction, out - less) for less in range(_COARSER)]
+        self._take([wanted] if isinstance(wanted, Format) else formats)
+
+    def _take(self, formats: Sequence[Format]) -> None:
+        """The first format that holds every instance: a steep branch needs a coarser y."""
+        first: FormatError | None = None
+        for f in formats:
+            try:
+                self.written = [registers(t, f, self.unit) for t in self.instances]
+            except FormatError as error:
+                first = first or error
+            else:
+                self.format = f
+                return
+        raise FormatError(f"{self.name}: {first}") from first
 
     def _reach(self) -> float:
         """The largest x, or threshold, whichever is further: both need a code."""
@@ -102,10 +128,22 @@ class FixedGate(AnalogGate):
             other = None if v is None else quantise(wide(v), f.fraction, f.bits)
             y = unit.run(r, codes, self.unit, other)
             if self.kept is not None:
-                self.kept.append((codes, codes if other is None else other, y))
+                self._keep(codes, other, y, r, s)
             y = torch.ldexp(y.to(wide(x).dtype), torch.tensor(-f.out, device=x.device))
             # What is not a number has no code; it stays visible.
             return torch.where(x.isnan(), wide(x), y).to(x.dtype)
+
+    def _keep(
+        self, x: Tensor, v: Tensor | None, y: Tensor, r: Registers, s: Sequence[Any] | None
+    ) -> None:
+        """Codes, and what float64 gives at them."""
+        assert self.kept is not None
+        real, other = (None if z is None else real_of(z, self.format.fraction) for z in (x, v))
+        assert real is not None
+        values = self._values(real)
+        values = values if s is None else values._replace(s=list(s))
+        wanted = self._blend(real, values, other, LOGISTIC)
+        self.kept.append(Kept(x, x if v is None else v, y, r, wanted))
 
     def _registers(self, x: Tensor, s: Sequence[Any] | None) -> Registers:
         found = self.written[0]
@@ -158,6 +196,16 @@ class FixedKeys(FixedGate, KeyGates):
         log = unit_for(_THREE, bits=_bits(wanted)).log
         super().fix(wanted, {"branches": 3, "log": log, **(units or {})})
 
+    @property
+    def _off(self) -> int:
+        """The code of a key that takes no part: the lowest."""
+        return -(2 ** (self.format.bits + self.unit.finer - 1))
+
+    def _reach(self) -> float:
+        """Logits are taken from the largest: twice as far, but at 16 a gate is shut."""
+        largest = max(self.seen.largest, 2.0**-8)
+        return max(largest, min(2 * largest, 16.0))
+
     def softmax(self, z: Tensor, dim: int = -1) -> Tensor:
         if self.watching:
             rows = wide(z)
@@ -174,30 +222,32 @@ class FixedKeys(FixedGate, KeyGates):
             r = self.written[0]._replace(theta=(theta,))  # type: ignore[arg-type]
             y = unit.run(r, codes, self.unit)
             if self.kept is not None:
-                self.kept.append((codes, theta, y))
-            p = torch.ldexp(y.to(rows.dtype), torch.tensor(-f.out, device=z.device)).where(live, 0)
+                apart = real_of((codes << finer) - theta, f.fraction + finer)
+                self.kept.append(Kept(codes, codes, y, r, torch.sigmoid(apart)))
+            p = torch.ldexp(y.to(rows.dtype), torch.tensor(-f.out, device=z.device))
+            p = p.where(theta > self._off, 1).where(live, 0)  # a key with no other is all of it
             return p.where(~rows.isnan().any(-1, keepdim=True), torch.nan).movedim(-1, dim).to(z.dtype)
 
     def _codes(self, z: Tensor) -> Tensor:
         """The log-sum-exp of all others, in codes with the fraction of theta."""
         n = z.shape[-1]
-        low = -(2 ** (self.format.bits + self.unit.finer - 1))
-        levels = [nn.functional.pad(z, (0, _power(n) - n), value=low)]
+        levels = [nn.functional.pad(z, (0, _power(n) - n), value=self._off)]
         while levels[-1].shape[-1] > 1:
             levels.append(self.pair(levels[-1][..., ::2], levels[-1][..., 1::2]))
-        outside = torch.full_like(levels[-1], low)
+        outside = torch.full_like(levels[-1], self._off)
         for level in reversed(levels[:-1]):
             other = torch.unflatten(level, -1, (-1, 2)).flip(-1).flatten(-2)
             outside = self.pair(outside.repeat_interleave(2, -1), other)
         return outside[..., :n]
 
     def pair(self, a: Tensor, b: Tensor) -> Tensor:
-        """One cell of the tree."""
+        """One cell of the tree; where one side is off, the other passes."""
         log = self.unit.log
         assert log is not None
         shift = log.fraction - self.format.fraction - self.unit.finer
         apart = unit.saturated(_shifted(a - b, shift), log.bits + 1)
-        return torch.maximum(a, b) + _shifted(segments.evaluate(log, apart), -shift)
+        both = torch.maximum(a, b) + _shifted(segments.evaluate(log, apart), -shift)
+        return torch.where(a == self._off, b, torch.where(b == self._off, a, both))
 
 
 def _shifted(codes: Tensor, by: int) -> Tensor:
@@ -218,6 +268,11 @@ def quantise(x: Tensor, fraction: int, bits: int) -> Tensor:
     scaled = torch.ldexp(x.double(), torch.tensor(fraction, device=x.device))
     limit = 2.0**bits
     return unit.saturated(scaled.nan_to_num().clamp(-limit, limit).round().long(), bits)
+
+
+def real_of(codes: Tensor, fraction: int) -> Tensor:
+    """The float64 numbers of codes."""
+    return torch.ldexp(codes.double(), torch.tensor(-fraction, device=codes.device))
 
 
 def room(bits: int, size: float) -> int:

@@ -70,9 +70,9 @@ def synthesise(
         library = _unpacked(liberty(cells), folder)
         (folder / "in.v").write_text(text, "utf-8")
         script = (
-            f"read_verilog -sv in.v; {_chosen(top, parameters)}synth -flatten -top {top}; "
-            f"dfflibmap -liberty {library}; abc -liberty {library} -script {_ABC}; opt_clean; "
-            f"stat -liberty {library}; write_verilog -noattr out.v"
+            f"{_read(top, parameters)}; synth -flatten; "
+            f"rename -top {top}; dfflibmap -liberty {library}; abc -liberty {library} -script {_ABC}; opt_clean; "
+            f"stat -liberty {library}; splitnets; opt_clean -purge; write_verilog -noattr out.v"
         )
         said = run_tool([tool("yosys"), "-p", script], folder)
         area = float(re.findall(r"Chip area for .*?: ([\d.]+)", said)[-1])
@@ -88,11 +88,10 @@ def synthesise(
         )
 
 
-def _chosen(top: str, parameters: dict[str, int] | None) -> str:
-    if not parameters:
-        return ""
-    sets = " ".join(f"-set {key} {value}" for key, value in parameters.items())
-    return f"chparam {sets} {top}; "
+def _read(top: str, parameters: dict[str, int] | None) -> str:
+    """Modules are made when they are used: a unit of hard gates comes without a sigmoid."""
+    given = " ".join(f"-chparam {key} {value}" for key, value in (parameters or {}).items())
+    return f"read_verilog -sv -defer in.v; hierarchy -top {top} {given}"
 
 
 def _unpacked(path: Path, folder: Path) -> str:
@@ -133,7 +132,7 @@ def on_ice40(
         folder = Path(name)
         (folder / "in.v").write_text(text, "utf-8")
         script = (
-            f"read_verilog -sv in.v; {_chosen(top, parameters)}"
+            f"{_read(top, parameters)}; rename -top {top}; "
             f"synth_ice40 {'-dsp ' if dsp else ''}-top {top}; stat"
         )
         said = run_tool([tool("yosys"), "-p", script], folder)
