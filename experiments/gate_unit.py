@@ -26,7 +26,9 @@ UNITS = {
     "slopes of 12 bits": FULL,
     "slopes of 8 bits": replace(FULL, slope=8),
     "slopes that are powers of two": replace(FULL, slope=2, shift=4),
-    "and gates of 11 bits": replace(FULL, slope=2, shift=4, gate=CHOSEN[12][0], guard=1, headroom=1),
+    "and gates of 11 bits": replace(
+        FULL, slope=2, shift=4, gate=CHOSEN[12][0], guard=1, headroom=1
+    ),
     "and tau a power of two": replace(FULL, slope=2, shift=4, tau=1),
     "hard gates, slopes of 8 bits": replace(FULL, slope=8, gate=None),
     "hard gates, powers of two": replace(FULL, slope=2, shift=4, gate=None),
@@ -88,7 +90,8 @@ def front() -> list[tuple[search.Candidate, synthesis.Netlist]]:
 # Units that are one activation, in the same formats: 16 bits, x and y with 12 fraction bits.
 ALONE = {
     "relu": "assign y = x[15] ? 16'sd0 : x;",
-    "sigmoid": "wire [15:0] g; tg_sigmoid s (.u({x[15], x}), .g(g)); assign y = g[15] ? 16'h7fff : g;",
+    "sigmoid": """wire [15:0] g; tg_sigmoid s (.u({x[15], x}), .g(g));
+    assign y = g[15] ? 16'h7fff : g;""",
     "tanh": """wire [15:0] g; tg_sigmoid s (.u({x, 1'b0}), .g(g));
     wire [16:0] t = {g, 1'b0} - 17'h8000; assign y = t == 17'h8000 ? 16'h7fff : t[15:0];""",
     "silu": """wire [15:0] g; tg_sigmoid s (.u({x[15], x}), .g(g));
@@ -112,7 +115,8 @@ endmodule"""
 
 def alone(name: str) -> str:
     helper = verilog.SOURCE.read_text("utf-8") + verilog.segments_module(GATE, "tg_sigmoid")
-    return f"{helper}\nmodule alone (input signed [15:0] x, output signed [15:0] y);\n    {ALONE[name]}\nendmodule"
+    head = "module alone (input signed [15:0] x, output signed [15:0] y);"
+    return f"{helper}\n{head}\n    {ALONE[name]}\nendmodule"
 
 
 def worst(unit: Unit) -> str:
@@ -154,9 +158,9 @@ def main() -> None:
         small = synthesis.synthesise(text, "tg_unit_small", bench.small_parameters(unit, 4))
         fpga = synthesis.on_ice40(text, "tg_unit", verilog.parameters(unit))
         print(
-            f"{name}: no stages {flat.area:.0f} um^2 {flat.delay:.1f} ns; pipeline {piped.area:.0f} "
-            f"um^2 {piped.delay:.1f} ns; small {small.area:.0f} um^2 {small.delay:.1f} ns; {fpga}; "
-            f"{worst(unit)}",
+            f"{name}: no stages {flat.area:.0f} um^2 {flat.delay:.1f} ns; pipeline "
+            f"{piped.area:.0f} um^2 {piped.delay:.1f} ns; small {small.area:.0f} um^2 "
+            f"{small.delay:.1f} ns; {fpga}; {worst(unit)}",
             flush=True,
         )
     for name in ALONE:

@@ -85,7 +85,7 @@ def test_a_format_too_narrow_is_refused_and_the_one_named_would_do(why):
 
 @pytest.mark.parametrize("name", sorted(FAR))
 def test_rows_that_need_an_exponential_are_refused_in_words(name):
-    with pytest.raises(FormatError, match="no format near it .* take another row"):
+    with pytest.raises(FormatError, match=r"no format near it .* take another row"):
         fp.evaluate(TAXONOMY[name], torch.tensor([0]), fp.format_for(TAXONOMY[name], 16))
 
 

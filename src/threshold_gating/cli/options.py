@@ -329,7 +329,9 @@ def _rtl(commands: Any) -> None:
     parser.epilog = dedent(_RTL_EXAMPLES)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument(
-        "--run", action="store_true", help="simulate every code, synthesise: iverilog, yosys, TG_PDK"
+        "--run",
+        action="store_true",
+        help="simulate every code, synthesise: iverilog, yosys, TG_PDK",
     )
     parser.add_argument(
         "--check",

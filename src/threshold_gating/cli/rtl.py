@@ -10,7 +10,8 @@ from typing import Any
 from threshold_gating import conversion
 from threshold_gating.cli.printing import UsageError, progress, say, show, working
 from threshold_gating.cli.spec import network
-from threshold_gating.hardware import fixed_point, rtl as digital
+from threshold_gating.hardware import fixed_point
+from threshold_gating.hardware import rtl as digital
 from threshold_gating.hardware.digital.bench import SIMULATORS, ToolError, instance
 from threshold_gating.hardware.digital.coverify import coverify
 from threshold_gating.hardware.fixed_point import Format, FormatError, Unit
@@ -49,7 +50,9 @@ def _activation(args: argparse.Namespace) -> int:
     instances = {name: TAXONOMY[name] for name in names}
     given = {k: getattr(args, k) for k in ("slope", "tau") if getattr(args, k) is not None}
     unit = fixed_point.unit_for(*instances.values(), bits=args.bits, **given)
-    formats = {n: fixed_point.format_for(t, args.bits, args.reach or 8.0) for n, t in instances.items()}
+    formats = {
+        n: fixed_point.format_for(t, args.bits, args.reach or 8.0) for n, t in instances.items()
+    }
     written = _registers(instances, formats, unit)
     text = f"{written}\n// {instance(unit, args.small)}\n\n{digital.text(unit)}"
     if args.out is not None:
@@ -154,7 +157,9 @@ def _check(args: argparse.Namespace) -> int:
         )
     rows = [page.HEADER, *(page.cells(row) for row in report.rows)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines = [
+        "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]
     result = {
         **report._asdict(),
         "rows": [row._asdict() for row in report.rows],

@@ -40,6 +40,7 @@ from threshold_gating.hardware.placing import (
 )
 from threshold_gating.hardware.report import ChipRow, LayerRow, Report, SiteRow, compared
 
+
 def simulate(
     model: nn.Module,
     preset: str | devices.Preset | None,

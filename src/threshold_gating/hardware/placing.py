@@ -73,7 +73,9 @@ class Chosen:
             raise ConversionError(f"{self.what}: no site of the network can be placed.")
         if unmet := [p for p in self.patterns or () if p not in self.met]:
             known = ", ".join(map(repr, self.names[:5]))
-            raise ValueError(f"{self.what}: only={unmet[0]!r} matches no site; there are {known} ...")
+            raise ValueError(
+                f"{self.what}: only={unmet[0]!r} matches no site; there are {known} ..."
+            )
 
 
 def matches(pattern: str, name: str) -> bool:
@@ -216,5 +218,3 @@ def calibrate(body: Body, inputs: Any) -> None:
 def _watch(watchers: Sequence[Any], on: bool) -> None:
     for each in watchers:
         each.watching = on
-
-

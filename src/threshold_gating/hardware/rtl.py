@@ -1,9 +1,9 @@
 """Activations as a circuit: Verilog of the gate unit, checked code by code, and what it takes.
 
-    unit = fixed_point.unit_for(TAXONOMY["silu"])
-    print(rtl.text(unit))                                     # synthesizable Verilog
-    rtl.verify({"silu": TAXONOMY["silu"]})                    # every code, two simulators
-    rtl.synthesise(unit)                                      # area and delay on standard cells
+unit = fixed_point.unit_for(TAXONOMY["silu"])
+print(rtl.text(unit))                                     # synthesizable Verilog
+rtl.verify({"silu": TAXONOMY["silu"]})                    # every code, two simulators
+rtl.synthesise(unit)                                      # area and delay on standard cells
 """
 
 from __future__ import annotations

@@ -129,7 +129,8 @@ class Softmax(nn.Module):
             (0 if input.dim() in (0, 1, 3) else 1) if dim is None else dim
         )  # F.softmax's old rule
         z = input if dtype is None else input.to(dtype)
-        return self.gates.softmax(-z if self.kind == "softmin" else z, axis)
+        p: Tensor = self.gates.softmax(-z if self.kind == "softmin" else z, axis)
+        return p
 
 
 class Attention(nn.Module):

@@ -34,7 +34,11 @@ def summary(report: Report) -> list[str]:
         f"Integers and Verilog ({report.simulator}): {word}, {codes:,} codes at "
         f"{len(report.rows)} sites, {report.bits} bits.",
         f"Float and integers: the RMS error of the output over its RMS is {report.output:.3%}"
-        + (f", and {report.same:.2%} of its rows have the same largest entry." if report.same else "."),
+        + (
+            f", and {report.same:.2%} of its rows have the same largest entry."
+            if report.same
+            else "."
+        ),
     ]
     said += [
         f"Transistors and instance, {each.name}: off by {each.error:.2%} of full scale, "
@@ -57,7 +61,8 @@ def page(name: str, report: Report, facts: Mapping[str, str]) -> str:
             f"<title>{escape(title)}</title><style>{STYLE}</style></head><body><main>",
             f"<header><h1>{escape(title)}</h1>{said}</header>",
             f"<section><h2>Sites</h2>{table(HEADER, [cells(row) for row in report.rows])}",
-            f"<details><summary>What the columns mean</summary>{listed(LEGEND)}</details></section>",
+            f"<details><summary>What the columns mean</summary>{listed(LEGEND)}</details>",
+            "</section>",
             f"<section><h2>How this page was made</h2>{listed(facts)}</section>",
             "</main></body></html>\n",
         ]

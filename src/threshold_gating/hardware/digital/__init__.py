@@ -1,1 +1,1 @@
-"""Digital gates: integers that a circuit computes, the circuit as Verilog, and tools that check it."""
+"""Digital gates: integers that a circuit computes, its Verilog, and tools that check both."""

@@ -86,7 +86,11 @@ def write(folder: Path, unit: Unit, cases: Sequence[Case], small: int = 0) -> No
     words = [f"{word(c.registers, unit):0{(total + 3) // 4}x}" for c in cases]
     (folder / "registers.hex").write_text("\n".join(words) + "\n")
     digits = (unit.bits + 3) // 4
-    for name, codes in (("x", [c.x for c in cases]), ("v", [c.v for c in cases]), ("y", [c.y for c in cases])):
+    for name, codes in (
+        ("x", [c.x for c in cases]),
+        ("v", [c.v for c in cases]),
+        ("y", [c.y for c in cases]),
+    ):
         every = torch.cat(codes) & (2**unit.bits - 1)
         lines = "\n".join(f"{code:0{digits}x}" for code in every.tolist())
         (folder / f"{name}.hex").write_text(lines + "\n")
@@ -180,18 +184,32 @@ def run_tool(words: Sequence[str], folder: Path, timeout: float = 900) -> str:
     except subprocess.TimeoutExpired:
         raise ToolError(f"{Path(words[0]).name} took longer than {timeout:g} s.") from None
     if done.returncode:
-        raise ToolError(f"{Path(words[0]).name} failed: {(done.stdout + done.stderr)[-800:].strip()}")
+        raise ToolError(
+            f"{Path(words[0]).name} failed: {(done.stdout + done.stderr)[-800:].strip()}"
+        )
     return done.stdout + done.stderr
 
 
 def _iverilog(folder: Path) -> str:
-    run_tool([tool("iverilog"), "-g2012", "-s", "bench", "-o", "bench", "bench.v", "unit.v"], folder)
+    run_tool(
+        [tool("iverilog"), "-g2012", "-s", "bench", "-o", "bench", "bench.v", "unit.v"], folder
+    )
     return run_tool([tool("vvp"), "-N", "bench"], folder)
 
 
 def _verilator(folder: Path) -> str:
     words = ["--binary", "--timing", "-O3", "-Wno-fatal", "-Wno-lint", "--top-module", "bench"]
-    run_tool([tool("verilator"), *words, "-MAKEFLAGS", "OPT_FAST=-O1 OPT_SLOW=-O0 OPT_GLOBAL=-O0", "bench.v", "unit.v"], folder)
+    run_tool(
+        [
+            tool("verilator"),
+            *words,
+            "-MAKEFLAGS",
+            "OPT_FAST=-O1 OPT_SLOW=-O0 OPT_GLOBAL=-O0",
+            "bench.v",
+            "unit.v",
+        ],
+        folder,
+    )
     return run_tool(["./obj_dir/Vbench"], folder)
 
 
@@ -199,7 +217,7 @@ _RUN = {"iverilog": _iverilog, "verilator": _verilator}
 
 
 def lint(unit: Unit, small: int = 0) -> str:
-    """What verilator warns of, with all warnings but that of several modules in a file; or empty."""
+    """What verilator warns of; the one warning left out is of several modules in a file."""
     with tempfile.TemporaryDirectory(prefix="tg-rtl-") as name:
         folder = Path(name)
         (folder / "unit.v").write_text(text(unit), "utf-8")

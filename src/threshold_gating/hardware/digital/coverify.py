@@ -103,9 +103,7 @@ def coverify(
     return Report(bits, rows, output.error, output.same, simulator, made.kept, found, skipped)
 
 
-def _compared(
-    made: FixedPoint, simulator: str, codes: int, tell: Callable[..., None]
-) -> list[Row]:
+def _compared(made: FixedPoint, simulator: str, codes: int, tell: Callable[..., None]) -> list[Row]:
     """Sites of one unit share a simulation: it is compiled once."""
     groups: dict[Unit, list[tuple[FixedGate, list[bench.Case]]]] = {}
     for gate in made.gates():
@@ -133,8 +131,8 @@ def _cases(gate: FixedGate, codes: int) -> list[bench.Case]:
         if any(isinstance(leaf, Tensor) for leaf in tree_leaves(kept.registers)):
             cases += _single(gate, kept)
             continue
-        pairs = torch.stack(torch.broadcast_tensors(kept.x, kept.v), -1).reshape(-1, 2)
-        pairs = pairs.unique(dim=0)
+        pairs = torch.stack([kept.x, kept.v.expand_as(kept.x)], -1).reshape(-1, 2)
+        pairs = torch.unique(pairs, dim=0)
         x, v = pairs[_evenly(len(pairs), codes)].unbind(1)
         cases.append(bench.case(f"{gate.name}/{k}", kept.registers, x, gate.unit, v))
     return cases
@@ -151,7 +149,7 @@ def _single(gate: FixedGate, kept: Kept) -> list[bench.Case]:
             return int(leaf.broadcast_to(kept.x.shape).reshape(-1)[i])
 
         written = tree_map(own, kept.registers)
-        x, v = (w.reshape(-1)[i : i + 1] for w in torch.broadcast_tensors(kept.x, kept.v))
+        x, v = (w.reshape(-1)[i : i + 1] for w in (kept.x, kept.v.expand_as(kept.x)))
         cases.append(bench.case(f"{gate.name}/{i}", written, x, gate.unit, v))
     return cases
 
@@ -177,7 +175,8 @@ def _cells(made: FixedPoint, tell: Callable[..., None]) -> tuple[list[Analog], l
     for gate in made.gates():
         for t in gate.instances[:1]:
             distinct.setdefault(t, gate.kind if not isinstance(gate, FixedKeys) else "sigmoid")
-    found, skipped = [], []
+    found: list[Analog] = []
+    skipped: list[str] = []
     for t, name in distinct.items():
         tell(f"transistors: {name}")
         try:

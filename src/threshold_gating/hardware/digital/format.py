@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from threshold_gating.hardware.digital.segments import Segments
@@ -39,6 +39,18 @@ class Format:
         return f"{self.bits} bits, x / 2^{self.fraction}, y / 2^{self.out}"
 
 
+# What `search.choose` finds: the error in last bits that is asked for, and the segments, for units
+# of so many bits. |u| goes to 16, where the sigmoid is 0 in 15 bits. Tests search again.
+WITHIN = {8: (1.5, 1.5), 10: (1.5, 1.5), 12: (2.1, 2.1), 16: (6.0, 3.0)}
+CHOSEN = {
+    8: (Segments("sigmoid", 4, 6, 5, 3, 4, 7), Segments("softplus", 4, 6, 5, 3, 3, 6)),
+    10: (Segments("sigmoid", 4, 8, 6, 4, 5, 9), Segments("softplus", 4, 8, 6, 4, 5, 8)),
+    12: (Segments("sigmoid", 4, 10, 6, 5, 8, 11), Segments("softplus", 4, 10, 6, 5, 8, 10)),
+    16: (Segments("sigmoid", 4, 12, 7, 7, 8, 15), Segments("softplus", 4, 12, 7, 5, 7, 12)),
+}
+GATE, LOG = CHOSEN[16]
+
+
 @dataclass(frozen=True)
 class Unit:
     """One gate unit: the widths in its Verilog. Everything else is a register.
@@ -67,8 +79,8 @@ class Unit:
     guard: int = 2
     headroom: int = 2
     finer: int = 2
-    gate: Segments | None = field(default_factory=lambda: GATE)
-    log: Segments | None = field(default_factory=lambda: LOG)
+    gate: Segments | None = GATE
+    log: Segments | None = LOG
     square: bool = False
 
     def __post_init__(self) -> None:
@@ -89,18 +101,6 @@ class Unit:
     def sum_bits(self) -> int:
         """Of branches and sums."""
         return self.bits + self.guard + self.headroom
-
-
-# What `search.choose` finds: the error in last bits that is asked for, and the segments, for units of
-# so many bits. |u| goes to 16, where the sigmoid is 0 in 15 bits. Tests search again.
-WITHIN = {8: (1.5, 1.5), 10: (1.5, 1.5), 12: (2.1, 2.1), 16: (6.0, 3.0)}
-CHOSEN = {
-    8: (Segments("sigmoid", 4, 6, 5, 3, 4, 7), Segments("softplus", 4, 6, 5, 3, 3, 6)),
-    10: (Segments("sigmoid", 4, 8, 6, 4, 5, 9), Segments("softplus", 4, 8, 6, 4, 5, 8)),
-    12: (Segments("sigmoid", 4, 10, 6, 5, 8, 11), Segments("softplus", 4, 10, 6, 5, 8, 10)),
-    16: (Segments("sigmoid", 4, 12, 7, 7, 8, 15), Segments("softplus", 4, 12, 7, 5, 7, 12)),
-}
-GATE, LOG = CHOSEN[16]
 
 
 def unit_for(*instances: TG, bits: int = 16, **more: Any) -> Unit:
@@ -187,7 +187,7 @@ def _registers(t: TG, f: Format, unit: Unit) -> Registers:
         raise FormatError(
             f"the format has {f.bits} bits and the unit {unit.bits}: they must agree."
         )
-    if t.K > unit.branches:
+    if unit.branches < t.K:
         raise FormatError(f"{t!r} has K = {t.K} branches; give Unit(branches={t.K}).")
     if t.q is not None and not unit.square:
         raise FormatError(f"{t!r} has a branch with x^2; give Unit(square=True).")

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from threshold_gating.conversion.plan import run as run_network
 from threshold_gating.conversion.watch import Running, evaluating, fresh
+from threshold_gating.hardware.devices import LOGISTIC
 from threshold_gating.hardware.digital import segments, unit
 from threshold_gating.hardware.digital.format import (
     Format,
@@ -24,7 +25,6 @@ from threshold_gating.hardware.digital.format import (
     slope,
     unit_for,
 )
-from threshold_gating.hardware.devices import LOGISTIC
 from threshold_gating.hardware.physical import AnalogGate, Chip, Errors, Seen
 from threshold_gating.hardware.placing import (
     Body,
@@ -39,7 +39,6 @@ from threshold_gating.hardware.wholes import _OFF, KeyGates, _power
 from threshold_gating.instance import TG
 from threshold_gating.nn.activation import Activation
 from threshold_gating.primitive import wide
-
 
 _COARSER = 6  # formats that are tried, each with a bit less below the point of y
 
@@ -70,7 +69,9 @@ class FixedGate(AnalogGate):
     """One site in integers: x to the nearest code, y as the unit gives it."""
 
     def __init__(self, name: str, kind: str, gate: Activation | TG, chip: Chip) -> None:
-        AnalogGate.__init__(self, name, kind, gate, chip)  # not `super`: keys are gates of two kinds
+        AnalogGate.__init__(
+            self, name, kind, gate, chip
+        )  # not `super`: keys are gates of two kinds
         self.given = Seen()  # what came out, where it was watched
         self.format, self.unit = Format(), Unit()
         self.written: list[Registers] = []
@@ -199,7 +200,8 @@ class FixedKeys(FixedGate, KeyGates):
     @property
     def _off(self) -> int:
         """The code of a key that takes no part: the lowest."""
-        return -(2 ** (self.format.bits + self.unit.finer - 1))
+        lowest: int = -(2 ** (self.format.bits + self.unit.finer - 1))
+        return lowest
 
     def _reach(self) -> float:
         """Logits are taken from the largest: twice as far, but at 16 a gate is shut."""
@@ -226,7 +228,9 @@ class FixedKeys(FixedGate, KeyGates):
                 self.kept.append(Kept(codes, codes, y, r, torch.sigmoid(apart)))
             p = torch.ldexp(y.to(rows.dtype), torch.tensor(-f.out, device=z.device))
             p = p.where(theta > self._off, 1).where(live, 0)  # a key with no other is all of it
-            return p.where(~rows.isnan().any(-1, keepdim=True), torch.nan).movedim(-1, dim).to(z.dtype)
+            return (
+                p.where(~rows.isnan().any(-1, keepdim=True), torch.nan).movedim(-1, dim).to(z.dtype)
+            )
 
     def _codes(self, z: Tensor) -> Tensor:
         """The log-sum-exp of all others, in codes with the fraction of theta."""
@@ -369,8 +373,8 @@ def narrowest(
 ) -> dict[str, int]:
     """The fewest bits for each site with which `score` stays at `least` or above; set in `made`.
 
-    First the fewest for all together, then site by site one step narrower, the sites that lost least
-    before. What no width reaches is refused.
+    First the fewest for all together, then each site on its own, as narrow as it can be with the
+    others as found so far. What no width reaches is refused.
     """
     widths = sorted(bits, reverse=True)
     made.fix(widths[0])
@@ -404,4 +408,3 @@ def _reaches(
     except FormatError:
         return False
     return score(made) >= least
-

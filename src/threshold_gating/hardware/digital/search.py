@@ -1,4 +1,4 @@
-"""Search of segments: how many, with how many bits, so that the error is small and the circuit too."""
+"""Search of segments: how many, with how many bits, for a small error and a small circuit."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def cost(s: Segments) -> float:
     An array of full adders for the product, a fifth of a cell for each bit of the table, which
     synthesis makes small, an adder for the value, and carries where opposites are exact.
     """
-    entries = 2**s.count * (s.slope + s.out)
+    entries: int = 2**s.count * (s.slope + s.out)
     return 24 * s.slope * s.step + 0.9 * entries + 30 * s.out + (300 if s.exact else 0)
 
 

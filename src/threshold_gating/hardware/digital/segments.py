@@ -4,10 +4,10 @@
 
     base_i +- (slope_i * f >> shift),   f the leading bits of where |u| lies in its segment.
 
-The sigmoid is 1/2 above and below its middle by the same amount, so the segments hold that amount,
-tanh(|u| / 2) / 2, and both halves share them. Slopes and bases are chosen for every segment by trying
-all codes of |u|, so that cut-off bits are part of the choice. No output is stored: a table of outputs
-has an entry for each value, this has two numbers for each segment.
+The sigmoid lies above and below 1/2 by the same amount, so the segments hold that amount,
+tanh(|u| / 2) / 2, and both halves share them. Slopes and bases are chosen for every segment by
+trying all codes of |u|, so that cut-off bits are part of the choice. No output is stored: a table
+of outputs has an entry for each value, this has two numbers for each segment.
 
 log(1 + exp(-|u|)) has the same form; gates of three and more branches need it.
 """
@@ -96,7 +96,8 @@ class Table(NamedTuple):
 def exact(segments: Segments, u: Tensor) -> Tensor:
     """What the segments hold, at real |u|: in float64, in units of the last bit."""
     y = torch.tanh(u / 2) / 2 if segments.function == "sigmoid" else torch.log1p(torch.exp(-u))
-    return y * 2**segments.out
+    scaled: Tensor = y * 2**segments.out
+    return scaled
 
 
 @lru_cache(maxsize=256)
@@ -155,7 +156,8 @@ def evaluate(segments: Segments, u: Tensor) -> Tensor:
     if segments.falls:
         return bases[i] - part
     half, h = 2 ** (segments.out - 1), bases[i] + part
-    return half + torch.where(u < 0, -h if segments.exact else ~h, h)
+    y: Tensor = half + torch.where(u < 0, -h if segments.exact else ~h, h)
+    return y
 
 
 def error(segments: Segments, out: int = 15) -> float:
@@ -164,4 +166,5 @@ def error(segments: Segments, out: int = 15) -> float:
     y = evaluate(segments, u).double() * 2.0 ** (out - segments.out)
     x = u.double() / 2**segments.fraction
     true = torch.sigmoid(x) if segments.function == "sigmoid" else torch.log1p(torch.exp(-x.abs()))
-    return (y - true * 2**out).abs().max().item()
+    worst: float = (y - true * 2**out).abs().max().item()
+    return worst

@@ -1,8 +1,8 @@
 """Cells, area and delay of a circuit: yosys and abc on the cells of a foundry, and on an FPGA.
 
-No cells are shipped. `TG_PDK` names a folder with Liberty files, as `hardware.models` says; those of
-SkyWater 130 nm are sky130_fd_sc_hd at 25 C and 1.8 V. Delays are those of the mapped gates without
-wires: abc's own, and OpenSTA's where it is installed.
+No cells are shipped. `TG_PDK` names a folder with Liberty files, as `hardware.models` says; those
+of SkyWater 130 nm are sky130_fd_sc_hd at 25 C and 1.8 V. Delays are those of the mapped gates
+without wires: abc's own, and OpenSTA's where it is installed.
 """
 
 from __future__ import annotations
@@ -70,9 +70,10 @@ def synthesise(
         library = _unpacked(liberty(cells), folder)
         (folder / "in.v").write_text(text, "utf-8")
         script = (
-            f"{_read(top, parameters)}; synth -flatten; "
-            f"rename -top {top}; dfflibmap -liberty {library}; abc -liberty {library} -script {_ABC}; opt_clean; "
-            f"stat -liberty {library}; splitnets; opt_clean -purge; write_verilog -noattr out.v"
+            f"{_read(top, parameters)}; synth -flatten; rename -top {top}; "
+            f"dfflibmap -liberty {library}; abc -liberty {library} -script {_ABC}; opt_clean; "
+            f"stat -liberty {library}; splitnets; opt_clean -purge; "
+            "write_verilog -noattr out.v"
         )
         said = run_tool([tool("yosys"), "-p", script], folder)
         area = float(re.findall(r"Chip area for .*?: ([\d.]+)", said)[-1])
@@ -139,6 +140,11 @@ def on_ice40(
     report = said[said.rindex("Number of cells:") :]
     count = {
         key: sum(int(n) for n in re.findall(rf"SB_{part}\S* +(\d+)", report))
-        for key, part in (("luts", "LUT4"), ("flops", "DFF"), ("carries", "CARRY"), ("dsps", "MAC16"))
+        for key, part in (
+            ("luts", "LUT4"),
+            ("flops", "DFF"),
+            ("carries", "CARRY"),
+            ("dsps", "MAC16"),
+        )
     }
     return Fpga(**count)

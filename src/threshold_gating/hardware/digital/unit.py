@@ -2,11 +2,12 @@
 
 With u_k = tau_k (x - theta_k) and branches L_k = s_k x + c_k, any K is K - 1 times the same step:
 
-    d_1 = u_1,   d_k = u_k - softplus(-d_{k-1}),       y_1 = L_1,   y_{k+1} = y_k + g (L_{k+1} - y_k),
+    d_1 = u_1,   d_k = u_k - softplus(-d_{k-1}),
+    y_1 = L_1,   y_{k+1} = y_k + sigmoid(d_k) (L_{k+1} - y_k).
 
-g the sigmoid of d_k. That is softmax gates exactly: d_k is the log odds of branch k + 1 against all
-below it together. No exponential, no division and no sum over branches is needed, and every y_k is a
-mean of branches, so nothing overflows.
+These are softmax gates exactly: d_k is the log odds of branch k + 1 against all below it together.
+No exponential, no division and no sum over branches is needed, and every y_k is a mean of branches,
+so that nothing overflows.
 """
 
 from __future__ import annotations
