@@ -65,7 +65,7 @@ REFUSED = {
         Format(8, 0, 0),
     ),
     "tau = 5000 is too large": (TG(5000.0, 0.0, (0, 1), (0, 0)), Format(12, 8, 8)),
-    "tau = 1e-07 is too small": (TG(1e-7, 0.0, (0, 1), (0, 0)), Format(12, 8, 8)),
+    "tau = 1e-09 is too small": (TG(1e-9, 0.0, (0, 1), (0, 0)), Format(12, 8, 8)),
     "c = 100 is too large": (TG(1, 0.0, (0, 0), (0, 100)), Format(8, 4, 4)),
     "s = 900 is too large": (TG(1, 0.0, (0, 900), (0, 0)), Format(8, 4, 4)),
 }
@@ -87,6 +87,20 @@ def test_a_format_too_narrow_is_refused_and_the_one_named_would_do(why):
 def test_rows_that_need_an_exponential_are_refused_in_words(name):
     with pytest.raises(FormatError, match=r"no format near it .* take another row"):
         fp.evaluate(TAXONOMY[name], torch.tensor([0]), fp.format_for(TAXONOMY[name], 16))
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "why"),
+    [
+        ("quick_gelu", {"tau": 1}, r"tau = 1.702 is not within 2\^-6 of any with 1 bits of tau"),
+        ("leaky_relu", {"slope": 2}, r"s = 0.01 is not within 2\^-4 of any with 2 bits of slope"),
+    ],
+)
+def test_a_unit_of_powers_of_two_does_not_take_other_numbers_for_them(name, more, why):
+    t = TAXONOMY[name]
+    with pytest.raises(FormatError, match=why):
+        fp.evaluate(t, torch.tensor([0]), fp.format_for(t), fp.unit_for(t, **more))
+    assert fp.error(TAXONOMY["relu"], Format(16, 12, 12), fp.unit_for(t, **more)) == 0
 
 
 def test_codes_are_the_nearest_and_end_at_the_range():

@@ -342,7 +342,7 @@ def _rtl(commands: Any) -> None:
     _out(parser, "FILE", "write the Verilog there", type=Path)
     _count(parser, "--bits", "bits of x and y, from 4 to 16", 16)
     parser.add_argument(
-        "--reach", type=_finite, metavar="X", help="largest |x| of an activation (default: 8)"
+        "--reach", type=_finite, metavar="X", help="largest |x| of an activation, by default 8"
     )
     _count(parser, "--small", "digit of the small unit's multiplier, instead of the pipeline", 0)
     _count(parser, "--slope", "bits of a slope's mantissa; 2 for powers of two")
@@ -350,7 +350,7 @@ def _rtl(commands: Any) -> None:
     parser.add_argument(
         "--simulator",
         choices=("iverilog", "verilator", "both"),
-        help="(default: both; --check: iverilog)",
+        help="by default both, for --check iverilog",
     )
     _count(parser, "--codes", "--check: most codes of a site, 0 for all", 2000)
 

@@ -52,7 +52,7 @@ class Chosen:
     """Which sites are analog, and which patterns were met."""
 
     def __init__(self, only: str | Sequence[str] | None, what: str = "simulate") -> None:
-        self.what = what
+        self.what, self.kind = what, "analog" if what == "simulate" else "digital"
         self.patterns = [only] if isinstance(only, str) else only
         self.met: set[str] = set()
         self.names: list[str] = []
@@ -70,7 +70,7 @@ class Chosen:
 
     def check(self) -> None:
         if not self.names:
-            raise ConversionError(f"{self.what}: no site of the network can be placed.")
+            raise ConversionError(f"{self.what}: no site of the network can be {self.kind}.")
         if unmet := [p for p in self.patterns or () if p not in self.met]:
             known = ", ".join(map(repr, self.names[:5]))
             raise ValueError(

@@ -109,8 +109,8 @@ def unit_for(*instances: TG, bits: int = 16, **more: Any) -> Unit:
     soft = any(not t.hard and t.K > 1 for t in instances)
     own = {
         "branches": max(t.K for t in instances),
-        "tau": min(bits, 10),
-        "slope": min(bits, 12),
+        "tau": max(min(bits, 10), 8),
+        "slope": max(min(bits, 12), 8),
         "gate": gate if soft else None,
         "log": log if soft and any(t.K > 2 and not t.hard for t in instances) else None,
         "square": any(t.q is not None for t in instances),
@@ -227,10 +227,17 @@ def _tau(tau: float, f: Format, unit: Unit) -> Scaled:
     found = scaled(tau, unit.tau, offset, most)
     if found.m >= 2**unit.tau:
         raise _NarrowError(f"tau = {tau:g} is too large for {f} and {unit.tau} bits of tau")
-    wanted = math.ldexp(tau, offset)
-    if abs(math.ldexp(found.m, -found.e) - wanted) > wanted * 2.0**-unit.tau:
-        raise _NarrowError(f"tau = {tau:g} is too small for {f} and shifts up to {most}")
+    if _off(found, math.ldexp(tau, offset)) > 2.0**-6:
+        why = f"too small for {f} and shifts up to {most}"
+        if found.e < most:
+            why = f"not within 2^-6 of any with {unit.tau} bits of tau"
+        raise _NarrowError(f"tau = {tau:g} is {why}")
     return found
+
+
+def _off(found: Scaled, wanted: float) -> float:
+    """The relative error of a number that was rounded to a few bits."""
+    return abs(math.ldexp(found.m, -found.e) / wanted - 1)
 
 
 def _theta(at: float, owner: str, f: Format, unit: Unit) -> int:
@@ -287,4 +294,8 @@ def slope(name: str, value: float, offset: int, f: Format, unit: Unit) -> Scaled
         )
     if value and not found.m:
         raise _NarrowError(f"{name} = {value:g} would be 0 in {f} and shifts up to {most}")
+    if value and _off(found, math.ldexp(value, offset)) > 2.0**-4:
+        raise _NarrowError(
+            f"{name} = {value:g} is not within 2^-4 of any with {unit.slope} bits of slope in {f}"
+        )
     return found
