@@ -55,7 +55,7 @@ def test_what_is_written_is_named_by_o_or_out():
     assert (
         list(taken("-o"))
         == list(taken("--out"))
-        == ["explain", "convert", "calibrate", "spice", "demo"]
+        == ["explain", "convert", "calibrate", "spice", "rtl", "demo"]
     )
 
 

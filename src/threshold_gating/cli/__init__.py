@@ -27,6 +27,7 @@ COMMANDS = {
     "spice": "spice",
     "simulate": "simulate",
     "energy": "energy",
+    "rtl": "rtl",
     "env": "env",
     "demo": "demo",
 }

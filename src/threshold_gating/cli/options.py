@@ -35,7 +35,7 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(metavar="COMMAND")
     for add in (_table, _explain, _convert, _calibrate, _audit, _verify):
         add(commands)
-    for add in (_evaluate, _prove, _spice, _simulate, _energy, _env, _demo):
+    for add in (_evaluate, _prove, _spice, _simulate, _energy, _rtl, _env, _demo):
         add(commands)
     words = "write the result to FILE as JSON; - prints JSON in place of the text"
     for each in commands.choices.values():
@@ -250,6 +250,48 @@ _CROSSBAR = {
     "seconds": "time since programming, with the drift of phase-change cells",
     "wire": "ohms of a wire from cell to cell",
 }
+
+
+def _rtl(commands: Any) -> None:
+    words = "write activations as Verilog, check them code by code, and measure area and delay"
+    what = f"an activation (silu), table2, or a network to --check: {SPECS}"
+    parser = _of_network(commands, "rtl", words, what)
+    parser.epilog = dedent(_RTL_EXAMPLES)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument(
+        "--run",
+        action="store_true",
+        help="simulate every code, synthesise: iverilog, yosys, TG_PDK",
+    )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="a network: float, integers, Verilog and transistors on the same inputs",
+    )
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write the page of --check there")
+    _out(parser, "FILE", "write the Verilog there", type=Path)
+    _count(parser, "--bits", "bits of x and y, from 4 to 16", 16)
+    parser.add_argument(
+        "--reach", type=_finite, metavar="X", help="largest |x| of an activation, by default 8"
+    )
+    _count(parser, "--small", "digit of the small unit's multiplier, instead of the pipeline", 0)
+    _count(parser, "--slope", "bits of a slope's mantissa; 2 for powers of two")
+    _count(parser, "--tau", "bits of a tau's mantissa; 1 for powers of two")
+    parser.add_argument(
+        "--simulator",
+        choices=("iverilog", "verilator", "both"),
+        help="by default both, for --check iverilog",
+    )
+    _count(parser, "--codes", "--check: most codes of a site, 0 for all", 2000)
+
+
+_RTL_EXAMPLES = """
+    examples:
+      tg rtl silu -o silu.v                     the unit as Verilog, and its registers
+      tg rtl silu --run                         every code, lint, area, delay, FPGA
+      tg rtl table2 --bits 8 --run              all of Table 2 in one unit
+      tg rtl timm:resnet18 --check --html r.html
+"""
 
 
 def _energy(commands: Any) -> None:

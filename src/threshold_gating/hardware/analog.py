@@ -23,24 +23,23 @@ from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
 from threshold_gating.conversion.plan import arguments, run
-from threshold_gating.conversion.site import ConversionError
 from threshold_gating.conversion.watch import Running, copied, evaluating, fresh, undisturbed
 from threshold_gating.hardware import devices
 from threshold_gating.hardware.crossbar import Crossbar
 from threshold_gating.hardware.drawn import stacked
 from threshold_gating.hardware.figure import is_number
-from threshold_gating.hardware.physical import SHARES, AnalogGate, Chip, Errors, Share
+from threshold_gating.hardware.physical import SHARES, Chip, Errors, Share
 from threshold_gating.hardware.placement import (
     Body,
     Chosen,
     calibrate,
+    check,
     place_calls,
     place_layers,
     place_modules,
     settle,
 )
 from threshold_gating.hardware.report import ChipRow, LayerRow, Report, SiteRow, compared
-from threshold_gating.nn.activation import Activation
 
 STEEPEST = 1.602177e-19 / (1.380649e-23 * 300.15)  # q / kT at 27 C, 1/V: of an ideal transistor
 
@@ -92,7 +91,7 @@ def simulate(
     if isinstance(draws, bool) or not isinstance(draws, int) or draws < 1:
         raise ValueError(f"simulate: draws is a number of chips, from 1 on; got {draws!r}.")
     _check_seed(seed)
-    _check(model)
+    check(model)
     chosen = Chosen(only)
     body = Body(copied(model))
     with evaluating(body), Running(body.network, everywhere=True) as running:
@@ -204,26 +203,6 @@ def _check_pair(pair: devices.Preset) -> None:
         )
     if len(pair.temperature) < 2:
         raise ValueError(f"preset {pair.name}: tau is needed at two temperatures or more.")
-
-
-def _check(model: nn.Module) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"simulate: model must be a network; got {type(model).__name__}.")
-    if any(isinstance(m, AnalogGate) for m in model.modules()):
-        raise ConversionError(
-            f"simulate: {type(model).__name__} is on simulated chips already; give the network "
-            "that tg.convert made."
-        )
-    owners = [vars(m) for m in model.modules() if "tg_sites" in vars(m)]
-    if not owners and not any(isinstance(m, Activation) for m in model.modules()):
-        raise ConversionError(
-            f"simulate: {type(model).__name__} has no gates; give tg.convert(model, inputs=...)."
-        )
-    if any(own["tg_sites"] is None for own in owners):
-        raise ConversionError(
-            "simulate: the network was converted without inputs, so its calls are not known; give "
-            "tg.convert(model, inputs=...)."
-        )
 
 
 class Simulation(nn.Module):

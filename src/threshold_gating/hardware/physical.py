@@ -109,6 +109,16 @@ class Chip(NamedTuple):
     def shape(self) -> Shape:
         return LOGISTIC if self.preset is None else self.preset.shape
 
+    def gate(self, name: str, kind: str, gate: Activation | TG) -> AnalogGate:
+        """What is put in the place of one element-wise gate."""
+        return AnalogGate(name, kind, gate, self)
+
+    def keys(self, name: str, kind: str) -> Any:
+        """What is put in the place of a softmax."""
+        from threshold_gating.hardware.wholes import KeyGates  # which is made of gates of here
+
+        return KeyGates(name, kind, self)
+
 
 class Seen:
     """What a site saw in calibration: how much, its RMS, its largest input, its last shape."""

@@ -36,16 +36,38 @@ _FEATURES_FIRST = (
 )
 
 
+def check(model: nn.Module, what: str = "simulate") -> None:
+    """Refuse a network without gates, one of chips already, or one whose calls are not known."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{what}: model must be a network; got {type(model).__name__}.")
+    if any(isinstance(m, AnalogGate) for m in model.modules()):
+        raise ConversionError(
+            f"{what}: {type(model).__name__} has the gates of hardware already; give the network "
+            "that tg.convert made."
+        )
+    owners = [vars(m) for m in model.modules() if "tg_sites" in vars(m)]
+    if not owners and not any(isinstance(m, Activation) for m in model.modules()):
+        raise ConversionError(
+            f"{what}: {type(model).__name__} has no gates; give tg.convert(model, inputs=...)."
+        )
+    if any(own["tg_sites"] is None for own in owners):
+        raise ConversionError(
+            f"{what}: the network was converted without inputs, so its calls are not known; give "
+            "tg.convert(model, inputs=...)."
+        )
+
+
 class Chosen:
     """Which sites are analog, and which patterns were met."""
 
-    def __init__(self, only: str | Sequence[str] | None) -> None:
+    def __init__(self, only: str | Sequence[str] | None, what: str = "simulate") -> None:
+        self.what, self.kind = what, "analog" if what == "simulate" else "digital"
         self.patterns = [only] if isinstance(only, str) else only
         known = isinstance(only, str | Sequence) and all(isinstance(p, str) for p in only)
         if only is not None and not (known and only):
             raise ValueError(
-                "simulate: only is a name or pattern of sites, or a list of some; got "
-                f"{only!r}. None makes every site analog."
+                f"{what}: only is a name or pattern of sites, or a list of some; got {only!r}. "
+                f"None makes every site {self.kind}."
             )
         self.met: set[str] = set()
         self.names: list[str] = []
@@ -55,7 +77,7 @@ class Chosen:
         self.names.append(name)
         if self.patterns is None:
             return True
-        hits = [p for p in self.patterns if _matches(p, name)]
+        hits = [p for p in self.patterns if matches(p, name)]
         self.met.update(hits)
         if not hits:
             self.ideal = (*self.ideal, name)
@@ -63,18 +85,20 @@ class Chosen:
 
     def check(self) -> None:
         if not self.names:
-            raise ConversionError("simulate: no site of the network can be analog.")
+            raise ConversionError(f"{self.what}: no site of the network can be {self.kind}.")
         if unmet := [p for p in self.patterns or () if p not in self.met]:
             known = ", ".join(map(repr, self.names[:5]))
-            raise ValueError(f"simulate: only={unmet[0]!r} matches no site; there are {known} ...")
+            raise ValueError(
+                f"{self.what}: only={unmet[0]!r} matches no site; there are {known} ..."
+            )
 
 
-def _matches(pattern: str, name: str) -> bool:
+def matches(pattern: str, name: str) -> bool:
     if pattern.startswith("re:"):
         try:
             return re.fullmatch(pattern[3:], name) is not None
         except re.error as error:
-            raise ValueError(f"simulate: {pattern!r} is no pattern: {error}.") from error
+            raise ValueError(f"{pattern!r} is no pattern: {error}.") from error
     return pattern == name or fnmatchcase(name, pattern)
 
 
@@ -117,7 +141,7 @@ class AnalogModule(nn.Module):
         self.name, self.turn = name, 0
         kind = act.name or "gate"
         names = [name, *(f"{name}#{k}" for k in range(1, 1 if reused else calls))]
-        self.gates = nn.ModuleList(AnalogGate(each, kind, act, chip) for each in names)
+        self.gates = nn.ModuleList(chip.gate(each, kind, act) for each in names)
         self.inplace, self.reused = act.inplace, reused
 
     def forward(self, *args: Tensor, **named: Tensor) -> Tensor:
@@ -176,7 +200,7 @@ def place_calls(body: Body, chip: Chip, chosen: Chosen) -> list[str]:
             if site.t is None and site.op is not None:  # fixed thresholds, say: a gate of its own
                 module: nn.Module | None = None
             elif site.t is not None:
-                gate = AnalogGate(site.name, site.kind, site.t, chip)
+                gate = chip.gate(site.name, site.kind, site.t)
                 module = gate
                 answer = Elementwise(gate, site.parameters)
             else:
@@ -252,7 +276,7 @@ def settle(body: Body, volts: Mapping[str, float]) -> None:
             )
     used = set()
     for gate in body.gates():
-        keys = [key for key in volts if _matches(key, gate.name)]
+        keys = [key for key in volts if matches(key, gate.name)]
         used.update(keys)
         gate.settle(volts[keys[0]] if keys else None)
     if unused := [key for key in volts if key not in used]:

@@ -126,7 +126,7 @@ class Softmax(nn.Module):
 
     def __init__(self, name: str, kind: str, chip: Chip) -> None:
         super().__init__()
-        self.kind, self.gates = kind, KeyGates(name, kind, chip)
+        self.kind, self.gates = kind, chip.keys(name, kind)
 
     def forward(
         self, input: Tensor, dim: int | None = None, *rest: Any, dtype: Any = None, **more: Any
@@ -137,7 +137,8 @@ class Softmax(nn.Module):
             (0 if input.dim() in (0, 1, 3) else 1) if dim is None else dim
         )  # F.softmax's old rule
         z = input if dtype is None else input.to(dtype)
-        return self.gates.softmax(-z if self.kind == "softmin" else z, axis)
+        p: Tensor = self.gates.softmax(-z if self.kind == "softmin" else z, axis)
+        return p
 
 
 class Attention(nn.Module):
@@ -145,7 +146,7 @@ class Attention(nn.Module):
 
     def __init__(self, name: str, kind: str, chip: Chip) -> None:
         super().__init__()
-        self.gates = KeyGates(name, kind, chip)
+        self.gates = chip.keys(name, kind)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         with torch._C.DisableTorchFunction():
@@ -177,7 +178,7 @@ class Glu(nn.Module):
 
     def __init__(self, name: str, kind: str, chip: Chip) -> None:
         super().__init__()
-        self.gate = AnalogGate(name, kind, TAXONOMY["silu"], chip)
+        self.gate = chip.gate(name, kind, TAXONOMY["silu"])
 
     def forward(self, input: Tensor, dim: int = -1) -> Tensor:
         with torch._C.DisableTorchFunction():
@@ -191,7 +192,7 @@ class Prelu(nn.Module):
 
     def __init__(self, name: str, kind: str, chip: Chip) -> None:
         super().__init__()
-        self.gate = AnalogGate(name, kind, TAXONOMY["relu"], chip)
+        self.gate = chip.gate(name, kind, TAXONOMY["relu"])
 
     def forward(self, input: Tensor, weight: Tensor) -> Tensor:
         with torch._C.DisableTorchFunction():
@@ -208,7 +209,7 @@ class Extreme(nn.Module):
     def __init__(self, name: str, kind: str, chip: Chip) -> None:
         super().__init__()
         self.side = 1 if kind == "maximum" else -1
-        self.gate = AnalogGate(name, kind, TAXONOMY["relu"], chip)
+        self.gate = chip.gate(name, kind, TAXONOMY["relu"])
 
     def forward(self, input: Tensor, other: Tensor) -> Tensor:
         with torch._C.DisableTorchFunction():
@@ -227,7 +228,7 @@ class Recurrent(nn.Module):
         self.gates = nn.ModuleList(
             nn.ModuleDict(
                 {
-                    each: AnalogGate(_part(name, each, k, layers), each, t, chip)
+                    each: chip.gate(_part(name, each, k, layers), each, t)
                     for each, t in records.items()
                 }
             )

@@ -77,15 +77,15 @@ def page(
         ]
     parts += [
         "<section><h2>Sites</h2>",
-        _table(SITE_HEADER, [site_cells(row) for row in report.sites]),
-        f"<details><summary>What the columns mean</summary>{_list(LEGEND)}</details></section>",
+        table(SITE_HEADER, [site_cells(row) for row in report.sites]),
+        f"<details><summary>What the columns mean</summary>{listed(LEGEND)}</details></section>",
     ]
     if report.layers:
         rows = [layer_cells(row) for row in report.layers]
-        parts.append(f"<section><h2>Crossbars</h2>{_table(LAYER_HEADER, rows)}</section>")
+        parts.append(f"<section><h2>Crossbars</h2>{table(LAYER_HEADER, rows)}</section>")
     parts += [
         f"<section><h2>What is not simulated</h2>{_left(report)}</section>",
-        f"<section><h2>How this page was made</h2>{_list(facts)}</section>",
+        f"<section><h2>How this page was made</h2>{listed(facts)}</section>",
         "</main></body></html>\n",
     ]
     return "\n".join(parts)
@@ -109,7 +109,8 @@ def bars(values: Mapping[str, float]) -> str:
     return "".join([*lines, "</svg>"])
 
 
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Rows under a header, as an HTML table."""
     head = "".join(f'<th scope="col">{escape(name)}</th>' for name in header)
     body = ""
     for first, *rest in rows:
@@ -126,9 +127,10 @@ def _left(report: Report) -> str:
         "weights on no crossbar": report.digital if report.layers else ("all of them",),
     }
     facts = {what: ", ".join(names) for what, names in groups.items() if names}
-    return _list({**facts, "never": "normalisation, pooling, additions, products of activations"})
+    return listed({**facts, "never": "normalisation, pooling, additions, products of activations"})
 
 
-def _list(facts: Mapping[str, Any]) -> str:
+def listed(facts: Mapping[str, Any]) -> str:
+    """Facts with their names, as an HTML list."""
     items = "".join(f"<dt>{escape(k)}</dt><dd>{escape(str(v))}</dd>" for k, v in facts.items())
     return f"<dl>{items}</dl>"

@@ -1,0 +1,231 @@
+"""Test benches that check themselves: every code of x against the integers, in two simulators."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from threshold_gating.hardware.digital import unit as integers
+from threshold_gating.hardware.digital.format import Registers, Unit
+from threshold_gating.hardware.digital.verilog import latency, parameters, ports, text, word
+
+SIMULATORS = ("iverilog", "verilator")
+INSTALL = "apt-get install iverilog verilator yosys (Debian), brew install icarus-verilog (macOS)"
+
+
+class ToolError(RuntimeError):
+    """A tool is missing or failed; the message has its own words."""
+
+
+def tool(name: str) -> str:
+    """Where a tool is."""
+    found = shutil.which(name)
+    if found is None:
+        raise ToolError(f"{name} is not installed: {INSTALL}.")
+    return found
+
+
+class Case(NamedTuple):
+    """Register values, codes of x and of what branches read, and the codes of y to come out."""
+
+    name: str
+    registers: Registers
+    x: Tensor
+    v: Tensor
+    y: Tensor
+
+
+def case(name: str, r: Registers, x: Tensor, unit: Unit, v: Tensor | None = None) -> Case:
+    """With the codes that the integers give."""
+    v = x if v is None else v
+    return Case(name, r, x, v, integers.run(r, x, unit, v))
+
+
+class Outcome(NamedTuple):
+    """How many codes of a case were compared, and how many differed."""
+
+    name: str
+    codes: int
+    differ: int
+
+
+def check(
+    unit: Unit, cases: Sequence[Case], simulator: str = "iverilog", small: int = 0
+) -> list[Outcome]:
+    """Run every case in a simulator; `small` is the digit of the small unit, 0 for the pipeline."""
+    if simulator not in SIMULATORS:
+        raise ValueError(f"simulator is one of {', '.join(SIMULATORS)}; got {simulator!r}.")
+    with tempfile.TemporaryDirectory(prefix="tg-rtl-") as name:
+        folder = Path(name)
+        write(folder, unit, cases, small)
+        said = _RUN[simulator](folder)
+    found = [line.split() for line in said.splitlines() if line.startswith("case ")]
+    if len(found) != len(cases) or "finished" not in said:
+        raise ToolError(f"{simulator} did not finish: {said[-500:].strip()}")
+    done = [Outcome(c.name, int(n), int(bad)) for c, (*_, n, bad) in zip(cases, found, strict=True)]
+    for c, each in zip(cases, done, strict=True):
+        if each.codes != len(c.x):
+            raise ToolError(f"{simulator} compared {each.codes} codes of {len(c.x)} of {c.name}.")
+    return done
+
+
+def write(folder: Path, unit: Unit, cases: Sequence[Case], small: int = 0) -> None:
+    """The unit, the bench and its data, as a simulator reads them."""
+    (folder / "unit.v").write_text(text(unit), "utf-8")
+    (folder / "bench.v").write_text(bench(unit, cases, small), "utf-8")
+    total = sum(ports(unit).values())
+    words = [f"{word(c.registers, unit):0{(total + 3) // 4}x}" for c in cases]
+    (folder / "registers.hex").write_text("\n".join(words) + "\n")
+    digits = (unit.bits + 3) // 4
+    for name, codes in (
+        ("x", [c.x for c in cases]),
+        ("v", [c.v for c in cases]),
+        ("y", [c.y for c in cases]),
+    ):
+        every = torch.cat(codes) & (2**unit.bits - 1)
+        lines = "\n".join(f"{code:0{digits}x}" for code in every.tolist())
+        (folder / f"{name}.hex").write_text(lines + "\n")
+    (folder / "starts.hex").write_text(
+        "".join(f"{n:x}\n" for n in accumulate([0, *(len(c.x) for c in cases)]))
+    )
+
+
+def small_parameters(unit: Unit, digit: int) -> dict[str, int]:
+    """Of the small unit, whose multiplier takes `digit` bits in each cycle."""
+    p = parameters(unit)
+    wide = max(p["BITS"] + p["FINER"] + 1, p["SUM"] + 1)
+    second = max(p["TAU"] + 1, p["SLOPE"], p["FIRST"], p["GATE"] + 2)
+    del p["PIPELINE"]
+    return {**p, "DIGIT": digit, "WIDE": wide, "DIGITS": max(-(-second // digit), 2)}
+
+
+def instance(unit: Unit, small: int, name: str = "unit") -> str:
+    """A unit with its parameters and ports, as a line of Verilog."""
+    own = small_parameters(unit, small) if small else parameters(unit)
+    given = ", ".join(f".{key}({value})" for key, value in own.items())
+    wires = ", ".join(f".{key}({key})" for key in ("clk", "x", "v", *ports(unit), "y"))
+    more = ", .start(start), .done(done)" if small else ""
+    return f"tg_unit{'_small' if small else ''} #({given}) {name} ({wires}{more});"
+
+
+def bench(unit: Unit, cases: Sequence[Case], small: int = 0) -> str:
+    """The bench: it reads what comes in and what has to come out, and counts what differs."""
+    declared = "\n".join(f"    wire [{w - 1}:0] {n};" for n, w in ports(unit).items())
+    return _BENCH.format(
+        bits=unit.bits - 1,
+        cases=len(cases),
+        codes=sum(len(c.x) for c in cases),
+        word=sum(ports(unit).values()) - 1,
+        declared=declared,
+        names=", ".join(ports(unit)),
+        instance=instance(unit, small),
+        turn=_SMALL if small else _PIPELINE.format(latency=latency(unit)),
+    )
+
+
+_BENCH = """module bench;
+    reg clk = 0, start = 0;
+    wire done;
+    reg signed [{bits}:0] x, v;
+    wire signed [{bits}:0] y;
+    reg [{bits}:0] xs [0:{codes} - 1], vs [0:{codes} - 1], ys [0:{codes} - 1];
+    reg [{word}:0] words [0:{cases} - 1], now;
+    reg [31:0] starts [0:{cases}];
+    integer n, i, bad;
+{declared}
+    assign {{{names}}} = now;
+    {instance}
+    initial begin
+        $readmemh("x.hex", xs); $readmemh("v.hex", vs); $readmemh("y.hex", ys);
+        $readmemh("registers.hex", words); $readmemh("starts.hex", starts);
+        for (n = 0; n < {cases}; n = n + 1) begin
+            now = words[n];
+            bad = 0;
+{turn}
+            $display("case %0d %0d %0d", n, starts[n + 1] - starts[n], bad);
+        end
+        $display("finished");
+        $finish;
+    end
+endmodule
+"""
+_PIPELINE = """            for (i = starts[n]; i < starts[n + 1] + {latency}; i = i + 1) begin
+                if (i < starts[n + 1]) begin x = xs[i]; v = vs[i]; end
+                #1 clk = 1; #1 clk = 0;
+                if (i + 1 >= starts[n] + {latency} && i + 1 < starts[n + 1] + {latency} &&
+                    y !== ys[i + 1 - {latency}])
+                    bad = bad + 1;
+            end"""
+_SMALL = """            for (i = starts[n]; i < starts[n + 1]; i = i + 1) begin
+                x = xs[i]; v = vs[i]; start = 1;
+                #1 clk = 1; #1 clk = 0; start = 0;
+                #1;
+                while (!done) begin #1 clk = 1; #1 clk = 0; #1; end
+                if (y !== ys[i]) bad = bad + 1;
+            end"""
+
+
+def run_tool(words: Sequence[str], folder: Path, timeout: float = 900) -> str:
+    """What a tool says; an error with its words where it fails."""
+    env: Mapping[str, str] = dict(os.environ)
+    try:
+        done = subprocess.run(
+            words, cwd=folder, env=env, capture_output=True, text=True, timeout=timeout
+        )
+    except subprocess.TimeoutExpired:
+        raise ToolError(f"{Path(words[0]).name} took longer than {timeout:g} s.") from None
+    if done.returncode:
+        raise ToolError(
+            f"{Path(words[0]).name} failed: {(done.stdout + done.stderr)[-800:].strip()}"
+        )
+    return done.stdout + done.stderr
+
+
+def _iverilog(folder: Path) -> str:
+    run_tool(
+        [tool("iverilog"), "-g2012", "-s", "bench", "-o", "bench", "bench.v", "unit.v"], folder
+    )
+    return run_tool([tool("vvp"), "-N", "bench"], folder)
+
+
+def _verilator(folder: Path) -> str:
+    words = ["--binary", "--timing", "-O3", "-Wno-fatal", "-Wno-lint", "--top-module", "bench"]
+    run_tool(
+        [
+            tool("verilator"),
+            *words,
+            "-MAKEFLAGS",
+            "OPT_FAST=-O1 OPT_SLOW=-O0 OPT_GLOBAL=-O0",
+            "bench.v",
+            "unit.v",
+        ],
+        folder,
+    )
+    return run_tool(["./obj_dir/Vbench"], folder)
+
+
+_RUN = {"iverilog": _iverilog, "verilator": _verilator}
+
+
+def lint(unit: Unit, small: int = 0) -> str:
+    """What verilator warns of; the one warning left out is of several modules in a file."""
+    with tempfile.TemporaryDirectory(prefix="tg-rtl-") as name:
+        folder = Path(name)
+        (folder / "unit.v").write_text(text(unit), "utf-8")
+        own = small_parameters(unit, small) if small else parameters(unit)
+        top = "tg_unit_small" if small else "tg_unit"
+        given = [f"-G{key}={value}" for key, value in own.items()]
+        words = ["--lint-only", "-Wall", "-Wno-DECLFILENAME", "--top-module", top, *given, "unit.v"]
+        done = subprocess.run(
+            [tool("verilator"), *words], cwd=folder, capture_output=True, text=True
+        )
+        return done.stderr

@@ -1,0 +1,69 @@
+"""The page of a co-verification: one network in float, integers, Verilog and transistors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from html import escape
+
+from threshold_gating.hardware.digital.coverify import Report, Row
+from threshold_gating.show.css import STYLE
+from threshold_gating.show.simulation import listed, table
+
+HEADER = ("site", "kind", "format", "error (LSB)", "codes seen", "compared", "differ")
+LEGEND = {
+    "format": "bits of x and y; a code over 2^n is the number",
+    "error (LSB)": "largest distance of the integers from float64, in last bits of y, at the codes "
+    "that came",
+    "codes seen": "inputs of the site in this run",
+    "compared": "different ones of them that went through the Verilog",
+    "differ": "where Verilog and integers disagree",
+}
+
+
+def cells(row: Row) -> tuple[str, ...]:
+    """One line of the table."""
+    counts = (f"{row.seen:,}", f"{row.codes:,}", f"{row.differ:,}")
+    return (row.name, row.kind, row.format, f"{row.error:.2f}", *counts)
+
+
+def summary(report: Report) -> list[str]:
+    """The outcome in sentences."""
+    codes = sum(row.codes for row in report.rows)
+    word = "exact" if report.exact else f"{sum(r.differ for r in report.rows):,} codes differ"
+    said = [
+        f"Integers and Verilog ({report.simulator}): {word}, {codes:,} codes at "
+        f"{len(report.rows)} sites, {report.bits} bits.",
+        f"Float and integers: the RMS error of the output over its RMS is {report.output:.3%}"
+        + (
+            f", and {report.same:.2%} of its rows have the same largest entry."
+            if report.same
+            else "."
+        ),
+    ]
+    said += [
+        f"Transistors and instance, {each.name}: off by {each.error:.2%} of full scale, "
+        f"{each.trimmed:.2%} when trimmed (ngspice)."
+        for each in report.analog
+    ]
+    said += [f"Stays as it is: {name}." for name in report.kept]
+    return [*said, *(f"Not measured: {why}" for why in report.skipped)]
+
+
+def page(name: str, report: Report, facts: Mapping[str, str]) -> str:
+    """The whole document."""
+    title = f"{name} in {report.bits}-bit gates"
+    said = "".join(f"<p>{escape(text)}</p>" for text in summary(report))
+    return "\n".join(
+        [
+            '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            '<meta name="color-scheme" content="light dark">',
+            f"<title>{escape(title)}</title><style>{STYLE}</style></head><body><main>",
+            f"<header><h1>{escape(title)}</h1>{said}</header>",
+            f"<section><h2>Sites</h2>{table(HEADER, [cells(row) for row in report.rows])}",
+            f"<details><summary>What the columns mean</summary>{listed(LEGEND)}</details>",
+            "</section>",
+            f"<section><h2>How this page was made</h2>{listed(facts)}</section>",
+            "</main></body></html>\n",
+        ]
+    )

@@ -1,0 +1,140 @@
+"""Networks with every nonlinearity in integers."""
+
+import shutil
+
+import pytest
+import torch
+from torch import nn
+
+import threshold_gating as tg
+from threshold_gating.hardware import fixed_point as fp
+from threshold_gating.hardware.digital.coverify import coverify
+
+X = torch.randn(4, 5, 8, generator=torch.Generator().manual_seed(0))
+
+
+class Everything(nn.Module):
+    """An activation as a module and as calls, slopes that are data, attention and a recurrence."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.act, self.b = nn.Linear(8, 16), nn.SiLU(inplace=True), nn.Linear(16, 16)
+        self.p = nn.PReLU(5)
+        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
+        self.lstm = nn.LSTM(16, 8, batch_first=True)
+
+    def forward(self, x):
+        h = self.p(torch.relu(self.b(self.act(self.a(x)))) - 0.2)
+        h, _ = self.attention(h, h, h)
+        h, _ = self.lstm(nn.functional.gelu(h))
+        return torch.softmax(4 * nn.functional.glu(h), -1)
+
+
+@pytest.fixture(scope="module")
+def gated():
+    torch.manual_seed(0)
+    model = Everything().eval()
+    with torch.no_grad():
+        model.p.weight.copy_(torch.linspace(-0.5, 0.5, 5))
+    return tg.convert(model, inputs=X)
+
+
+@torch.no_grad()
+def test_more_bits_are_nearer(gated):
+    off = [(fp.convert(gated, b, inputs=X)(X) - gated(X)).abs().max().item() for b in (8, 12, 16)]
+    assert off[0] > off[1] > off[2]
+    assert off[2] < 1e-3  # gates are known to 6 of 2^-15, and four follow each other
+
+
+@torch.no_grad()
+def test_outputs_of_sites_are_codes_and_the_network_is_left_as_it_was(gated):
+    before = gated(X)
+    made = fp.convert(gated, 6, inputs=X, only=":softmax#0")
+    y = made(X) * 2**5
+    assert torch.equal(y, y.round())
+    assert torch.equal(gated(X), before)
+    assert [row.name for row in made.sites()] == [":softmax#0"]
+
+
+@torch.no_grad()
+def test_a_softmax_by_the_tree_is_a_softmax():
+    class Soft(nn.Module):
+        def forward(self, x):
+            return torch.softmax(x, -1)
+
+    z = 3 * torch.randn(50, 7)
+    z[0, 3:] = -torch.inf
+    z[1] = 5.0
+    z[2, 1:] = -torch.inf
+    soft = tg.convert(Soft(), inputs=z)
+    found = fp.convert(soft, 16, inputs=z)(z)
+    # Seven keys: four levels of the tree, each off by 3 of 2^-12 at most, a quarter of it in p.
+    assert (found - torch.softmax(z, -1)).abs().max() < 4 * 4 * 2**-12 / 4 + 6 * 2**-15
+    assert (found[0, 3:] == 0).all()
+
+
+@torch.no_grad()
+def test_channels_have_registers_of_their_own():
+    x = torch.randn(64, 3)
+    act = tg.Activation("silu", share="channel", channels=3, train=("tau", "theta"))
+    with torch.no_grad():
+        act.rho.copy_(torch.tensor([-0.5, 0.0, 0.5]))
+        act.dtheta.copy_(torch.tensor([[-1.0, 0.0, 1.0]]))
+    net = nn.Sequential(nn.Linear(3, 3), act).eval()
+    made = fp.convert(net, 14, inputs=x)
+    assert made.sites()[0].instances == 3
+    assert (made(x) - net(x)).abs().max() < 4 * 2.0 ** -made.sites()[0].format.out
+
+
+def test_nan_stays_visible(gated):
+    net = tg.convert(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), inputs=X)
+    made = fp.convert(net, 8, inputs=X)
+    bad = X.clone()
+    bad[0] = torch.nan
+    assert made(bad)[0].isnan().all()
+    assert made(bad)[1:].isfinite().all()
+
+
+def test_formats_by_site_and_what_is_no_site(gated):
+    made = fp.convert(gated, {"act": fp.Format(12, 8, 8), "*": 10}, inputs=X)
+    widths = {row.name: row.format.bits for row in made.sites()}
+    assert widths.pop("act") == 12
+    assert set(widths.values()) == {10}
+    with pytest.raises(ValueError, match="'nothing' is no site; there are 'act'"):
+        made.fix({"nothing": 8, "*": 8})
+    with pytest.raises(ValueError, match="no format for :relu#0"):
+        made.fix({"act": 8})
+
+
+def test_a_site_that_does_not_fit_is_named():
+    net = tg.convert(nn.Sequential(nn.Linear(8, 8), nn.ELU()), inputs=X)
+    with pytest.raises(fp.FormatError, match=r"^1: tau = 16384 is too large"):
+        fp.convert(net, 16, inputs=X)
+
+
+@torch.no_grad()
+def test_the_narrowest_widths_reach_what_is_asked_and_no_site_could_be_narrower(gated):
+    made = fp.convert(gated, 16, inputs=X)
+    aim = gated(X)
+
+    def score(model):
+        return -(model(X) - aim).abs().max().item()
+
+    found = fp.narrowest(made, score, -0.02, (16, 10, 8, 6))
+    assert score(made) >= -0.02
+    assert min(found.values()) < 16
+    for name, width in found.items():
+        for narrower in [b for b in (10, 8, 6) if b < width][:1]:
+            made.fix({**found, name: narrower})
+            assert score(made) < -0.02
+    with pytest.raises(ValueError, match="is not reached with 16 bits at every site"):
+        fp.narrowest(made, score, -1e-9)
+
+
+@pytest.mark.skipif(shutil.which("iverilog") is None, reason="iverilog is not installed")
+def test_verilog_gives_what_the_integers_gave_at_every_site(gated):
+    report = coverify(gated, X, 8, analog=False)
+    assert report.exact
+    assert len(report.rows) == 12
+    assert all(row.codes > 0 and row.seen > 0 for row in report.rows)
+    assert max(row.error for row in report.rows) < 6
