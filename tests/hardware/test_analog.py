@@ -376,7 +376,9 @@ def test_chips_are_not_simulated_again():
     _, gated, x = small()
     chips = simulate(gated, "sky130-weak", inputs=x)
     for again in (chips, chips.body.network):
-        with pytest.raises(tg.conversion.ConversionError, match="has the gates of hardware already"):
+        with pytest.raises(
+            tg.conversion.ConversionError, match="has the gates of hardware already"
+        ):
             simulate(again, "sky130-weak", inputs=x)
 
 

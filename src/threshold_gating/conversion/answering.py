@@ -340,7 +340,7 @@ def tell_dynamo() -> bool:
     from torch._dynamo.eval_frame import skip_code  # a second to import
     from torch._dynamo.variables.torch import get_overridable_functions
 
-    for looks in (Answering.__torch_function__, Answering._site, sites.read, calling_line):
+    for looks in (Answering.__torch_function__, Answering._site, sites.read, _line, calling_line):
         skip_code(looks.__code__)
     get_overridable_functions().update(sites.FUNCTIONS)
     if _MADE.lstm is torch.lstm:
