@@ -28,6 +28,7 @@ from threshold_gating import kernels
 from threshold_gating.conversion import recomputing, sites
 from threshold_gating.conversion.plan import ConversionError, Site, calling_line, traced_line
 from threshold_gating.nn.spec import Elementwise, Holder, Spec, at_start, attach, detach, gate_names
+from threshold_gating.primitive import graphs
 
 LEAVE = "*"  # in a plan: every call is left alone
 # Values and not keys are weak: a subclass keeps its base alive, so weak keys would never go.
@@ -525,6 +526,13 @@ def answer(site: Site, func: Any, args: Any, kwargs: Any, owner: nn.Module | Non
 
     Of a gate that learns, `owner` has the tensors; without one it is as at its start.
     """
+    if not graphs.keeps_gates():
+        return _given(site, func, args, kwargs, owner)
+    with graphs.at_site(site.name):
+        return _given(site, func, args, kwargs, owner)
+
+
+def _given(site: Site, func: Any, args: Any, kwargs: Any, owner: nn.Module | None) -> Any:
     first: Any = args[0] if args else None
     if type(first) is not Tensor and _has_functions(type(first)):
         raise ConversionError(
