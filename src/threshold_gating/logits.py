@@ -68,7 +68,7 @@ def softmax(
     z = wide(logits).contiguous()  # as torch's result is: a dropout draws its mask along strides
     if graphs.exporting() and z.numel():
         if graphs.keeps_gates():
-            p = _softmax_gates(z, dim, masked, graphs.site())
+            p: Tensor = _softmax_gates(z, dim, masked, graphs.site())
         else:
             p = _exported(z, dim, masked)
     else:

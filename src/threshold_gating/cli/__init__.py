@@ -27,6 +27,7 @@ COMMANDS = {
     "spice": "spice",
     "simulate": "simulate",
     "energy": "energy",
+    "export": "export",
     "env": "env",
     "demo": "demo",
 }

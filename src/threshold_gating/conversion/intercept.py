@@ -377,7 +377,10 @@ class Answering(TorchFunctionMode):
                 return self.watch(kind, evaluate, args, kwargs, site)
             if site is None:
                 return func(*args, **kwargs)
-            return answer(site, func, args, kwargs, self.owner)
+            if not graphs.keeps_gates():
+                return answer(site, func, args, kwargs, self.owner)
+            with graphs.at_site(site.name):
+                return answer(site, func, args, kwargs, self.owner)
 
     def _inside(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """A checkpointed region of a compiled graph, which is traced without this mode.
@@ -526,13 +529,6 @@ def answer(site: Site, func: Any, args: Any, kwargs: Any, owner: nn.Module | Non
 
     Of a gate that learns, `owner` has the tensors; without one it is as at its start.
     """
-    if not graphs.keeps_gates():
-        return _given(site, func, args, kwargs, owner)
-    with graphs.at_site(site.name):
-        return _given(site, func, args, kwargs, owner)
-
-
-def _given(site: Site, func: Any, args: Any, kwargs: Any, owner: nn.Module | None) -> Any:
     first: Any = args[0] if args else None
     if type(first) is not Tensor and _has_functions(type(first)):
         raise ConversionError(

@@ -1,9 +1,9 @@
 """A gate in operators of ONNX, as few as there can be: a sigmoid or a softmax, products and sums.
 
 `written` makes the body of one gate. Its numbers are inputs of the body, so that gates which differ
-in numbers alone have the same body, and share a function of the exported file. Numbers 0 and 1 leave
-out their step. No step has a large difference of close numbers in it, and none overflows where the
-gate does not, so that far out y is the outer branch to rounding.
+in numbers alone have the same body, and share a function of the exported file. Numbers 0 and 1
+leave out their step. No step has a large difference of close numbers in it, and none overflows
+where the gate does not, so that far out y is the outer branch to rounding.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from torch import Tensor
 from threshold_gating.export.graph import ExportError, Gate
 
 Value = str | Tensor  # a name in the body, or numbers in float64
-_CLOSED = 17.0  # a gate whose logit is that far below the largest is below float32's rounding
-_LARGEST = 87.0  # exp of more leaves float32
+# Of float32 and of float64: how far below the largest a logit is whose gate is below the rounding,
+# and the largest number whose exponential is finite.
+_CLOSED, _LARGEST = (17.0, 37.0), (87.0, 708.0)
 
 
 class Step(NamedTuple):
@@ -34,9 +35,10 @@ class Step(NamedTuple):
 class Body:
     """The operators of one gate: inputs x, v0, v1, ... and d0, d1, ..., then the `numbers`."""
 
-    def __init__(self, wide: bool) -> None:
+    def __init__(self, wide: bool, double: bool) -> None:
         self.steps: list[Step] = []
         self.numbers: list[Tensor] = []
+        self.double = double
         self.wide = wide  # 16-bit numbers are computed in 32 and rounded once
 
     def op(self, kind: str, *inputs: Value, **attributes: Any) -> str:
@@ -59,7 +61,7 @@ class Body:
 
     def add(self, a: Value, b: Value) -> Value:
         if _fixed(a) and _fixed(b):
-            return a + b  # type: ignore[operator, return-value]
+            return a + b  # type: ignore[operator]
         if _is(a, 0) or _is(b, 0):
             return b if _is(a, 0) else a
         return self.op("Add", a, b)
@@ -69,7 +71,7 @@ class Body:
 
     def mul(self, a: Value, b: Value) -> Value:
         if _fixed(a) and _fixed(b):
-            return a * b  # type: ignore[operator, return-value]
+            return a * b  # type: ignore[operator]
         if _is(a, 1) or _is(b, 1):
             return b if _is(a, 1) else a
         if _is(a, 0) or _is(b, 0):
@@ -109,9 +111,10 @@ def _all(w: Value, holds: Callable[[Tensor], Tensor]) -> bool:
     return isinstance(w, Tensor) and bool(holds(w).all())
 
 
-def written(gate: Gate, wide: bool) -> Body:
-    """The operators of a gate; the output of the last one is y."""
-    b = Body(wide)
+def written(gate: Gate, bits: int = 32) -> Body:
+    """The operators of a gate for numbers of so many bits; the output of the last one is y."""
+    wide = bits < 32
+    b = Body(wide, bits > 32)
     if gate.structure is None:
         _softmax(b, gate)
         return b
@@ -190,12 +193,13 @@ def _branch(b: Body, v: Value, q: Value, s: Value, c: Value, anchor: Any) -> Val
     a, y = (_number(w) for w in anchor)
     if _is(q, 0):
         return b.add(b.mul(b.sub(v, a), s), y)
-    other = b.add(v, a + s / q)  # type: ignore[operator]
+    assert isinstance(s, Tensor) and isinstance(q, Tensor)
+    other = b.add(v, a + s / q)
     return b.add(b.mul(b.mul(b.sub(v, a), other), q), y)
 
 
 def _meet(theta: Sequence[Any], s: Sequence[Any], c: Sequence[Any]) -> bool:
-    """Whether neighbouring branches have the same value at their threshold, to float64's rounding."""
+    """Whether neighbouring branches have the same value where they meet, to float64's rounding."""
     for k, at in enumerate(theta):
         below, above = s[k] * at + c[k], s[k + 1] * at + c[k + 1]
         size = (s[k] * at).abs() + c[k].abs() + (s[k + 1] * at).abs() + c[k + 1].abs()
@@ -262,7 +266,7 @@ def _soft(
     b: Body,
     gate: Gate,
     x: str,
-    v: str,
+    v: Value,
     tau: Sequence[Any],
     theta: Sequence[Any],
     s: Sequence[Any],
@@ -400,11 +404,11 @@ def _powers(
         logs.append(logs[-1] + z)
     n = len(theta)
     bound = torch.stack(
-        [((logs[k] - logs[n] + _CLOSED) / (n - k)).max() for k in range(n)]
+        [((logs[k] - logs[n] + _CLOSED[b.double]) / (n - k)).max() for k in range(n)]
     ).max()
     largest = max(float((logs[k] + k * bound).max()) for k in range(n + 1))
     factor = max(1.0, *(float(w.abs().max()) for w in (*s, *c)))
-    if largest + math.log(factor * (n + 1)) > _LARGEST:
+    if largest + math.log(factor * (n + 1)) > _LARGEST[b.double]:
         return None
     weights = [w.exp() for w in logs]
     u = _moved(b, x, sharp, middle)
@@ -436,7 +440,7 @@ def _mirrored(
     where R = (p0 + p1 t) / (q0 + q1 t + q2 t^2) = k / (t + a + b / (t + g)): half the steps of
     `_powers`. None for other gates, and where these steps would lose digits.
     """
-    if len(theta) != 4 or any(w.numel() > 1 for w in (tau, *theta, *s, *c)):
+    if b.double or len(theta) != 4 or any(w.numel() > 1 for w in (tau, *theta, *s, *c)):
         return None
     middle = sum(float(th) for th in theta) / 4
     near, far = (float(theta[k]) - middle for k in (2, 3))
@@ -483,9 +487,7 @@ def _fraction(tau: float, near: float, far: float, w: Sequence[float]) -> list[f
     return _settled(found, outer, (p0, p1, q0, q1, q2))
 
 
-def _settled(
-    found: Sequence[float], outer: float, exact: Sequence[float]
-) -> list[float] | None:
+def _settled(found: Sequence[float], outer: float, exact: Sequence[float]) -> list[float] | None:
     """The same with a k that gives the outer branches exactly at t = 1, in float32's own rounding;
     None if the steps lose more than a few digits on the way."""
     h = torch.linspace(0, 1, 4097)
@@ -569,5 +571,3 @@ def _softmax(b: Body, gate: Gate) -> None:
     p = b.op("Reciprocal", b.op("Add", b.op("Div", others, e), _ONE))
     if b.wide:
         b.op("CastLike", p, "x")
-
-

@@ -6,8 +6,10 @@ A gate that is kept is one node, `threshold_gating::gate` or `threshold_gating::
 
 from __future__ import annotations
 
-import json
+import functools
 import math
+import os
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,10 +20,11 @@ from torch.export import Dim, ExportedProgram
 from torch.fx import Node
 
 from threshold_gating import kernels
+from threshold_gating.conversion import outputs
 from threshold_gating.conversion.aten_ops import is_nonlinear
 from threshold_gating.conversion.aten_ops import name as name_of_op
 from threshold_gating.conversion.plan import ConversionError, arguments
-from threshold_gating.conversion.watch import evaluating
+from threshold_gating.conversion.watch import evaluating, fresh
 from threshold_gating.instance import TG
 from threshold_gating.kernels.blend import kept
 from threshold_gating.kernels.structure import Structure
@@ -57,9 +60,7 @@ def graph(
     shapes = _first_axes(kwargs or args) if dynamic else None
     with holding(form), kernels.use("auto"), evaluating(model), torch.no_grad():
         try:
-            program = torch.export.export(
-                model, args, kwargs, dynamic_shapes=shapes, strict=False
-            )
+            program = torch.export.export(model, args, kwargs, dynamic_shapes=shapes, strict=False)
         except ConversionError:
             raise
         except Exception as error:  # of torch.export, which raises many kinds
@@ -84,7 +85,7 @@ def _refuse(model: nn.Module) -> None:
 
 
 def _first_axes(tree: Any) -> Any:
-    """What torch.export is told of shapes: the first axis of each tensor is found to be free or not."""
+    """Shapes as torch.export is told of them: it finds whether the first axes are free."""
     if isinstance(tree, Tensor):
         return {0: Dim.AUTO} if tree.dim() and tree.shape[0] > 1 else None
     if isinstance(tree, dict):
@@ -110,8 +111,8 @@ def _hindered(model: nn.Module, error: Exception) -> str:
 class Gate:
     """A gate of a graph: where it is, and all its numbers.
 
-    `rows` are tau, theta, s and c, low to high, each row a float64 tensor that broadcasts against the
-    input; None for one that the network computes (a bound of torch.maximum is the other input).
+    `rows` are tau, theta, s and c, low to high, each row a float64 tensor that broadcasts against
+    the input; None for one that the network computes (a bound of torch.maximum is the other input).
     Of the gates of a softmax there are none: the logits are the thresholds.
     """
 
@@ -126,6 +127,15 @@ class Gate:
     def fixed(self) -> bool:
         """Whether the network computes none of the numbers."""
         return all(w is not None for row in self.rows for w in row)
+
+    @property
+    def known(self) -> list[bool]:
+        """Of each tensor that the node is given for its numbers, whether the values are known."""
+        if self.structure is None:
+            return []
+        said = (self.structure.tau, self.structure.theta, self.structure.s, self.structure.c)
+        pairs = [zip(row, now, strict=True) for row, now in zip(said, self.rows, strict=True)]
+        return [w is not None for pair in pairs for number, w in pair if number is None]
 
     @property
     def instances(self) -> list[TG]:
@@ -176,10 +186,11 @@ def is_gate(node: Node) -> bool:
 
 def _read(node: Node, constant: _Constants, modules: Mapping[str, nn.Module]) -> Gate:
     place = list((node.meta.get("nn_module_stack") or {"": ("", None)}).values())[-1][0]
+    said: Any = node.args
     if node.target == SOFTMAX:
-        _, axis, masked, site = node.args
+        _, axis, masked, site = said
         return Gate(site or f"{place}:softmax", None, axis=axis, masked=masked)
-    _, given, text = node.args
+    _, given, text = said
     known = kept.read(text)
     home = modules.get(place)
     if not known.site and isinstance(home, Activation) and not home.learned:
@@ -245,8 +256,9 @@ def is_random(node: Node) -> bool:
 def left_of(program: ExportedProgram) -> dict[str, int]:
     """Nonlinearities of a graph that are no gates, by op and module, and how many of each."""
     found: dict[str, int] = {}
+    constant = _Constants(program)
     for node in program.graph.nodes:
-        if node.op == "call_function" and not is_gate(node) and _bends(node):
+        if node.op == "call_function" and _bends(node) and constant(node) is None:
             place = list((node.meta.get("nn_module_stack") or {"": ("", None)}).values())[-1][0]
             word = f"{name_of_op(node.target)} in {place or 'the network itself'}"
             found[word] = found.get(word, 0) + 1
@@ -266,13 +278,83 @@ def _computing(program: ExportedProgram) -> Iterator[Node]:
     return (n for n in program.graph.nodes if n.op == "call_function")
 
 
+def saved(
+    program: ExportedProgram,
+    model: nn.Module,
+    inputs: Any,
+    path: str | os.PathLike[str],
+    tol: float | None = None,
+) -> float:
+    """Save a graph of `model` that computes the same; its max|d|/max|y| on these inputs.
+
+    `torch.export.load` needs this package imported for a graph that keeps gates.
+    """
+    args, kwargs = fresh(arguments(inputs))
+    with torch.no_grad():
+        have = program.module()(*args, **kwargs)
+    worst = compared(model, inputs, have, tol)
+    with warnings.catch_warnings():  # of torch, about what it saves
+        warnings.simplefilter("ignore")
+        torch.export.save(program, path)
+    return worst.relative
+
+
+def compared(model: nn.Module, inputs: Any, have: Any, tol: float | None) -> outputs.Output:
+    """The worst output against the network with every gate evaluated in torch; too far is refused.
+
+    The bound is rounding, and at most twice the network's own, which is measured in a wider type.
+    """
+    args, kwargs = arguments(inputs)
+    with kernels.use("reference"):
+        with evaluating(model), torch.no_grad():
+            given, named = fresh((args, kwargs))
+            want = model(*given, **named)
+        flat, got = ([t for _, t in outputs.leaves(tree)] for tree in (want, have))
+        wide = functools.partial(outputs.in_wider_type, model, args, kwargs, want)
+        found = outputs.compare(
+            flat, got, True, tol, lambda: [t for _, t in outputs.leaves(wide())]
+        )
+    if not found:
+        a, b = ([tuple(t.shape) for t in each] for each in (flat, got))
+        raise ExportError(
+            f"export: what was exported gives outputs of the shapes {b}, and the network {a}; "
+            "nothing is written."
+        )
+    worst = max(found, key=lambda o: o.excess)
+    if not worst.excess <= 1:
+        raise ExportError(
+            f"export: what was exported differs from the network by {worst.relative:.3g} of the "
+            f"largest output, and {worst.bound:.3g} is allowed; nothing is written. tol= sets a "
+            "bound of your own, form='native' takes torch's own op where a gate is exactly that."
+        )
+    return worst
+
+
+# A gate that is known by its number alone, for a translator: nothing of it is traced any more.
+_LIBRARY: Any = torch.library.Library("threshold_gating", "FRAGMENT")  # type: ignore[no-untyped-call]
+_LIBRARY.define("numbered(Tensor x, Tensor[] given, int at) -> Tensor")
+NUMBERED = torch.ops.threshold_gating.numbered.default
+
+
+def _shape(x: Tensor, given: list[Tensor], at: int) -> Tensor:
+    return x.new_empty(torch.broadcast_shapes(x.shape, *(t.shape for t in given)))  # type: ignore[no-untyped-call]
+
+
+torch.library.register_fake("threshold_gating::numbered", _shape, lib=_LIBRARY)
+
+
 def numbered(program: ExportedProgram, model: nn.Module) -> list[Gate]:
-    """The gates in order; the text of each node says which one it is, for a translator."""
+    """The gates in order, of which the graph has the numbers from now on.
+
+    Each node is given x, what its branches read and what the network computes of its numbers.
+    """
     found = gates_of(program, model)
-    for k, node in enumerate(found):
-        if node.target == GATE:
-            x, given, text = node.args
-            node.args = (x, given, json.dumps({**json.loads(text), "at": k}))  # type: ignore[arg-type]
-        else:
-            node.args = (*node.args[:3], f"{k}")
+    for k, (node, gate) in enumerate(found.items()):
+        said: Any = node.args
+        given = list(said[1]) if node.target == GATE else []
+        known = [False] * gate.inputs + gate.known
+        rest = [w for w, is_known in zip(given, known, strict=True) if not is_known]
+        node.target, node.args = NUMBERED, (said[0], rest, k)
+    program.graph.eliminate_dead_code()
+    program.graph_module.recompile()
     return list(found.values())

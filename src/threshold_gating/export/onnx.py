@@ -7,24 +7,24 @@ runs the file. Its metadata says of each gate which site it is and its instance;
 
 from __future__ import annotations
 
+import importlib
 import json
+import logging
+import math
 import os
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from threshold_gating import kernels
 from threshold_gating._version import __version__
-from threshold_gating.conversion import outputs
 from threshold_gating.conversion.plan import arguments
-from threshold_gating.conversion.watch import evaluating, fresh
 from threshold_gating.export import graph as graphs
 from threshold_gating.export.formulas import Body, written
 from threshold_gating.export.graph import ExportError, Gate
@@ -122,18 +122,7 @@ def export(
         raise ValueError(f"export: form is 'kept' or 'native'; got {form!r}.")
     program = graphs.graph(model, inputs, form=form, dynamic=dynamic)
     proto, sites = translated(program, model)
-    want, have = _reference(model, inputs), _run(proto, inputs)
-    args, kwargs = arguments(inputs)
-
-    def wide() -> Any:
-        with kernels.use("reference"):
-            return outputs.in_wider_type(model, args, kwargs, want)
-
-    flat = [t for _, t in outputs.leaves(want)]
-    found = outputs.compare(flat, have, True, tol, wide)
-    if not found or any(o.excess > 1 for o in found):
-        raise ExportError(f"export: {_differs(found, flat, have)}")
-    worst = max(found, key=lambda o: o.excess)
+    worst = graphs.compared(model, inputs, _run(proto, inputs), tol)
     _write(proto, Path(path))
     return Exported(
         Path(path),
@@ -148,25 +137,6 @@ def export(
     )
 
 
-def _differs(found: Sequence[Any], want: Sequence[Tensor], have: Sequence[Tensor]) -> str:
-    if not found:
-        a, b = ([tuple(t.shape) for t in each] for each in (want, have))
-        return f"the file gives outputs of the shapes {b}, and the network {a}; nothing is written."
-    worst = max(found, key=lambda o: o.excess)
-    return (
-        f"onnxruntime differs from the network by {worst.relative:.3g} of the largest output, and "
-        f"{worst.bound:.3g} is allowed; nothing is written. tol= sets a bound of your own, "
-        "form='native' takes torch's own op where a gate is exactly that."
-    )
-
-
-def _reference(model: nn.Module, inputs: Any) -> Any:
-    """The output with every gate evaluated in torch."""
-    args, kwargs = fresh(arguments(inputs))
-    with kernels.use("reference"), evaluating(model), torch.no_grad():
-        return model(*args, **kwargs)
-
-
 # From torch to ONNX
 
 
@@ -178,34 +148,15 @@ def translated(program: Any, model: nn.Module) -> tuple[Any, tuple[Site, ...]]:
     names: dict[int, str] = {}
     own = onnxscript.values.Opset(DOMAIN, 1)
 
-    def node(k: int, x: Any, rest: Sequence[Any]) -> Any:
-        gate = gates[k]
-        wide = x.dtype is not None and x.dtype.itemsize < 4
-        body = written(gate, wide)
-        names[k] = functions.name(gate, body)
-        dynamic = [w for w, known in zip(rest[gate.inputs :], _given(gate), strict=True) if not known]
-        numbers = [_constant(onnx, w, x.dtype, wide) for w in body.numbers]
-        constants = [onnxscript.opset20.Constant(value=w) for w in numbers]
-        given = (x, *rest[: gate.inputs], *dynamic, *constants)
-        called = onnxscript.values.Op(own, names[k], _schema(onnx, names[k], len(given)))
-        return called(*given)
+    def node(x: Any, given: Sequence[Any], at: int) -> Any:
+        body = written(gates[at], 8 * x.dtype.itemsize)
+        names[at] = functions.name(gates[at], body)
+        numbers = [_constant(onnx, w, x.dtype) for w in body.numbers]
+        every = (x, *given, *(onnxscript.opset20.Constant(value=w) for w in numbers))
+        called = onnxscript.values.Op(own, names[at], _schema(onnx, names[at], len(every)))
+        return called(*every)
 
-    def gate_node(x: Any, given: Sequence[Any], gate: str) -> Any:
-        return node(json.loads(gate)["at"], x, given)
-
-    def softmax_node(z: Any, dim: int, masked: float, site: str) -> Any:
-        return node(int(site), z, ())
-
-    table: dict[Any, Callable[..., Any]] = {graphs.GATE: gate_node, graphs.SOFTMAX: softmax_node}
-    with warnings.catch_warnings():  # of torch's exporter, about its own code
-        warnings.simplefilter("ignore")
-        made = torch.onnx.export(
-            program, (), dynamo=True, custom_translation_table=table, verbose=False,
-            opset_version=OPSET, optimize=True,
-        )
-    assert made is not None
-    proto = made.model_proto
-    proto.ir_version = IR_VERSION
+    proto = exported(program, {graphs.NUMBERED: node})
     functions.put_into(proto)
     sites = tuple(Site(g.site, names[k], tuple(g.instances)) for k, g in enumerate(gates))
     about = {"version": __version__, "gates": [site.to_dict() for site in sites]}
@@ -214,18 +165,42 @@ def translated(program: Any, model: nn.Module) -> tuple[Any, tuple[Site, ...]]:
     return proto, sites
 
 
-def _given(gate: Gate) -> list[bool]:
-    """Of each tensor that a node is given, whether its values are known."""
-    if gate.structure is None:
-        return []
-    said = (gate.structure.tau, gate.structure.theta, gate.structure.s, gate.structure.c)
-    pairs = [(n, w) for row, now in zip(said, gate.rows, strict=True) for n, w in zip(row, now, strict=True)]
-    return [w is not None for n, w in pairs if n is None]
+def exported(program: Any, table: Mapping[Any, Any]) -> Any:
+    """The ONNX of a graph whose own ops `table` translates."""
+    said = logging.getLogger("onnxscript")
+    level = said.level
+    said.setLevel(logging.ERROR)  # what it does not fold is no news
+    try:
+        with warnings.catch_warnings():  # of torch's exporter, about its own code
+            warnings.simplefilter("ignore")
+            made = torch.onnx.export(
+                program,
+                (),
+                dynamo=True,
+                custom_translation_table=dict(table),
+                verbose=False,
+                opset_version=OPSET,
+            )
+    except ExportError:
+        raise
+    except Exception as error:  # of torch.onnx, which wraps what it meets
+        if isinstance(own := error.__cause__, ExportError):
+            raise own from None
+        why = " ".join(str(error.__cause__ or error).split())[:300]
+        raise ExportError(
+            f"export: torch.onnx does not translate this network ({why}"
+            "); where an op of torch's own is to blame, form='kept' exports the gates in its place."
+        ) from error
+    finally:
+        said.setLevel(level)
+    assert made is not None
+    proto = made.model_proto
+    proto.ir_version = IR_VERSION
+    return proto
 
 
-def _constant(onnx: Any, w: Tensor, dtype: Any, wide: bool) -> Any:
-    double = dtype is not None and dtype.itemsize == 8
-    return onnx.numpy_helper.from_array((w if double else w.float()).numpy())
+def _constant(onnx: Any, w: Tensor, dtype: Any) -> Any:
+    return onnx.numpy_helper.from_array((w if dtype.itemsize == 8 else w.float()).numpy())
 
 
 def _schema(onnx: Any, name: str, inputs: int) -> Any:
@@ -245,7 +220,7 @@ class _Functions:
         self.known: dict[tuple[Any, ...], tuple[str, Gate, Body]] = {}
 
     def name(self, gate: Gate, body: Body) -> str:
-        key = (body.signature, gate.inputs, len([w for w in _given(gate) if not w]))
+        key = (body.signature, gate.inputs, gate.known.count(False))
         if key not in self.known:
             kind = "Softmax"
             if gate.structure is not None:
@@ -265,7 +240,7 @@ class _Functions:
 
     def _function(self, name: str, gate: Gate, body: Body) -> Any:
         helper = self.onnx.helper
-        dynamic = sum(not known for known in _given(gate))
+        dynamic = gate.known.count(False)
         inputs = ["x", *(f"v{k}" for k in range(gate.inputs)), *(f"d{k}" for k in range(dynamic))]
         inputs += [f"p{k}" for k in range(len(body.numbers))]
         nodes = [
@@ -274,18 +249,21 @@ class _Functions:
         ]
         nodes[-1].output[0] = "y"
         return helper.make_function(
-            DOMAIN, name, inputs, ["y"], nodes, [helper.make_opsetid("", OPSET)],
+            DOMAIN,
+            name,
+            inputs,
+            ["y"],
+            nodes,
+            [helper.make_opsetid("", OPSET)],
             doc_string=f"gates as those of {gate.site or 'the network'}",
         )
 
 
 def _write(proto: Any, path: Path) -> None:
     """All at once: a file that is there is whole."""
-    onnx = _needed("onnx")
     with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".onnx", delete=False) as file:
         file.write(proto.SerializeToString())
     os.replace(file.name, path)
-    del onnx
 
 
 def _shapes(proto: Any) -> dict[str, tuple[int | str, ...]]:
@@ -325,13 +303,26 @@ def session(source: Any) -> Any:
     options = runtime.SessionOptions()
     options.intra_op_num_threads = options.inter_op_num_threads = 1
     options.log_severity_level = 3
-    given = os.fspath(source) if isinstance(source, str | os.PathLike) else source.SerializeToString()
-    return runtime.InferenceSession(given, options, providers=["CPUExecutionProvider"])
+    given = (
+        os.fspath(source) if isinstance(source, str | os.PathLike) else source.SerializeToString()
+    )
+    try:
+        return runtime.InferenceSession(given, options, providers=["CPUExecutionProvider"])
+    except Exception as error:  # of onnxruntime, which has a class for each number
+        first = str(error).splitlines()[0]
+        raise ExportError(
+            f"export: onnxruntime does not run this network ({first}), so that nothing was "
+            "compared; float32 and float16 it has on every CPU: export model.float()."
+        ) from error
 
 
 def feed(runs: Any, inputs: Any) -> dict[str, Any]:
     """The inputs of a network by their names in a session, which has them in the same order."""
-    flat = [t.detach().cpu().numpy() for t in torch.utils._pytree.tree_leaves(arguments(inputs)) if isinstance(t, Tensor)]
+    flat = [
+        t.detach().cpu().numpy()
+        for t in torch.utils._pytree.tree_leaves(arguments(inputs))
+        if isinstance(t, Tensor)
+    ]
     return {i.name: t for i, t in zip(runs.get_inputs(), flat, strict=True)}
 
 
@@ -340,24 +331,40 @@ def _run(proto: Any, inputs: Any) -> list[Tensor]:
     return [torch.as_tensor(y) for y in runs.run(None, feed(runs, inputs))]
 
 
-def seconds(source: Any, inputs: Any, repeats: int = 10) -> float:
-    """The shortest of several runs, with one thread."""
-    runs = session(source)
-    given = feed(runs, inputs)
-    best = float("inf")
+class Speed(NamedTuple):
+    """How long one run takes with one thread, the shortest of several."""
+
+    original: float
+    exported: float
+
+    def __str__(self) -> str:
+        return (
+            f"one thread: {1e3 * self.exported:.2f} ms, the original {1e3 * self.original:.2f} ms: "
+            f"{self.exported / self.original:.2f} times as long"
+        )
+
+
+def compared(
+    model: nn.Module, path: str | os.PathLike[str], inputs: Any, repeats: int = 20
+) -> Speed:
+    """An exported file and the original network in onnxruntime, run in turn."""
+    original, _ = translated(graphs.graph(model, inputs, form="native"), model)
+    runs = [session(original), session(path)]
+    given = [feed(each, inputs) for each in runs]
+    best = [math.inf, math.inf]
     for _ in range(repeats):
-        start = time.perf_counter()
-        runs.run(None, given)
-        best = min(best, time.perf_counter() - start)
-    return best
+        for k, each in enumerate(runs):
+            start = time.perf_counter()
+            each.run(None, given[k])
+            best[k] = min(best[k], time.perf_counter() - start)
+    return Speed(*best)
 
 
-def _needed(package: str) -> Any:
-    import importlib
-
+def _needed(package: str, extra: str = "onnx") -> Any:
     try:
         return importlib.import_module(package)
     except ModuleNotFoundError as error:
         raise ExportError(
-            f"export: {package} is not installed: pip install 'threshold-gating[onnx]'"
+            f"export: {package.partition('.')[0]} is not installed: "
+            f"pip install 'threshold-gating[{extra}]'"
         ) from error

@@ -210,8 +210,8 @@ def _gates(
     """The gates by the engine that the backend has for x."""
     if keeps_gates():
         rows = viewed(structure.rows(held), shape) if isinstance(held, Tensors) else held
-        y = kept(x, v, structure, rows)
-        return y if up is None else y * up
+        node = kept(x, v, structure, rows)
+        return node if up is None else node * up
     by: Engine = "plain"
     if structure.fused and not _is_few(x, structure, name):
         by = engine(x, name)
