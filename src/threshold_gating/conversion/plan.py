@@ -196,6 +196,18 @@ def refuse(model: nn.Module) -> None:
                 "network before it is quantised.",
                 name,
             )
+        for key, t in module.named_parameters(recurse=False):
+            if quantised_by_torchao(t):
+                raise ConversionError(
+                    f"{name}.{key} is quantised by torchao ({type(t).__name__}), and a conversion "
+                    "compares weights, which such tensors do not; convert first, and call "
+                    "quantize_ on what comes out.",
+                    name,
+                )
+
+
+def quantised_by_torchao(t: Tensor) -> bool:
+    return type(t).__module__.partition(".")[0] == "torchao"
 
 
 class Choices:

@@ -55,11 +55,13 @@ def graph(
     """
     if form not in ("steps", "kept", "native"):
         raise ValueError(f"graph: form is 'steps', 'kept' or 'native'; got {form!r}.")
-    _refuse(model)
+    _refuse_autocast()
     args, kwargs = arguments(inputs)
     shapes = _first_axes(kwargs or args) if dynamic else None
-    with holding(form), kernels.use("auto"), evaluating(model), torch.no_grad():
+    said = warnings.catch_warnings()
+    with said, holding(form), kernels.use("auto"), evaluating(model), torch.no_grad():
         try:
+            warnings.simplefilter("ignore")  # of torch, about its own recurrent layers
             program = torch.export.export(model, args, kwargs, dynamic_shapes=shapes, strict=False)
         except ConversionError:
             raise
@@ -68,20 +70,12 @@ def graph(
     return program
 
 
-def _refuse(model: nn.Module) -> None:
+def _refuse_autocast() -> None:
     if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
         raise ExportError(
             "export: a graph is not made inside of torch.autocast, of which it would keep a part; "
             "export outside of it, a network in 16 bits as model.half() or model.bfloat16()."
         )
-    for name, module in model.named_modules():
-        for key, t in {**module._parameters, **module._buffers}.items():
-            if type(t).__module__.startswith("torchao"):
-                raise ExportError(
-                    f"export: {name}.{key} is a {type(t).__name__} of torchao, which graphs for "
-                    "other tools have no word for; export the network as it was before quantize_, "
-                    "and quantise the exported file with the tool that runs it."
-                )
 
 
 def _first_axes(tree: Any) -> Any:
@@ -266,7 +260,9 @@ def left_of(program: ExportedProgram) -> dict[str, int]:
 
 
 def _bends(node: Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and is_nonlinear(node.target)
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    return is_nonlinear(node.target) or name_of_op(node.target) in ("maximum", "minimum")
 
 
 def node_count(program: ExportedProgram) -> int:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from threshold_gating._version import __version__
-from threshold_gating.conversion.plan import arguments
+from threshold_gating.conversion.plan import arguments, quantised_by_torchao
 from threshold_gating.export import graph as graphs
 from threshold_gating.export.formulas import Body, written
 from threshold_gating.export.graph import ExportError, Gate
@@ -89,6 +89,8 @@ class Exported:
             f"onnxruntime against the gates in torch: max|d|/max|y| {self.parity:.2e} "
             f"({self.bound:.2g} allowed)",
         ]
+        if fixed := [k for k, v in self.shapes.items() if v and isinstance(v[0], int)]:
+            lines.append(f"the first axis of {', '.join(fixed)} is fixed in the file")
         if self.left:
             kind = "torch's own ops" if self.form == "native" else "no gates"
             each = ", ".join(f"{n} x {what}" for what, n in list(self.left.items())[:8])
@@ -120,6 +122,7 @@ def export(
     """
     if form not in ("kept", "native"):
         raise ValueError(f"export: form is 'kept' or 'native'; got {form!r}.")
+    _refuse_quantised(model)
     program = graphs.graph(model, inputs, form=form, dynamic=dynamic)
     proto, sites = translated(program, model)
     worst = graphs.compared(model, inputs, _run(proto, inputs), tol)
@@ -135,6 +138,16 @@ def export(
         worst.relative,
         worst.bound,
     )
+
+
+def _refuse_quantised(model: nn.Module) -> None:
+    for name, t in model.named_parameters():
+        if quantised_by_torchao(t):
+            raise ExportError(
+                f"export: {name} is a {type(t).__name__} of torchao, which ONNX has no word for; "
+                "export the network as it was before quantize_, and quantise the file with the "
+                "tool that runs it, or keep it in torch (export.graph)."
+            )
 
 
 # From torch to ONNX
@@ -267,10 +280,13 @@ def _write(proto: Any, path: Path) -> None:
 
 
 def _shapes(proto: Any) -> dict[str, tuple[int | str, ...]]:
-    return {
-        i.name: tuple(d.dim_param or d.dim_value for d in i.type.tensor_type.shape.dim)
-        for i in proto.graph.input
-    }
+    """Of each input, numbers for what is fixed; torch writes some of these as names, "2"."""
+
+    def size(d: Any) -> int | str:
+        name: str = d.dim_param
+        return name if name and not name.isdigit() else int(name or d.dim_value)
+
+    return {i.name: tuple(map(size, i.type.tensor_type.shape.dim)) for i in proto.graph.input}
 
 
 # Reading and running

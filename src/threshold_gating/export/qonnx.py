@@ -199,7 +199,7 @@ def _scale(largest: float, bits: int) -> float:
 def _put_layer(made: GraphModule, node: Node, largest: float, bits: int) -> None:
     x, weight, *rest = node.args
     held = _parameter(made, weight)
-    of_x, of_w = _scale(largest, bits), _scale(float(held.abs().max()), bits)
+    of_x, of_w = _scale(largest, bits), _scale(float(held.detach().abs().max()), bits)
     with made.graph.inserting_before(node):
         q = made.graph.call_function(QUANT, (x, of_x, bits))
         w = made.graph.call_function(QUANT, (weight, of_w, bits))
