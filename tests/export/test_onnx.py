@@ -97,6 +97,11 @@ def test_the_file_says_its_instances(many):
     assert len({s.name: s.instances for s in found}["prelu:prelu#0"]) in (1, 8)
 
 
+def test_loading_it_says_what_reads_it(many):
+    with pytest.raises(tg.conversion.CheckpointError, match="tg export --read"):
+        tg.load(many[2].path)
+
+
 def test_what_says_nothing_of_gates_is_refused(tmp_path):
     (tmp_path / "no.onnx").write_bytes(b"no")
     with pytest.raises(ExportError, match=r"no\.onnx is no ONNX file|says nothing of gates"):

@@ -38,9 +38,7 @@ def test_a_program_of_torch_says_its_nodes_with_gates_kept_and_lowered(folder, t
 
 
 def test_native_where_exact_names_what_is_no_gate(folder, tg):
-    code, out, _ = tg(
-        *ASKED, "net.onnx", "--native-where-exact", "--inputs", "5,4", "--no-speed"
-    )
+    code, out, _ = tg(*ASKED, "net.onnx", "--native-where-exact", "--inputs", "5,4", "--no-speed")
     assert code == 0
     assert "nonlinearities are torch's own ops" in out
     assert "times as long" not in out
