@@ -37,6 +37,7 @@ ALLOWED = {
     "training": _CONVERSION,
     "theory": _THEORY,
     "hardware": _THEORY | {"hardware"},
+    "export": _CONVERSION | {"export"},
     "show": _THEORY | {"hardware"},
     "cli": None,  # anything
     "__main__": None,
@@ -46,8 +47,8 @@ ALLOWED = {
 # Everything an extra brings. torch takes numpy when it is there and does without when it is not.
 # fmt: off
 EXTRAS = [
-    "accelerate", "huggingface_hub", "lightning", "matplotlib", "mpmath", "numpy", "onnx",
-    "onnxruntime", "onnxscript", "pytorch_lightning", "ray", "safetensors", "scipy", "sklearn",
+    "accelerate", "hls4ml", "huggingface_hub", "lightning", "matplotlib", "mpmath", "numpy", "onnx",
+    "onnxruntime", "onnxscript", "pytorch_lightning", "qonnx", "ray", "safetensors", "scipy", "sklearn",
     "tensorboard", "timm", "tokenizers", "torchvision", "tqdm", "transformers", "triton",
 ]
 # fmt: on

@@ -29,7 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from threshold_gating.primitive import wide
+from threshold_gating.primitive import graphs, wide
 
 AUDITED_AS = "gates"  # see conversion.audit
 
@@ -66,8 +66,11 @@ def softmax(
         raise ValueError(f"softmax: a masked row becomes nan or 0; got masked={masked!r}.")
     logits = input if dtype is None else input.to(dtype)
     z = wide(logits).contiguous()  # as torch's result is: a dropout draws its mask along strides
-    if torch.compiler._is_exporting_flag and z.numel():
-        p = _exported(z, dim, masked)
+    if graphs.exporting() and z.numel():
+        if graphs.keeps_gates():
+            p: Tensor = _softmax_gates(z, dim, masked, graphs.site())
+        else:
+            p = _exported(z, dim, masked)
     else:
         # Dynamo refuses a function that has a forward mode; there it is left out.
         gates = _Gates if torch.compiler.is_compiling() else _DualGates
@@ -212,7 +215,7 @@ class _Gates(torch.autograd.Function):
         return _times_jacobian(p, dp, ctx.dim), None, None
 
 
-def _exported(z: Tensor, dim: int, masked: float) -> Tensor:
+def _exported(z: Tensor, dim: int, masked: float, site: str = "") -> Tensor:
     """The same for a graph that keeps no backward of ours: its steps have the right derivative.
 
     The thresholds are constants to autograd, so p is too, and what it is multiplied by is 1 and has
@@ -222,6 +225,13 @@ def _exported(z: Tensor, dim: int, masked: float) -> Tensor:
     live = z.masked_fill(z.isinf(), 0.0)
     rise = live - live.detach()  # 0
     return p * (1 + rise - (p.nan_to_num() * rise).sum(dim, keepdim=True))
+
+
+# The same as one node of an exported graph, for one that keeps gates.
+_LIBRARY: Any = torch.library.Library("threshold_gating", "FRAGMENT")  # type: ignore[no-untyped-call]
+_LIBRARY.define("softmax_gates(Tensor z, int dim, float masked, str site) -> Tensor")
+_LIBRARY.impl("softmax_gates", _exported, "CompositeImplicitAutograd")
+_softmax_gates = torch.ops.threshold_gating.softmax_gates.default
 
 
 class _DualGates(_Gates):
@@ -266,7 +276,7 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     16 bits, for steps that were traced in 32; times a one of their dtype it is as wide as they are.
     """
     y = a @ b
-    if torch.compiler._is_exporting_flag:
+    if graphs.exporting() and not graphs.keeps_gates():
         y = y * torch.ones(1, dtype=y.dtype, device=y.device)
     return y
 

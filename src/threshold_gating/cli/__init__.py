@@ -28,6 +28,7 @@ COMMANDS = {
     "simulate": "simulate",
     "energy": "energy",
     "rtl": "rtl",
+    "export": "export",
     "env": "env",
     "demo": "demo",
 }

@@ -35,7 +35,7 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(metavar="COMMAND")
     for add in (_table, _explain, _convert, _calibrate, _audit, _verify):
         add(commands)
-    for add in (_evaluate, _prove, _spice, _simulate, _energy, _rtl, _env, _demo):
+    for add in (_evaluate, _prove, _spice, _simulate, _energy, _rtl, _export, _env, _demo):
         add(commands)
     words = "write the result to FILE as JSON; - prints JSON in place of the text"
     for each in commands.choices.values():
@@ -317,6 +317,37 @@ BUDGET: dict[str, tuple[float | int | str, str]] = {
     "g-max": (25e-6, "largest conductance of a cell, in siemens"),
     "read": (100e-9, "seconds that a tile is on for a conversion"),
 }
+
+
+def _export(commands: Any) -> None:
+    words = "write a network as gates for other tools, and compare"
+    parser = _command(commands, "export", words, _EXPORT_EXAMPLES)
+    parser.add_argument("network", nargs="?", metavar="NETWORK", help=f"{SPECS}")
+    words = "FILE.onnx, or FILE.pt2 for a program of torch.export"
+    parser.add_argument("out", nargs="?", type=Path, metavar="FILE", help=words)
+    either = parser.add_mutually_exclusive_group()
+    either.add_argument("--gates", action="store_true", help="evaluate every gate (the default)")
+    words = "torch's own op where a frozen gate is exactly that, gates elsewhere"
+    either.add_argument("--native-where-exact", dest="native", action="store_true", help=words)
+    words = "gates as thresholds (QONNX) with inputs and gates of N bits"
+    parser.add_argument("--bits", type=int, metavar="N", help=words)
+    words = "put the gates onto NETWORK that tg convert -o wrote"
+    parser.add_argument("--saved", type=Path, metavar="DIR", help=words)
+    words = "do not export and time the original"
+    parser.add_argument("--no-speed", action="store_true", help=words)
+    words = "show the gates of an exported FILE.onnx; no NETWORK then"
+    parser.add_argument("--read", type=Path, metavar="FILE", help=words)
+    _weights(parser)
+    _site(parser)
+    _tol(parser)
+
+
+_EXPORT_EXAMPLES = """
+    examples:
+      tg export timm:vit_tiny_patch16_224 vit.onnx
+      tg export timm:resnet18 net.onnx --native-where-exact
+      tg export --read vit.onnx
+"""
 
 
 def _env(commands: Any) -> None:

@@ -22,6 +22,7 @@ from threshold_gating.conversion import learned_calls, recomputing, sites
 from threshold_gating.conversion.lines import calling_line, traced_line
 from threshold_gating.conversion.site import ConversionError, Site
 from threshold_gating.nn.spec import Elementwise, at_start
+from threshold_gating.primitive import graphs
 
 LEAVE = "*"  # in a plan: every call is left alone
 # To Dynamo these are calls like others; eager checkpointing is followed by `recomputing`.
@@ -87,7 +88,10 @@ class Answering(TorchFunctionMode):
                 return self.watch(kind, evaluate, args, kwargs, site)
             if site is None:
                 return func(*args, **kwargs)
-            return answer(site, func, args, kwargs, self.owner)
+            if not graphs.keeps_gates():
+                return answer(site, func, args, kwargs, self.owner)
+            with graphs.at_site(site.name):
+                return answer(site, func, args, kwargs, self.owner)
 
     def _inside(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """A checkpointed region of a compiled graph, which is traced without this mode.

@@ -12,7 +12,7 @@ from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from threshold_gating import kernels, taxonomy
 from threshold_gating.conversion import recognise, sites
@@ -154,6 +154,18 @@ def refuse(model: nn.Module) -> None:
                 "network before it is quantised.",
                 name,
             )
+        for key, t in module.named_parameters(recurse=False):
+            if quantised_by_torchao(t):
+                raise ConversionError(
+                    f"{name}.{key} is quantised by torchao ({type(t).__name__}), and a conversion "
+                    "compares weights, which such tensors do not; convert first, and call "
+                    "quantize_ on what comes out.",
+                    name,
+                )
+
+
+def quantised_by_torchao(t: Tensor) -> bool:
+    return type(t).__module__.partition(".")[0] == "torchao"
 
 
 class Judged(NamedTuple):

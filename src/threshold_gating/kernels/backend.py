@@ -29,7 +29,9 @@ import torch
 from torch import Tensor
 
 from threshold_gating.kernels import runtime
+from threshold_gating.primitive import graphs
 from threshold_gating.primitive import is_memory as is_memory
+from threshold_gating.primitive.graphs import exporting as exporting
 
 _choice: ContextVar[str | None] = ContextVar("threshold_gating_backend", default=None)
 _MOST_NOTES = 4096
@@ -213,9 +215,9 @@ start_from(checked(os.environ.get("TG_BACKEND", "auto")))
 
 def takes_native(name: str | None = None) -> bool:
     """Whether torch's own ops may run where they compute the same."""
-    # An exported graph is for people and other tools to read: it holds the gates.
+    # An exported graph is for people and other tools to read: it holds the gates, unless asked.
     name = backend() if name is None else name
-    return name == "native" or (name == "auto" and not exporting())
+    return name == "native" or (name == "auto" and (not exporting() or graphs.takes_native()))
 
 
 def no_native_op() -> BackendError:
@@ -233,13 +235,6 @@ def either(native: Any, gated: Any) -> Any:
     if name == "native":
         raise no_native_op()
     return gated
-
-
-def exporting() -> bool:
-    """Whether a graph is being made for torch.export."""
-    # The flag and not `torch.compiler.is_exporting()`: Dynamo of torch 2.11 takes that for True
-    # in every graph that it compiles.
-    return torch.compiler._is_exporting_flag
 
 
 def engine(x: Tensor, name: str) -> Engine:

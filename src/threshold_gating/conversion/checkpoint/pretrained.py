@@ -102,6 +102,11 @@ def _folder(source: str | os.PathLike[str], revision: str | None) -> Path:
     name = os.fspath(source)
     if Path(name).is_dir():
         return Path(name)
+    if name.endswith(".onnx"):
+        raise CheckpointError(
+            f"{name} is an exported file, which no network is made from; "
+            "threshold_gating.export.onnx.read and `tg export --read` show the gates that it holds."
+        )
     if not isinstance(source, str) or not _HUB_NAME.fullmatch(name):
         raise CheckpointError(
             f"{name} is not a folder; give the one that save_pretrained or tg.conversion.save "

@@ -17,6 +17,7 @@ from threshold_gating.instance import TG
 from threshold_gating.kernels.backend import Engine, backend, engine, no_native_op, takes_native
 from threshold_gating.kernels.blend import cpu, gpu
 from threshold_gating.kernels.blend.graph import Graph
+from threshold_gating.kernels.blend.kept import kept
 from threshold_gating.kernels.blend.steps import plain, steps
 from threshold_gating.kernels.lowering import Op, lowered, native_call, overwritten
 from threshold_gating.kernels.structure import (
@@ -33,6 +34,7 @@ from threshold_gating.kernels.structure import (
     viewed,
     whole,
 )
+from threshold_gating.primitive.graphs import keeps_gates
 
 
 class Plan(Protocol):
@@ -183,7 +185,7 @@ def _instance(t: TG, x: Tensor, v: Any, up: Tensor | None, name: str) -> Tensor:
         if call is None or v is not None or up is not None:
             raise no_native_op()
         return lowered(call, x)
-    if torch.compiler.is_compiling():  # which cannot look anything up
+    if torch.compiler.is_compiling() and not keeps_gates():  # a compiler cannot look anything up
         options = {"form": t.form, "owner": t.owner, "q": t.q, "anchor": t.anchor, "clamp": t.clamp}
         return _parsed(x, (t.tau, t.theta, t.s, t.c), v, up, options, name)
     return _gates(x, exact(t), Tensors(), (), v, up, name)
@@ -216,6 +218,10 @@ def _gates(
     name: str,
 ) -> Tensor:
     """The gates by the engine that the backend has for x."""
+    if keeps_gates():
+        rows = viewed(structure.rows(held), shape) if isinstance(held, Tensors) else held
+        node = kept(x, v, structure, rows)
+        return node if up is None else node * up
     if structure.huge and x.dtype != torch.float64 and x.is_floating_point():
         v, up = (w.double() if isinstance(w, Tensor) else w for w in (v, up))
         return _gates(x.double(), structure, held, shape, v, up, name).to(x.dtype)

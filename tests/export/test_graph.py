@@ -1,0 +1,156 @@
+"""Graphs of torch.export: gates kept, lowered or torch's own, by the user's choice."""
+
+import io
+from collections import Counter
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import threshold_gating as tg
+from threshold_gating.export.graph import (
+    GATE,
+    SOFTMAX,
+    ExportError,
+    compared,
+    gates_of,
+    graph,
+    is_gate,
+    left_of,
+    node_count,
+    saved,
+)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.act, self.down = nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)
+
+    def forward(self, x):
+        y = self.down(self.act(self.up(x)))
+        y = torch.relu_(y) + F.scaled_dot_product_attention(y, y, y)
+        return torch.maximum(y, x)
+
+
+@pytest.fixture(scope="module")
+def net():
+    torch.manual_seed(0)
+    x = torch.randn(3, 5, 8)
+    return tg.convert(Net().eval(), inputs=x), x
+
+
+def counts(program):
+    return Counter(n.target for n in program.graph.nodes if n.op == "call_function")
+
+
+def test_kept_gates_are_one_node_each_and_are_lowered_when_asked(net):
+    gated, x = net
+    program = graph(gated, x)
+    found = counts(program)
+    assert (found[GATE], found[SOFTMAX]) == (3, 1)  # gelu, relu, maximum; attention
+    low = program.run_decompositions()
+    assert not any(map(is_gate, low.graph.nodes))
+    assert node_count(low) > node_count(program) + 30  # GELU alone is 40 steps
+    for each in (program, low):
+        assert torch.allclose(each.module()(x), gated(x), atol=1e-6)  # values of size 1, float32
+
+
+def test_steps_have_no_op_of_ours_for_tools_that_know_none(net):
+    gated, x = net
+    program = graph(gated, x, form="steps")
+    spaces = {t.namespace for t in counts(program) if hasattr(t, "namespace")}
+    assert spaces <= {"aten"}
+    assert node_count(program) > node_count(graph(gated, x)) + 30
+
+
+def test_native_has_the_ops_of_torch_where_gates_are_exactly_these(net):
+    gated, x = net
+    program = graph(gated, x, form="native")
+    found = counts(program)
+    assert found[GATE] == 1  # gelu is approximate
+    assert found[SOFTMAX] == 0
+    assert any("relu in the network itself" in each for each in left_of(program))
+    assert {each.partition(" in ")[0] for each in left_of(program)} == {
+        *("relu", "scaled_dot_product_attention", "maximum")
+    }
+    assert not left_of(graph(gated, x))
+
+
+def test_the_first_axis_may_have_any_size(net):
+    gated, x = net
+    program = graph(gated, x)
+    more = torch.randn(7, 5, 8)
+    assert torch.allclose(program.module()(more), gated(more), atol=1e-6)
+    fixed = graph(gated, x, dynamic=False)
+    with pytest.raises((AssertionError, RuntimeError)):
+        fixed.module()(more)
+
+
+def test_every_gate_says_which_site_it_is_and_its_numbers(net):
+    gated, x = net
+    found = list(gates_of(graph(gated, x), gated).values())
+    assert [g.site for g in found] == [
+        *("act", ":relu#0", ":scaled_dot_product_attention#0", ":maximum#0")
+    ]
+    assert found[0].instances == [tg.TAXONOMY["gelu"]]
+    assert found[1].instances == [tg.TAXONOMY["relu"]]
+    assert found[2].instances == found[3].instances == []  # the other input is the threshold
+    assert not found[3].fixed
+
+
+def test_learned_numbers_are_those_of_now():
+    act = tg.Activation("silu", share="channel", channels=4, axis=-1, train=("tau", "theta", "s"))
+    with torch.no_grad():
+        for p in act.parameters():
+            p.add_(torch.randn_like(p) * 0.1)
+    (gate,) = gates_of(graph(act, torch.randn(3, 4)), act).values()
+    want = act.instances()
+    assert len(gate.instances) == len(want) == 4
+    for a, b in zip(gate.instances, want, strict=True):
+        assert a.tau == pytest.approx(b.tau, rel=1e-7)  # exp of a float32, once in each
+        assert (a.theta, a.s, a.c) == (b.theta, b.s, b.c)
+
+
+def test_a_saved_program_runs_where_the_package_is_imported(net):
+    gated, x = net
+    program, file = graph(gated, x), io.BytesIO()
+    assert saved(program, gated, x, file) < 1e-6  # float32
+    file.seek(0)
+    assert torch.equal(torch.export.load(file).module()(x), program.module()(x))
+
+
+def test_what_computes_something_else_is_refused(net):
+    gated, x = net
+    wrong = gated(x) + 1e-2
+    with pytest.raises(ExportError, match=r"differs from the network by .* nothing is written"):
+        compared(gated, x, wrong, None)
+    assert compared(gated, x, wrong, 1.0).relative > 1e-3
+    with pytest.raises(ExportError, match="outputs of the shapes"):
+        compared(gated, x, wrong[:1], None)
+
+
+def test_a_graph_is_not_made_inside_of_autocast(net):
+    gated, x = net
+    with (
+        torch.autocast("cpu", dtype=torch.bfloat16),
+        pytest.raises(ExportError, match=r"inside of torch\.autocast"),
+    ):
+        graph(gated, x)
+
+
+class Asks(nn.Module):
+    def forward(self, x):
+        return F.silu(x) if x.sum() > 0 else x
+
+
+def test_a_network_that_asks_for_values_is_refused_with_the_reason():
+    x = torch.ones(2, 3)
+    with pytest.raises(ExportError, match=r"torch\.export makes no graph of Asks"):
+        graph(tg.convert(Asks(), inputs=x), x)
+
+
+def test_an_unknown_form_is_refused(net):
+    with pytest.raises(ValueError, match="form is 'steps', 'kept' or 'native'; got 'onnx'"):
+        graph(*net, form="onnx")
