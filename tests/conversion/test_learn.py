@@ -779,3 +779,29 @@ def test_gates_without_weights_around_them_have_the_type_of_the_inputs():
     assert {p.dtype for p in net.parameters()} == {torch.float64}
     with kernels.use("reference"):
         assert torch.equal(net(x), frozen(x))
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return torch.tanh(x)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return 2 * dy
+
+
+class ByFunction(nn.Module):
+    def forward(self, x):
+        return F.silu(Doubled.apply(x))
+
+
+def test_a_call_in_an_autograd_function_learns_nothing_and_this_is_said():
+    x = torch.randn(3, 4)
+    with pytest.warns(UserWarning, match=r"tanh#0: nothing is learned, .* whose backward knows no"):
+        gated = tg.convert(ByFunction(), train=("tau",), inputs=x)
+    assert all("silu" in name for name, _ in gated.named_parameters())
+    with pytest.raises(
+        tg.conversion.ConversionError, match="tanh.* cannot: it is in an autograd.Fu"
+    ):
+        tg.convert(ByFunction(), sites={":tanh#0": tg.GateConfig(train=("tau",))}, inputs=x)

@@ -17,6 +17,7 @@ from threshold_gating.conversion import learned_calls, sites
 from threshold_gating.conversion.channels import HEADLESS, UNKNOWN, Channels
 from threshold_gating.conversion.choices import Choices
 from threshold_gating.conversion.config import GateConfig
+from threshold_gating.conversion.lines import in_function
 from threshold_gating.conversion.site import ConversionError, Site, site_name
 from threshold_gating.conversion.text import some
 from threshold_gating.conversion.watch import Visit, copied
@@ -80,10 +81,13 @@ class Learner:
         self.seen: dict[str, list[Seen]] = {}
         self.why: dict[str, list[str]] = {}  # sites by what they cannot
         self.sizes: dict[str, tuple[int, ...]] = {}  # of positions with gates of their own
+        self.functions: set[str] = set()  # sites inside of a `torch.autograd.Function`
         self.learns = 0
 
     def see(self, visit: Visit) -> None:
         """Note what reaches a site."""
+        if in_function():
+            self.functions.add(visit.name)
         x = _input(visit)
         if isinstance(x, Tensor):
             axis = self.channels.axis(x)
@@ -128,6 +132,8 @@ class Learner:
     def _spec(self, site: Site, config: GateConfig) -> tuple[Spec | None, str]:
         if site.kind in _FIXED:
             raise CannotLearnError(_FIXED[site.kind])
+        if site.name in self.functions:
+            raise CannotLearnError("it is in an autograd.Function, whose backward knows no gates")
         if site.kind in ATTENTION:
             return self._temperature(site, config)
         if site.kind in RECURRENT:

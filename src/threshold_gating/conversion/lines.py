@@ -11,6 +11,7 @@ import torch
 from torch._guards import TracingContext
 
 _HOME = __name__.rpartition(".")[0]  # of the conversion, which looks on
+_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 _HOMES = tuple(os.path.dirname(file) + os.sep for file in (torch.__file__, __file__))
 
 
@@ -23,6 +24,14 @@ def calling_line() -> str:
             return _spelled(frame.f_code.co_filename, frame.f_lineno)
         frame = frame.f_back
     return ""
+
+
+def in_function() -> bool:
+    """Whether the code that is running is the forward of a `torch.autograd.Function`."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not _APPLY:
+        frame = frame.f_back
+    return frame is not None
 
 
 def traced_line() -> str:
