@@ -802,6 +802,6 @@ def test_a_call_in_an_autograd_function_learns_nothing_and_this_is_said():
         gated = tg.convert(ByFunction(), train=("tau",), inputs=x)
     assert all("silu" in name for name, _ in gated.named_parameters())
     with pytest.raises(
-        tg.conversion.ConversionError, match="tanh.* cannot: it is in an autograd.Fu"
+        tg.conversion.ConversionError, match=r"tanh.* cannot: it is in an autograd.Fu"
     ):
         tg.convert(ByFunction(), sites={":tanh#0": tg.GateConfig(train=("tau",))}, inputs=x)
