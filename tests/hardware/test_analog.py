@@ -16,6 +16,7 @@ from threshold_gating.hardware.analog import simulate
 from threshold_gating.hardware.crossbar import Crossbar
 from threshold_gating.hardware.drawn import normal, stacked
 from threshold_gating.hardware.physical import Errors
+from threshold_gating.hardware.retune import retune
 
 IDEAL = Errors(unit="rms")
 WEAK = devices.preset("sky130-weak")
@@ -444,3 +445,121 @@ def test_layers_run_on_aihwkit_lightning_and_gates_here():
     assert 1e-3 < apart < 0.5
     with pytest.raises(ValueError, match="on crossbars; simulate without crossbar="):
         put_on_lightning(simulate(gated, None, inputs=x, crossbar=Crossbar()), config)
+
+
+def with_modes():
+    """A network that is in training, whose modules compute something else then."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        *(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.SiLU(), nn.Dropout(0.5), nn.Linear(16, 4))
+    )
+    x = torch.randn(32, 8)
+    return tg.convert(model, inputs=x), x
+
+
+def test_chips_are_compared_as_in_evaluation_and_stay_as_they_were():
+    gated, x = with_modes()
+    chips = simulate(gated, None, inputs=x, draws=2)
+    state = copy.deepcopy(chips.state_dict())
+    assert max(row.error for row in chips.compare(gated, x)) <= 1e-6
+    assert chips.body.network[1].training
+    assert all(torch.equal(state[k], v) for k, v in chips.state_dict().items())
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_retune_changes_nothing_but_trims(together):
+    gated, x = with_modes()
+    chips = simulate(gated, None, inputs=x, draws=2, errors=Errors(theta=0.3, unit="rms"))
+    before = [copy.deepcopy(m.state_dict()) for m in (chips, gated)]
+    retune(chips, gated, [x], steps=3, together=together)
+    for module, state in zip((chips, gated), before, strict=True):
+        now = module.state_dict()
+        assert all(torch.equal(v, now[k]) for k, v in state.items() if "trim" not in k)
+        assert all(m.training for m in module.modules() if isinstance(m, nn.Dropout))
+    assert chips.body.network[2].gates[0].devices.trim_theta.abs().max() > 0
+
+
+class Twice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.l, self.a = nn.Linear(8, 8), nn.SiLU()
+
+    def forward(self, x):
+        with torch.no_grad():
+            h = self.a(self.l(x))
+        return self.a(self.l(h + x))
+
+
+def test_a_first_call_without_gradients_leaves_the_others_theirs():
+    torch.manual_seed(0)
+    x = torch.randn(32, 8)
+    gated = tg.convert(Twice(), inputs=x)
+    errors = Errors(theta=0.3, unit="rms")
+    chips = simulate(gated, None, inputs=x, errors=errors, reuse=True)
+    losses = retune(chips, gated, [x], steps=20)
+    assert losses[-1] < 0.7 * losses[0]
+
+
+class OneFunction(Twice):
+    def forward(self, x):
+        return self.a(F.linear(x, self.l.weight))
+
+
+class Functional(nn.Module):
+    """A layer whose weight is read by a function, and an embedding tied to the head."""
+
+    def __init__(self):
+        super().__init__()
+        self.emb, self.l, self.head = nn.Embedding(9, 8), nn.Linear(8, 8), nn.Linear(8, 9)
+        self.head.weight = self.emb.weight
+
+    def forward(self, x):
+        return self.head(F.relu(F.linear(self.emb(x), self.l.weight, self.l.bias)))
+
+
+def test_a_weight_that_a_function_reads_is_digital():
+    x = torch.arange(9)
+    gated = tg.convert(Functional(), inputs=x)
+    chips = simulate(gated, None, inputs=x, crossbar=Crossbar(programming=0.3))
+    assert [row.name for row in chips.report().layers] == ["head"]
+    assert chips.report().digital == ("emb.weight", "l.weight")
+    assert type(chips.body.network.l) is nn.Linear
+    gated = tg.convert(OneFunction(), inputs=torch.randn(2, 8))
+    with pytest.raises(ValueError, match="no layer for a crossbar is called"):
+        simulate(gated, None, inputs=torch.randn(2, 8), crossbar=Crossbar())
+
+
+@pytest.mark.parametrize(
+    ("spoil", "error"),
+    [
+        (lambda m, x: m[2].weight.zero_(), "layer 2 had no column current"),
+        (lambda m, x: x[0, :1].fill_(math.inf), "layer 0 saw inf or NaN"),
+    ],
+)
+def test_converters_of_unknown_full_scale_are_refused(spoil, error):
+    model, _, x = small()
+    with torch.no_grad():
+        spoil(model, x)
+    gated = tg.convert(model, inputs=torch.randn(4, 4))
+    cells = Crossbar(adc_bits=8)
+    with pytest.raises(ValueError, match=error):
+        simulate(gated, None, inputs=x, crossbar=cells, errors=IDEAL, only="1")
+    # with a range the first is no riddle
+    if math.isfinite(x.abs().max()):
+        chips = simulate(gated, None, inputs=x, crossbar=replace(cells, adc_range=4.0), only="1")
+        assert chips(x).isfinite().all()
+
+
+def test_an_empty_batch_is_refused_in_a_line():
+    _, gated, x = small()
+    none = x[:0]
+    with pytest.raises(ValueError, match="saw nothing in calibration"):
+        simulate(gated, None, inputs=none, crossbar=Crossbar(adc_bits=8))
+    with pytest.raises(ValueError, match="outputs are empty"):
+        simulate(gated, None, inputs=x).compare(gated, none)
+
+
+def test_volts_without_a_preset_are_refused_for_the_tree_too():
+    _, gated, x = small()
+    with pytest.raises(ValueError, match="without a preset there are no volts"):
+        simulate(gated, None, inputs=x, errors=Errors(tree=0.1))

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,10 +24,17 @@ from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
 from threshold_gating.conversion.plan import arguments, run
-from threshold_gating.conversion.watch import Running, copied, evaluating, fresh, undisturbed
+from threshold_gating.conversion.watch import (
+    Running,
+    _State,
+    copied,
+    evaluating,
+    fresh,
+    undisturbed,
+)
 from threshold_gating.hardware import devices
 from threshold_gating.hardware.crossbar import Crossbar
-from threshold_gating.hardware.drawn import stacked
+from threshold_gating.hardware.drawn import Drawn, stacked
 from threshold_gating.hardware.figure import is_number
 from threshold_gating.hardware.physical import SHARES, Chip, Errors, Share
 from threshold_gating.hardware.placement import (
@@ -34,6 +42,7 @@ from threshold_gating.hardware.placement import (
     Chosen,
     calibrate,
     check,
+    digital_weights,
     place_calls,
     place_layers,
     place_modules,
@@ -98,8 +107,10 @@ def simulate(
         run(body.network, fresh(inputs))
     kept = [*place_modules(body, chip, chosen, running, reuse), *place_calls(body, chip, chosen)]
     chosen.check()
-    digital = place_layers(body, crossbar) if crossbar is not None else []
+    if crossbar is not None:
+        place_layers(body, crossbar)
     calibrate(body, inputs)
+    digital = digital_weights(body) if crossbar is not None else []
     settle(body, volts or {})
     if kept:
         warnings.warn(f"simulate: stays ideal: {', '.join(kept)}.", stacklevel=2)
@@ -130,7 +141,7 @@ def settings(
         if number is not None and not is_number(number):
             raise TypeError(f"simulate: {name} is a number; got {number!r}.")
     given = errors or Errors()
-    if pair is None and given.unit == "volt" and (given.theta or given.offset or given.noise):
+    if pair is None and given.unit == "volt" and _in_volts(given):
         raise ValueError(
             "simulate: without a preset there are no volts; give errors with unit='rms', or a "
             f"preset: {', '.join(devices.presets())}."
@@ -164,6 +175,11 @@ def settings(
             f"as {pair.tau * rail:.3g} at most."
         )
     return Chip(pair, given.of(pair), share, temperature, level, sharpness, rail)
+
+
+def _in_volts(errors: Errors) -> bool:
+    """Whether any of the errors is a voltage."""
+    return any((errors.theta, errors.offset, errors.noise, errors.tree))
 
 
 def _check_kinds(errors: Any, crossbar: Any, volts: Any, preset: Any) -> None:
@@ -282,14 +298,33 @@ class Simulation(nn.Module):
 
     @torch.no_grad()
     def compare(self, ideal: nn.Module, inputs: Any) -> list[ChipRow]:
-        """How far each chip's output is from that of `ideal`, on inputs as `tg.convert` takes."""
+        """How far each chip's output is from that of `ideal`, on inputs as `tg.convert` takes.
+
+        Both run as in evaluation and stay as they were: dropout and batch statistics are no errors.
+        """
         args, kwargs = arguments(inputs)
         with evaluating(ideal):
             aim = ideal(*fresh(args), **fresh(kwargs))
-        return [
-            compared(k, self.chip(k)(*fresh(args), **fresh(kwargs)), aim)
-            for k in bar(range(self.draws), "chips")
-        ]
+        with self.evaluated():
+            return [
+                compared(k, self.chip(k)(*fresh(args), **fresh(kwargs)), aim)
+                for k in bar(range(self.draws), "chips")
+            ]
+
+    @contextmanager
+    def evaluated(self) -> Iterator[None]:
+        """As in evaluation; then all is as it was but trims, and noise that has been drawn."""
+        parts = [m for m in self.body.modules() if not isinstance(m, Drawn)]
+        saved, modes = [_State(m) for m in parts], [(m, m.training) for m in parts]
+        try:
+            for part in parts:
+                part.training = False
+            yield
+        finally:
+            for state in saved:
+                state.restore()
+            for part, mode in modes:
+                part.training = mode
 
     def run_one(self, k: int, args: Any, kwargs: Any) -> Any:
         held = {name: t[k] for name, t in stacked(self.body).items()}

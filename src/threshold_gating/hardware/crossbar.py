@@ -38,7 +38,10 @@ class Crossbar:
             None: as large as the layer.
         g_min, g_max: range of a cell's conductance, in siemens.
         levels: conductances that a cell can be set to; None: any.
-        programming: standard deviation of a cell about what it was set to, as a share of g_max.
+        programming: standard deviation of a cell about what it was set to, as a share of g_max. No
+            conductance is below 0: at g_min = 0 the idle cell of a weight can only be too high, and
+            weights get smaller by 0.4 times this share of w_max on average. A g_min of some
+            standard deviations gives exactly the error asked.
         read: the same, anew in every product.
         output: noise of a column's current in every product, as a share of that of one cell at
             g_max and full voltage.
@@ -52,7 +55,7 @@ class Crossbar:
         dac_bits, adc_bits: of the converters at rows and columns, 2^bits - 1 codes; None: there is
             none. A dict has them by layer: {"layer1.*": 6, "*": None}; its first match counts.
         adc_range: full scale of a converter, in currents of one cell at g_max and full voltage;
-            None: the largest column current that was seen in calibration.
+            None: the largest column current that was seen in calibration, of all columns.
         per_column: w_max is that of each column, not of the layer.
     """
 
@@ -132,16 +135,28 @@ _MAY_BE_NONE = (*_WHOLE, "adc_range")
 
 
 class Products:
-    """What a layer saw in calibration: its largest input and column sum, and how many it read."""
+    """What a layer saw in calibration: its largest input and column sum, and how many it read.
+
+    A current is a sum over the column's w_max, in currents of a cell at g_max and an input of 1.
+    """
 
     def __init__(self) -> None:
-        self.largest_input = self.largest_sum = 0.0
+        self.largest_input = self.largest_sum = self.largest_current = 0.0
         self.products = self.tiles = 0  # of one run; tiles on one column
 
-    def add(self, x: Tensor, partial: Tensor) -> None:
-        self.largest_input = max(self.largest_input, x.detach().abs().max().item())
-        self.largest_sum = max(self.largest_sum, partial.detach().abs().max().item())
-        self.products, self.tiles = partial.numel(), partial.shape[-2]
+    def add(self, x: Tensor, partial: Tensor, limit: Tensor) -> None:
+        self.tiles = partial.shape[-2]
+        if not partial.numel():  # an empty batch
+            return
+        self.largest_input = max(self.largest_input, _top(x))
+        self.largest_sum = max(self.largest_sum, _top(partial))
+        self.largest_current = max(self.largest_current, _top(partial / limit))
+        self.products += partial.numel()
+
+
+def _top(x: Tensor) -> float:
+    """The largest |x|; inf where there is a NaN, which no comparison would keep."""
+    return x.detach().abs().nan_to_num(math.inf, math.inf).max().item()
 
 
 class Array(Drawn):
@@ -175,10 +190,10 @@ class Array(Drawn):
         v, top = self._voltages(x)
         cells = weight if self.watching else self.weights(weight)
         partial, size = self._products(layer, v, cells)  # (..., G, T, O)
+        limit = self._largest(weight.detach()).transpose(-1, -2)
         if self.watching:
-            self.seen.add(x, partial)
+            self.seen.add(x, partial, limit)
         else:
-            limit = self._largest(weight.detach()).transpose(-1, -2)
             partial = self._converted(self._noisy(partial, size, limit), limit, top)
         return layer.assembled(partial.sum(-2)) * top
 
@@ -200,19 +215,42 @@ class Array(Drawn):
     def _voltages(self, x: Tensor) -> tuple[Tensor, float]:
         """Inputs as shares of the largest row voltage, through the cells' sinh, and the largest."""
         s, bits = self.settings, self._bits("dac")
-        if self.watching or not (bits or s.sinh or s.read or s.output or s.adc_range):
+        if self.watching or not self._needs_voltages:
             return x, 1.0
-        if not self.seen.largest_input:
-            raise ValueError(
-                f"simulate: the layer {self.name} saw nothing but zeros in calibration, so that "
-                "its voltages are not known; give inputs that reach it."
-            )
         v = x / self.seen.largest_input
         if bits:
             v = _rounded(v.clamp(-1.0, 1.0), 2.0 / (2**bits - 2))
         if s.sinh:
             v = torch.sinh(s.sinh * s.volts * v) / (s.sinh * s.volts)
         return v, self.seen.largest_input
+
+    @property
+    def _needs_voltages(self) -> bool:
+        s = self.settings
+        return bool(self._bits("dac") or s.sinh or s.read or s.output or s.adc_range)
+
+    def settle(self) -> None:
+        """Refuse what was seen in calibration where voltages and full scales cannot follow it."""
+        by_current = self._bits("adc") is not None and self.settings.adc_range is None
+        if not (self._needs_voltages or by_current):
+            return
+        seen, layer = self.seen, f"simulate: the layer {self.name}"
+        if not (math.isfinite(seen.largest_input) and math.isfinite(seen.largest_sum)):
+            raise ValueError(
+                f"{layer} saw inf or NaN in calibration, so that its voltages are not known; give "
+                "inputs for which the network computes numbers."
+            )
+        if self._needs_voltages and not seen.largest_input:
+            raise ValueError(
+                f"{layer} saw nothing but zeros in calibration, so that its voltages are not "
+                "known; give inputs that reach it."
+            )
+        if by_current and not seen.largest_current:
+            raise ValueError(
+                f"{layer} had no column current in calibration, as its inputs or its weights are "
+                "all 0, so that the full scale of its converters is not known; give adc_range, or "
+                "adc_bits by layer, with None for this one."
+            )
 
     def _bits(self, converter: str) -> int | None:
         return self.settings.bits(converter, self.name)
@@ -241,7 +279,7 @@ class Array(Drawn):
             return partial
         share = s.g_max / (s.g_max - s.g_min)
         if s.adc_range is None:
-            full = torch.full_like(limit, self.seen.largest_sum / top)
+            full = self.seen.largest_current / top * limit
         else:
             full = s.adc_range * share * limit
         inside = torch.minimum(torch.maximum(partial, -full), full)
@@ -252,30 +290,38 @@ class Array(Drawn):
         s = self.settings
         low, top = s.g_min / s.g_max, self._largest(weight)
         share = weight / top
-        g = low + (1 - low) * torch.stack([share.clamp(min=0.0), (-share).clamp(min=0.0)])
+        g = low + (1 - low) * _pair(share)
         if s.levels is not None:
             g = low + _rounded(g - low, (1 - low) / (s.levels - 1))
         if s.programming:
             g = (g + s.programming * self.error.view_as(g)).clamp(min=0.0)
-        if s.stuck_low or s.stuck_high:
-            chance = self.broken.view_as(g)
-            g = torch.where(chance < s.stuck_low, low, g)
-            g = torch.where(chance > 1 - s.stuck_high, 1.0, g)
-        g = self._drifted(g)
-        g = g * (1 - self._drop(g)) if s.wire else g
+        later = self._drifted(g)
+        if s.stuck_low or s.stuck_high:  # what is stuck does not drift
+            g, later = self._stuck(g), self._stuck(later)
+        if s.compensate and self._drifts:
+            was, now = ((w[0] - w[1]).abs().mean() for w in (g, later))
+            later = later * (was / now.clamp(min=1e-30))
+        g = later * (1 - self._drop(later)) if s.wire else later
         return (g[0] - g[1]) * top / (1 - low)
 
     def _drifted(self, g: Tensor) -> Tensor:
-        s = self.settings
-        if s.seconds == 20.0 or not (s.drift or s.drift_sigma):
+        if not self._drifts:
             return g
+        s = self.settings
         spread = s.drift_sigma * self.drifting.view_as(g) if s.drift_sigma else 0.0
         nu = torch.as_tensor(s.drift + spread, device=g.device).clamp(min=0.0)
-        later = g * (s.seconds / 20.0) ** -nu
-        if s.compensate:
-            was, now = ((w[0] - w[1]).abs().mean() for w in (g, later))
-            later = later * (was / now.clamp(min=1e-30))
+        later: Tensor = g * (s.seconds / 20.0) ** -nu
         return later
+
+    @property
+    def _drifts(self) -> bool:
+        s = self.settings
+        return s.seconds != 20.0 and bool(s.drift or s.drift_sigma)
+
+    def _stuck(self, g: Tensor) -> Tensor:
+        s, chance = self.settings, self.broken.view_as(g)
+        g = torch.where(chance < s.stuck_low, s.g_min / s.g_max, g)
+        return torch.where(chance > 1 - s.stuck_high, 1.0, g)
 
     def _drop(self, g: Tensor) -> Tensor:
         """The share of its voltage that a cell loses in the wires, to first order.
@@ -301,7 +347,7 @@ class Array(Drawn):
             return
         s, low = self.settings, self.settings.g_min / self.settings.g_max
         share = weight / self._largest(weight)
-        g = low + (1 - low) * torch.stack([share.clamp(min=0.0), (-share).clamp(min=0.0)])
+        g = low + (1 - low) * _pair(share)
         self.worst_drop = self._drop(g).max().item()
         if self.worst_drop > LARGEST_DROP:
             fits = s.wire * LARGEST_DROP / self.worst_drop
@@ -311,6 +357,12 @@ class Array(Drawn):
                 f"order, up to {LARGEST_DROP:.0%}; wires up to {fits:.2g} ohm, smaller tiles "
                 "(rows, columns) or a lower g_max would work."
             )
+
+
+def _pair(share: Tensor) -> Tensor:
+    """Both cells of a weight; one of them alone has the gradient of a weight that is 0."""
+    above = share.clamp(min=0.0)
+    return torch.stack([above, above - share])
 
 
 def _shared(n: int, like: Tensor) -> Tensor:
@@ -445,3 +497,9 @@ def put_on_crossbar(layer: nn.Module, name: str, settings: Crossbar) -> Array:
     groups = getattr(layer, "groups", 1)
     array.check(torch.unflatten(weight.detach().flatten(1), 0, (groups, -1)))
     return array
+
+
+def take_off_crossbar(layer: nn.Module) -> None:
+    """The layer as it was."""
+    layer.__class__ = next(plain for plain, on in LAYERS.items() if on is type(layer))
+    del layer._modules["array"]

@@ -41,7 +41,8 @@ class Errors:
         noise: of what is added to its input anew in every evaluation.
         tail: of each branch's gain, relative: the tail current of a pair is its branch.
         tree: of each softplus cell in the tree that gives attention its thresholds.
-        unit: of theta, offset, noise and tree: "volt", or "rms" for that of the site's input.
+        unit: of theta, offset, noise and tree: "volt", or "rms" for that of the site's input. With
+            "rms" those that are not given are 0, as a preset has them in volts; tau is not.
     """
 
     theta: float | None = None
@@ -267,7 +268,7 @@ class AnalogGate(nn.Module):
         """The parameters that the devices have, computed once in a run unless `s` is data."""
         if self.known is None or s is not None:
             return self._analog(z, self._values(z, s))
-        key = (tuple(z.shape), z.dtype)
+        key = (tuple(z.shape), z.dtype, torch.is_grad_enabled())
         if key not in self.known:
             self.known[key] = self._analog(z, self._values(z, s))
         return self.known[key]

@@ -18,7 +18,13 @@ from torch import Tensor, nn
 from threshold_gating import kernels
 from threshold_gating.conversion.plan import ConversionError, Site, run
 from threshold_gating.conversion.watch import Run, Running, evaluating, fresh
-from threshold_gating.hardware.crossbar import LAYERS, Array, Crossbar, put_on_crossbar
+from threshold_gating.hardware.crossbar import (
+    LAYERS,
+    Array,
+    Crossbar,
+    put_on_crossbar,
+    take_off_crossbar,
+)
 from threshold_gating.hardware.figure import is_number
 from threshold_gating.hardware.physical import AnalogGate, Chip
 from threshold_gating.hardware.wholes import Elementwise, whole
@@ -128,7 +134,7 @@ class Body(nn.Module):
 
     def arrays(self) -> Iterator[tuple[Array, Any]]:
         layers: Any = self.network.modules()
-        return ((m.array, m) for m in layers if isinstance(getattr(m, "array", None), Array))
+        return ((m.array, m) for m in layers if _is_on(m))
 
 
 class AnalogModule(nn.Module):
@@ -219,8 +225,8 @@ def place_calls(body: Body, chip: Chip, chosen: Chosen) -> list[str]:
     return left
 
 
-def place_layers(body: Body, settings: Crossbar) -> list[str]:
-    """Put layers on crossbars; the names of weights that are not on any."""
+def place_layers(body: Body, settings: Crossbar) -> None:
+    """Put layers on crossbars."""
     found = {n: m for n, m in body.network.named_modules() if type(m) in LAYERS}
     if not found:
         kinds = ", ".join(kind.__name__ for kind in LAYERS)
@@ -228,8 +234,30 @@ def place_layers(body: Body, settings: Crossbar) -> list[str]:
     _check_names(settings, list(found))
     for name, layer in found.items():
         put_on_crossbar(layer, name, settings)
-    on = {layer.weight for _, layer in body.arrays()}
-    return [n for n, p in body.network.named_parameters() if p.dim() > 1 and p not in on]
+
+
+def digital_weights(body: Body) -> list[str]:
+    """Take layers that no call has reached off their crossbars; the weights that are on none.
+
+    A weight that others read, as `F.linear(x, layer.weight)` does or an embedding that is tied to a
+    layer, is digital there.
+    """
+    arrays = list(body.arrays())
+    unused = [layer for array, layer in arrays if not array.seen.tiles]
+    if arrays and len(unused) == len(arrays):
+        raise ValueError(
+            "simulate: no layer for a crossbar is called as a module, so that none is on one; call "
+            "the layers themselves, not functions on their weights."
+        )
+    for layer in unused:
+        take_off_crossbar(layer)
+    on = {f"{name}.weight" for name, m in body.network.named_modules() if _is_on(m)}
+    every = body.network.named_parameters(remove_duplicate=False)
+    return [n for n, p in every if p.dim() > 1 and n not in on]
+
+
+def _is_on(module: nn.Module) -> bool:
+    return isinstance(getattr(module, "array", None), Array)
 
 
 def _check_names(settings: Crossbar, layers: Sequence[str]) -> None:
@@ -268,7 +296,7 @@ def _watch(watchers: Sequence[Any], on: bool) -> None:
 
 
 def settle(body: Body, volts: Mapping[str, float]) -> None:
-    """Choose each site's volts per unit."""
+    """Choose each site's volts per unit, and check those of crossbars."""
     for key, value in volts.items():
         if not (is_number(value) and 0 < value < math.inf):
             raise ValueError(
@@ -279,6 +307,8 @@ def settle(body: Body, volts: Mapping[str, float]) -> None:
         keys = [key for key in volts if matches(key, gate.name)]
         used.update(keys)
         gate.settle(volts[keys[0]] if keys else None)
+    for array, _ in body.arrays():
+        array.settle()
     if unused := [key for key in volts if key not in used]:
         known = ", ".join(repr(gate.name) for gate in body.gates())
         raise ValueError(f"simulate: volts has {unused[0]!r}, which is no site; there are {known}.")

@@ -178,6 +178,9 @@ def compared(chip: int, output: Any, ideal: Any) -> ChipRow:
         for a, b in zip(pytree.tree_leaves(output), pytree.tree_leaves(ideal), strict=True)
         if isinstance(a, Tensor) and a.is_floating_point()
     ]
+    if pairs and not any(b.numel() for _, b in pairs):
+        raise ValueError("simulate: the outputs are empty; compare on inputs that are not.")
+    pairs = [(a, b) for a, b in pairs if b.numel()]
     if not pairs:
         raise ValueError("simulate: the network gives no floating-point tensor to compare.")
     apart = sum((a - b).square().sum().item() for a, b in pairs)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from threshold_gating.conversion.plan import arguments
+from threshold_gating.conversion.watch import evaluating, fresh
 from threshold_gating.hardware.analog import Simulation, bar
 from threshold_gating.hardware.physical import AnalogGate
 
@@ -98,6 +99,9 @@ def retune(
 ) -> list[float]:
     """Train the trims of all chips; returns the mean loss of each step.
 
+    Nothing but trims changes: chips and `ideal` run as in evaluation, without dropout, and keep
+    their batch statistics.
+
     Args:
         ideal: the network whose outputs are the aim; no labels are needed.
         batches: inputs as `tg.convert` takes them, gone through again and again.
@@ -120,15 +124,16 @@ def retune(
         raise ValueError("retune: there are no batches; give one input or more.")
     groups = _trims(simulation.body.gates(), what, rate)
     optimizer = torch.optim.Adam([{k: g[k] for k in ("params", "lr")} for g in groups])
-    with torch.no_grad():
-        aims = [ideal(*args, **kwargs) for args, kwargs in inputs]
+    with evaluating(ideal):
+        aims = [ideal(*fresh(args), **fresh(kwargs)) for args, kwargs in inputs]
     losses, step_of = [], _step_together if together else _step
     try:
         for step in bar(range(steps), "retune"):
             for group, start in zip(optimizer.param_groups, groups, strict=True):
                 group["lr"] = start["lr"] * (1 - step / steps)
             (args, kwargs), aim = inputs[step % len(inputs)], aims[step % len(inputs)]
-            losses.append(step_of(simulation, args, kwargs, aim, loss, optimizer))
+            with simulation.evaluated():
+                losses.append(step_of(simulation, args, kwargs, aim, loss, optimizer))
             if not math.isfinite(losses[-1]):
                 raise ValueError(
                     f"retune: the loss of step {step} is {losses[-1]}, and trims cannot follow it; "
@@ -160,7 +165,7 @@ def _step(
     optimizer.zero_grad()
     total = 0.0
     for k in range(simulation.draws):  # one after the other: a chip's graph at a time
-        value = loss(simulation.run_one(k, args, kwargs), aim)
+        value = loss(simulation.run_one(k, fresh(args), fresh(kwargs)), aim)
         trims = [p for group in optimizer.param_groups for p in group["params"]]
         found = torch.autograd.grad(value, trims, allow_unused=True)
         for p, grad in zip(trims, found, strict=True):
@@ -176,7 +181,7 @@ def _step_together(
 ) -> float:
     """The same with the graphs of all chips in memory."""
     optimizer.zero_grad()
-    outputs = simulation(*args, **kwargs)
+    outputs = simulation(*fresh(args), **fresh(kwargs))
     values = [
         loss(pytree.tree_map(lambda t, k=k: t[k], outputs), aim) for k in range(simulation.draws)
     ]
