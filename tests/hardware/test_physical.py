@@ -260,3 +260,30 @@ def test_volts_that_put_inputs_beyond_the_rails_are_refused_with_what_would_work
 def test_a_site_without_inputs_is_refused():
     with pytest.raises(ValueError, match="saw nothing but zeros"):
         gate_of(tg.TAXONOMY["relu"], torch.zeros(2, 2), Chip(WEAK, NONE.of(WEAK)))
+
+
+def test_a_threshold_too_sharp_for_the_rail_is_less_sharp_and_the_others_keep_their_tau():
+    """ELU's second threshold would need 441 V per unit, which leaves 2 mV of input."""
+    npn = devices.preset("sky130-npn")
+    x = torch.linspace(-2, 2, 101, dtype=torch.float64)[:, None]
+    gate = gate_of(tg.TAXONOMY["elu"], x, Chip(npn, NONE.of(npn), rail=0.9))
+    assert gate.volts * gate.seen.rms <= 0.9
+    soft, sharp = gate._analog(x, gate._values(x)).tau
+    torch.testing.assert_close(soft, torch.ones_like(soft))
+    torch.testing.assert_close(sharp, torch.full_like(sharp, npn.tau * gate.volts))
+    want = tg.TAXONOMY["elu"](x)
+    error = ((gate(x) - want).square().mean() / want.square().mean()).sqrt().item()
+    # at a largest tau of the pair times the rail, 33, the step at 0 is 1 / 17 of the input wide
+    assert error <= 0.08
+    assert gate.note() == ""
+
+
+def test_a_gate_that_no_pair_carries_says_so():
+    strong = devices.preset("sky130-strong")
+    x = torch.linspace(-2, 2, 101)[:, None]
+    gate = gate_of(tg.TAXONOMY["elu"], x, Chip(strong, NONE.of(strong), rail=0.9))
+    assert "is off by" in gate.note()
+    assert "perfect pairs of sky130-strong" in gate.note()
+    weak = Chip(WEAK, NONE.of(WEAK), rail=0.9)
+    assert "is off by" in gate_of(tg.TAXONOMY["elu"], x, weak, volts=0.03).note()
+    assert gate_of(tg.TAXONOMY["silu"], x, weak).note() == ""

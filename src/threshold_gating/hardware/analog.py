@@ -111,9 +111,11 @@ def simulate(
         place_layers(body, crossbar)
     calibrate(body, inputs)
     digital = digital_weights(body) if crossbar is not None else []
-    settle(body, volts or {})
+    far = settle(body, volts or {})
     if kept:
         warnings.warn(f"simulate: stays ideal: {', '.join(kept)}.", stacklevel=2)
+    for note in far:
+        warnings.warn(f"simulate: {note}.", stacklevel=2)
     simulation = Simulation(body, chip, draws, tuple(kept), tuple(digital), chosen.ideal)
     simulation.redraw(seed)
     return simulation

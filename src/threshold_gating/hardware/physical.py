@@ -2,8 +2,9 @@
 
 A pair takes volts, a network has numbers. `Level.volts` says how many volts one unit of a site's
 input is. A soft gate needs tau (x - theta) = tau_V (v - theta_V), so the sharpest threshold of the
-site fixes it, volts = max tau / tau_V; the others get their share through a divider. A hard gate
-has no tau of its own: the largest input that was seen is put at the swing of the preset, and the
+site fixes it, volts = max tau / tau_V; the others get their share through a divider. Where the
+sharpest is so sharp that inputs would be beyond the rails (ELU's), it is less sharp instead, by the
+volts at which perfect pairs come closest, and the others keep their tau. A hard gate has no tau of its own: the largest input that was seen is put at the swing of the preset, and the
 gate is as sharp as that makes it, tau = tau_V volts.
 """
 
@@ -28,6 +29,7 @@ from threshold_gating.primitive import wide
 Share = Literal["layer", "channel", "neuron"]
 SHARES = get_args(Share)
 Unit = Literal["volt", "rms"]
+FAR = 0.1  # an error that is said aloud; those of the usual soft gates are 0 to 5 %
 
 
 @dataclass(frozen=True)
@@ -169,6 +171,7 @@ class AnalogGate(nn.Module):
         self.seen, self.watching, self.axis = Seen(), False, -1
         self.volts = 1.0  # per unit of the input
         self.stretch = 1.0  # over the volts that a soft gate needs: it is that much sharper
+        self.cap = math.inf  # volts per unit that a pair gets at most, behind its divider
         self.width = math.inf  # 1 / tau of a soft gate, in units of the input
         self.devices = Drawn()
         self.group: tuple[int, ...] = ()
@@ -188,11 +191,7 @@ class AnalogGate(nn.Module):
             )
         self.group = self._group()
         if not self.t.hard:
-            tau = self.gate.values()[0] if isinstance(self.gate, Activation) else self.t.tau
-            taus = tau if isinstance(tau, list | tuple) else [tau]
-            own = max(torch.as_tensor(t).max().item() for t in taus) / chip.tau
-            self.volts = own if volts is None else volts
-            self.stretch, self.width = self.volts / own, 1 / (own * chip.tau)
+            self._settle_soft(volts)
         elif volts is not None:
             self.volts = volts
         elif not seen.largest:
@@ -210,6 +209,56 @@ class AnalogGate(nn.Module):
                 f"{volts * seen.rms:.3g} V RMS, beyond the rail of {chip.rail:g} V; up to "
                 f"{chip.rail / seen.rms:.3g} V per unit would work."
             )
+
+    def _settle_soft(self, given: float | None) -> None:
+        chip, seen = self.chip, self.seen
+        tau = self.gate.values()[0] if isinstance(self.gate, Activation) else self.t.tau
+        every = [torch.as_tensor(t) for t in (tau if isinstance(tau, list | tuple) else [tau])]
+        own = max(t.max().item() for t in every) / chip.tau
+        least = min(t.min().item() for t in every) / chip.tau
+        if given is not None or least == own or own * seen.largest <= chip.rail:
+            self._set(own if given is None else given, own, least)
+        else:
+            # ten a decade; the best of a smooth function of their logarithm
+            count = max(2, math.ceil(10 * math.log10(own / least)))
+            tried = [least * (own / least) ** (k / count) for k in range(count + 1)]
+            tried = [v for v in tried if v * seen.rms <= chip.rail] or [least]
+
+            def off(volts: float) -> float:
+                self._set(volts, own, least)
+                return self.off()
+
+            self._set(min(tried, key=off), own, least)
+        self.width = 1 / (min(own, self.volts) * chip.tau)
+
+    def _set(self, volts: float, own: float, least: float) -> None:
+        """Volts per unit, for a gate that needs `own` at its sharpest threshold."""
+        self.volts, self.stretch, self.cap = volts, volts / own, math.inf
+        if volts < own and least < own:
+            self.stretch, self.cap = 1.0, volts
+
+    def note(self) -> str:
+        """What to say of a soft gate that no pair of the preset carries; "": nothing."""
+        if self.t.hard or self.chip.preset is None or (off := self.off()) <= FAR:
+            return ""
+        return (
+            f"{self.name} ({self.kind}) is off by {off:.0%} on perfect pairs of "
+            f"{self.chip.preset.name} at {self.volts:.3g} V per unit, before any mismatch: its "
+            f"largest input is {self.seen.largest:.3g}, and the rail is {self.chip.rail:g} V; "
+            "another preset, smaller inputs or only=... without it would work"
+        )
+
+    def off(self) -> float:
+        """How far perfect pairs are from the instance, RMS over RMS, evenly over what was seen."""
+        x = torch.linspace(-1, 1, 501, dtype=torch.float64) * self.seen.largest
+        rows = self._values(torch.zeros(self.seen.shape, device=self.seen.device))
+        ideal = Values(*([_mean(w) for w in row] for row in rows))
+        taus = [self.chip.tau * self._volts_at(tau) for tau in ideal.tau]
+        rail = self.chip.rail / self.volts
+        want = self._blend(x, ideal, None, LOGISTIC)
+        y = self._blend(x.clamp(-rail, rail), ideal._replace(tau=taus), None, self.chip.shape)
+        size = want.square().mean().sqrt().item()
+        return (y - want).square().mean().sqrt().item() / size if size else 0.0
 
     def _group(self) -> tuple[int, ...]:
         """The shape of the site's physical gates."""
@@ -328,7 +377,10 @@ class AnalogGate(nn.Module):
 
     def _volts_at(self, tau: Any) -> Any:
         """Volts per unit at the pair of a threshold with this tau, behind its divider."""
-        return self.volts if self.t.hard else tau * self.stretch / self.chip.tau
+        if self.t.hard:
+            return self.volts
+        own = tau * self.stretch / self.chip.tau
+        return own.clamp(max=self.cap) if isinstance(own, Tensor) else min(own, self.cap)
 
     def _sigma(self, sigma: float, volts: Any) -> Any:
         """A standard deviation in units of the input, for a gate with these volts per unit."""
@@ -388,6 +440,11 @@ class AnalogGate(nn.Module):
 
 def _viewed(w: Any, shape: Sequence[int]) -> Any:
     return w.view(shape) if isinstance(w, Tensor) and shape else w
+
+
+def _mean(w: Any) -> Any:
+    """A parameter of all groups of a gate as one number."""
+    return w.detach().double().mean().item() if isinstance(w, Tensor) else w
 
 
 def _scaled(w: Any, gain: Tensor) -> Any:

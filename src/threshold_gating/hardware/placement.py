@@ -295,8 +295,8 @@ def _watch(watchers: Sequence[Any], on: bool) -> None:
         each.watching = on
 
 
-def settle(body: Body, volts: Mapping[str, float]) -> None:
-    """Choose each site's volts per unit, and check those of crossbars."""
+def settle(body: Body, volts: Mapping[str, float]) -> list[str]:
+    """Choose each site's volts per unit, and check those of crossbars; what is to be said of it."""
     for key, value in volts.items():
         if not (is_number(value) and 0 < value < math.inf):
             raise ValueError(
@@ -312,3 +312,4 @@ def settle(body: Body, volts: Mapping[str, float]) -> None:
     if unused := [key for key in volts if key not in used]:
         known = ", ".join(repr(gate.name) for gate in body.gates())
         raise ValueError(f"simulate: volts has {unused[0]!r}, which is no site; there are {known}.")
+    return [note for gate in body.gates() if (note := gate.note())]
