@@ -9,8 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import threshold_gating as tg
+from threshold_gating.conversion.plan import ConversionError
 from threshold_gating.hardware import devices
 from threshold_gating.hardware.analog import simulate
 from threshold_gating.hardware.crossbar import Crossbar
@@ -563,3 +565,23 @@ def test_volts_without_a_preset_are_refused_for_the_tree_too():
     _, gated, x = small()
     with pytest.raises(ValueError, match="without a preset there are no volts"):
         simulate(gated, None, inputs=x, errors=Errors(tree=0.1))
+
+
+class Checkpointed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.l, self.a = nn.Linear(8, 8), nn.SiLU()
+
+    def forward(self, x):
+        return checkpoint(lambda z: self.a(self.l(z)), x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("cells", [None, Crossbar(programming=0.1)])
+@pytest.mark.parametrize("reuse", [False, True])
+def test_gradient_checkpointing_is_refused_for_what_it_is(cells, reuse):
+    x = torch.randn(4, 8, requires_grad=True)
+    gated = tg.convert(Checkpointed(), inputs=x.detach())
+    chips = simulate(gated, None, inputs=x.detach(), reuse=reuse, crossbar=cells)
+    y = chips(x)
+    with pytest.raises(ConversionError, match="chips cannot be checkpointed"):
+        y.sum().backward()

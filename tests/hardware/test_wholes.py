@@ -122,8 +122,24 @@ def test_rows_may_be_shorter_than_those_seen_and_not_longer():
     torch.testing.assert_close(module(LOGITS[..., :3], -1), LOGITS[..., :3].softmax(-1))
     noisy = Chip(None, Errors(theta=0.1, unit="rms").of(None))
     module = ready(whole("site", "softmax", noisy, nn.Identity()), LOGITS, -1)
-    with pytest.raises(ValueError, match="16 keys; simulate with inputs of the size"):
+    with pytest.raises(ValueError, match="16; simulate with inputs of the longest rows"):
         module(torch.zeros(2, 16), -1)
+
+
+@pytest.mark.parametrize("share", ["layer", "channel", "neuron"])
+@pytest.mark.parametrize("keys", [9, 20])
+def test_a_tree_is_not_longer_than_it_was_made(share, keys):
+    chip = Chip(None, Errors(tree=0.1, unit="rms").of(None), share)
+    module = ready(whole("site", "softmax", chip, nn.Identity()), LOGITS, -1)
+    assert module(LOGITS[..., :5], -1).shape == (2, 6, 5)
+    with pytest.raises(ValueError, match=f"tree for 8 keys and is given {keys}; simulate with"):
+        module(torch.zeros(2, 6, keys), -1)
+
+
+def test_one_gate_for_all_keys_without_a_tree_takes_any_row():
+    chip = Chip(None, Errors(theta=0.1, unit="rms").of(None), "layer")
+    module = ready(whole("site", "softmax", chip, nn.Identity()), LOGITS, -1)
+    assert module(torch.zeros(2, 6, 20), -1).shape == (2, 6, 20)
 
 
 def test_an_error_of_a_cell_of_the_tree_reaches_the_thresholds_by_its_share():

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from threshold_gating.hardware.drawn import Drawn, normal, uniform
+from threshold_gating.hardware.drawn import Drawn, check_run, normal, uniform
 from threshold_gating.hardware.figure import is_number
 from threshold_gating.primitive import wide
 
@@ -170,6 +170,7 @@ class Array(Drawn):
         super().__init__()
         self.name, self.settings = name, settings
         self.watching = False
+        self.in_run: bool | None = None  # None: not in a network that runs
         self.seen, self.worst_drop = Products(), 0.0
 
     def draw(self, seed: int, draws: int, weight: Tensor) -> None:
@@ -186,6 +187,7 @@ class Array(Drawn):
 
     def multiply(self, layer: _OnCrossbar, x: Tensor) -> Tensor:
         """The product of a layer, column by column of every tile."""
+        check_run(self)
         weight = torch.unflatten(wide(layer.weight).flatten(1), 0, (layer.groups, -1))  # (G, O, R)
         v, top = self._voltages(x)
         cells = weight if self.watching else self.weights(weight)

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from threshold_gating.conversion.plan import ConversionError
+
 
 class Drawn(nn.Module):
     """What belongs to single devices: each tensor of it has a leading axis of draws."""
@@ -54,3 +56,14 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         if isinstance(part, Drawn):
             for key, value in (*part.named_buffers(), *part.named_parameters()):
                 yield f"{name}.{key}", value
+
+
+def check_run(part: Any) -> None:
+    """Refuse a call of a part of a network outside of its runs, where no chip is chosen."""
+    if part.in_run is False:
+        raise ConversionError(
+            f"{part.name} is called outside of a run of the chips, as gradient checkpointing does "
+            "in the backward pass; chips cannot be checkpointed: turn it off in the network before "
+            "it is simulated, and use smaller batches or fewer draws where memory is short.",
+            part.name,
+        )

@@ -4,8 +4,9 @@ A pair takes volts, a network has numbers. `Level.volts` says how many volts one
 input is. A soft gate needs tau (x - theta) = tau_V (v - theta_V), so the sharpest threshold of the
 site fixes it, volts = max tau / tau_V; the others get their share through a divider. Where the
 sharpest is so sharp that inputs would be beyond the rails (ELU's), it is less sharp instead, by the
-volts at which perfect pairs come closest, and the others keep their tau. A hard gate has no tau of its own: the largest input that was seen is put at the swing of the preset, and the
-gate is as sharp as that makes it, tau = tau_V volts.
+volts at which perfect pairs come closest, and the others keep their tau. A hard gate has no tau of
+its own: the largest input that was seen is put at the swing of the preset, and the gate is as sharp
+as that makes it, tau = tau_V volts.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 
 from threshold_gating import kernels
 from threshold_gating.hardware.devices import LOGISTIC, Preset, Shape, log_odds
-from threshold_gating.hardware.drawn import Drawn, normal
+from threshold_gating.hardware.drawn import Drawn, check_run, normal
 from threshold_gating.hardware.figure import is_number
 from threshold_gating.instance import TG
 from threshold_gating.nn.activation import Activation
@@ -178,6 +179,7 @@ class AnalogGate(nn.Module):
         # In a run, what the devices make of the parameters, by the shape and dtype of the input: a
         # recurrent layer asks for it in every step. None outside of one.
         self.known: dict[tuple[Any, ...], Values] | None = None
+        self.in_run: bool | None = None  # None: not in a network that runs
 
     # Before it is used: what it sees, and its devices
 
@@ -301,6 +303,7 @@ class AnalogGate(nn.Module):
 
     def forward(self, x: Tensor, v: Any = None, s: Sequence[Any] | None = None) -> Tensor:
         """The gate at x; the branches read `v`, and have the slopes `s`, where they are given."""
+        check_run(self)
         # A converted network around this must not look at our steps, nor answer them.
         with torch._C.DisableTorchFunction():
             z = wide(x)

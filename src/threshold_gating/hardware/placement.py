@@ -25,6 +25,7 @@ from threshold_gating.hardware.crossbar import (
     put_on_crossbar,
     take_off_crossbar,
 )
+from threshold_gating.hardware.drawn import check_run
 from threshold_gating.hardware.figure import is_number
 from threshold_gating.hardware.physical import AnalogGate, Chip
 from threshold_gating.hardware.wholes import Elementwise, whole
@@ -120,12 +121,14 @@ class Body(nn.Module):
         for module in self.modules():
             if isinstance(module, AnalogModule):
                 module.turn = 0
-        gates = list(self.gates())
+        gates, arrays = list(self.gates()), [array for array, _ in self.arrays()]
         for gate in gates:
             gate.known = {}
+        _set_run(True, gates, arrays)
         try:
             return self.network(*args, **kwargs)
         finally:
+            _set_run(False, gates, arrays)
             for gate in gates:
                 gate.known = None
 
@@ -135,6 +138,11 @@ class Body(nn.Module):
     def arrays(self) -> Iterator[tuple[Array, Any]]:
         layers: Any = self.network.modules()
         return ((m.array, m) for m in layers if _is_on(m))
+
+
+def _set_run(on: bool, *parts: Sequence[Any]) -> None:
+    for each in (part for some in parts for part in some):
+        each.in_run = on
 
 
 class AnalogModule(nn.Module):
@@ -152,6 +160,7 @@ class AnalogModule(nn.Module):
 
     def forward(self, *args: Tensor, **named: Tensor) -> Tensor:
         (x,) = (*args, *named.values())
+        check_run(self.gates[0])
         if self.turn >= len(self.gates):
             raise ConversionError(
                 f"{self.name} is called more often than the {len(self.gates)} times in a run when "

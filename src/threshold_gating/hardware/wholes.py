@@ -60,15 +60,25 @@ class KeyGates(AnalogGate):
         numbers = getattr(self.devices, key, None)
         if numbers is None or self.group == (1,):
             return numbers
-        if x.shape[-1] > self.group[-1]:
-            raise ValueError(self._other(f"{x.shape[-1]} keys"))
         numbers = numbers[..., : x.shape[-1]].to(x.dtype)
         return numbers.unsqueeze(-2) if len(self.group) == 2 else numbers
+
+    def _check_keys(self, keys: int) -> None:
+        """Refuse a row that is longer than what has gates, or cells of a tree."""
+        if self.watching or (self.chip.share == "layer" and not self.chip.errors.tree):
+            return
+        if keys <= (seen := self.seen.shape[-1]):
+            return
+        raise ValueError(
+            f"simulate: {self.name} has gates and a tree for {seen} keys and is given {keys}; "
+            "simulate with inputs of the longest rows that it is to run on; shorter ones work."
+        )
 
     def softmax(self, z: Tensor, dim: int = -1) -> Tensor:
         """sigma(z_i - theta_i) along `dim`; nothing makes the gates of a row sum to one."""
         with torch._C.DisableTorchFunction():
             rows = wide(z).movedim(dim, -1)
+            self._check_keys(rows.shape[-1])
             live = ~(rows <= _OFF)  # NaN takes part, and is seen
             rows = torch.where(live, rows, _OFF)
             theta = self._thresholds(rows)
