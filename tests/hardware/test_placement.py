@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import threshold_gating as tg
@@ -79,3 +80,32 @@ def test_a_recurrent_network_computes_its_devices_once_a_run(monkeypatch):
     chips.chip(0)(x)
     assert sorted(made) == sorted(g.name for g in chips.body.gates())  # not five times each
     assert all(g.known is None for g in chips.body.gates())
+
+
+class Turned(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.a = nn.Conv1d(4, 16, 3, padding=1), nn.ReLU()
+
+    def forward(self, x):
+        return F.relu(self.a(self.conv(x).transpose(1, 2)) - 0.1)
+
+
+@pytest.mark.parametrize("cells", [None, Crossbar()])
+@pytest.mark.parametrize(
+    ("model", "shape", "channel", "neuron"),
+    [
+        (nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU()), (3, 6, 5), (8,), (8, 6, 5)),
+        (nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU()), (2, 3, 6, 5), (8,), (8, 6, 5)),
+        (Turned(), (2, 4, 50), (16,), (50, 16)),
+        (nn.Sequential(nn.Linear(3, 7), nn.SiLU()), (2, 5, 3), (7,), (5, 7)),
+    ],
+)
+def test_a_channel_is_where_the_layer_put_it(model, shape, channel, neuron, cells):
+    """Without a batch, and behind a transposition, of modules and of calls."""
+    x = torch.randn(shape)
+    gated = tg.convert(model, inputs=x)
+    for share, want in (("channel", channel), ("neuron", neuron)):
+        chips = simulate(gated, "sky130-weak", inputs=x, share=share, crossbar=cells)
+        assert {row.group for row in chips.report().sites} == {want}
+        assert chips(x).shape == (1, *gated(x).shape)

@@ -104,6 +104,10 @@ class Channels(TorchFunctionMode):
             return UNKNOWN  # an input of its own, or made where nobody sees it
         return found
 
+    def note(self, made: Tensor, axis: int | None) -> None:
+        """Where the channels are of what was computed unseen."""
+        self._note([made], [axis])
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         read = {k: v for k, v in kwargs.items() if k != "out"}

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from threshold_gating import kernels
+from threshold_gating.conversion.channels import Channels
 from threshold_gating.hardware.devices import LOGISTIC, Preset, Shape, log_odds
 from threshold_gating.hardware.drawn import Drawn, check_run, normal
 from threshold_gating.hardware.figure import is_number
@@ -169,7 +170,9 @@ class AnalogGate(nn.Module):
         self.name, self.kind, self.chip = name, kind, chip
         self.gate = gate  # a part of this module if it is one
         self.t: TG = gate.init if isinstance(gate, Activation) else gate
-        self.seen, self.watching, self.axis = Seen(), False, -1
+        self.seen, self.watching = Seen(), False
+        self.axis, self.rank = -1, 0  # of channels and of all, in what the last layer gave
+        self.channels: Channels | None = None  # while it is watching
         self.volts = 1.0  # per unit of the input
         self.stretch = 1.0  # over the volts that a soft gate needs: it is that much sharper
         self.cap = math.inf  # volts per unit that a pair gets at most, behind its divider
@@ -267,7 +270,10 @@ class AnalogGate(nn.Module):
         shape, share = self.seen.shape, self.chip.share
         if share == "layer" or not shape:
             return (1,)
-        return (shape[self.seen.axis],) if share == "channel" else (shape[1:] or shape)
+        if share == "channel":
+            return (shape[self.seen.axis],)
+        has_batch = self.seen.axis != 0 and len(shape) > 1  # channels come behind it
+        return shape[1:] if has_batch else shape
 
     @property
     def is_hard(self) -> bool:
@@ -308,13 +314,24 @@ class AnalogGate(nn.Module):
         with torch._C.DisableTorchFunction():
             z = wide(x)
             if self.watching:
-                self.seen.add(x, self.axis)
+                self.seen.add(x, self._axis(x))
                 y = self._blend(z, self._values(z, s), v, LOGISTIC)
+                if self.channels is not None and (axis := self.channels.axis(x)) is not None:
+                    y = y.to(x.dtype)
+                    self.channels.note(y, axis)
             else:
                 moved = self._input(z)
                 branches = moved if v is None else v
                 y = self._blend(moved, self._made(z, s), branches, self.chip.shape)
             return y.to(x.dtype)
+
+    def _axis(self, x: Tensor) -> int:
+        """Where the channels of x are; as the last layer had them where they were lost sight of."""
+        guess = self.axis if self.axis < 0 or self.rank in (0, x.dim()) else 1
+        found = None if self.channels is None else self.channels.axis(x)
+        if found is None or found < 0 or (x.dim() and found == guess % x.dim()):
+            return guess
+        return found
 
     def _made(self, z: Tensor, s: Sequence[Any] | None) -> Values:
         """The parameters that the devices have, computed once in a run unless `s` is data."""

@@ -16,6 +16,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from threshold_gating import kernels
+from threshold_gating.conversion import aten_ops
+from threshold_gating.conversion.channels import Channels
 from threshold_gating.conversion.plan import ConversionError, Site, run
 from threshold_gating.conversion.watch import Run, Running, evaluating, fresh
 from threshold_gating.hardware.crossbar import (
@@ -285,18 +287,35 @@ def calibrate(body: Body, inputs: Any) -> None:
     """Run once with everything ideal, and let gates and crossbars see what they get."""
     watchers: list[Any] = [*body.gates(), *(array for array, _ in body.arrays())]
 
+    channels = Channels(body)
+
     def after(run: Run, output: Any) -> None:
         if isinstance(run.module, _FEATURES_LAST + _FEATURES_FIRST):
-            axis = -1 if isinstance(run.module, _FEATURES_LAST) else 1
+            for made in (t for t in aten_ops.tensors(output) if t.dim()):
+                channels.note(made, _axis_of(run.module, made.dim()) % made.dim())
+            first = next(iter(aten_ops.tensors(output)))
             for gate in body.gates():
-                gate.axis = axis
+                gate.axis, gate.rank = _axis_of(run.module, first.dim()), first.dim()
 
     _watch(watchers, True)
+    for gate in body.gates():
+        gate.channels = channels
     try:
-        with evaluating(body), Running(body.network, after=after, everywhere=True):
+        running = Running(body.network, after=after, everywhere=True)
+        with evaluating(body), running, channels:
             run(body, fresh(inputs))
     finally:
         _watch(watchers, False)
+        for gate in body.gates():
+            gate.channels = None
+
+
+def _axis_of(layer: nn.Module, rank: int) -> int:
+    """Where a layer has its channels in an output of so many axes, with or without a batch."""
+    if isinstance(layer, _FEATURES_LAST):
+        return -1
+    size = getattr(layer, "kernel_size", None)  # of a convolution
+    return 1 if size is None else max(rank - 1 - len(size), 0)
 
 
 def _watch(watchers: Sequence[Any], on: bool) -> None:
