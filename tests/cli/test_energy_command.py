@@ -43,7 +43,7 @@ def test_every_setting_is_an_option_with_the_same_default():
     [
         (("--adc-bits", "4"), "5 to 16 bits; got 4"),
         (("--node", "1"), "from 3 to 350 nm; got 1"),
-        (("--preset", "none"), "There are sky130-weak"),
+        (("--preset", "none"), "there are sky130-weak"),
         (("--plot", "nowhere/x.svg"), "cannot be written"),
         (("--plot", "x.what"), "x.what"),
     ],

