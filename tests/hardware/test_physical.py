@@ -278,6 +278,14 @@ def test_a_threshold_too_sharp_for_the_rail_is_less_sharp_and_the_others_keep_th
     assert gate.note() == ""
 
 
+def test_a_steep_threshold_that_saw_only_zeros_has_no_volts():
+    with pytest.raises(ValueError, match="saw nothing but zeros"):
+        gate_of(tg.TAXONOMY["elu"], torch.zeros(2, 2), Chip(WEAK, NONE.of(WEAK), rail=0.9))
+    silent = gate_of(tg.TAXONOMY["silu"], torch.zeros(2, 2), Chip(WEAK, NONE.of(WEAK), rail=0.9))
+    assert silent.volts == pytest.approx(1 / WEAK.tau)
+    assert silent.note() == ""
+
+
 def test_a_gate_that_no_pair_carries_says_so():
     strong = devices.preset("sky130-strong")
     x = torch.linspace(-2, 2, 101)[:, None]

@@ -200,10 +200,7 @@ class AnalogGate(nn.Module):
         elif volts is not None:
             self.volts = volts
         elif not seen.largest:
-            raise ValueError(
-                f"simulate: {self.name} saw nothing but zeros, so that no voltage can be chosen; "
-                "give inputs that reach it, or volts={name: volts per unit}."
-            )
+            raise ValueError(self._only_zeros())
         elif chip.sharpness is not None:
             self.volts = chip.sharpness / (chip.tau * seen.rms)
         elif chip.preset is not None:
@@ -215,12 +212,20 @@ class AnalogGate(nn.Module):
                 f"{chip.rail / seen.rms:.3g} V per unit would work."
             )
 
+    def _only_zeros(self) -> str:
+        return (
+            f"simulate: {self.name} saw nothing but zeros, so that no voltage can be chosen; give "
+            "inputs that reach it, or volts={name: volts per unit}."
+        )
+
     def _settle_soft(self, given: float | None) -> None:
         chip, seen = self.chip, self.seen
         tau = self.gate.values()[0] if isinstance(self.gate, Activation) else self.t.tau
         every = [torch.as_tensor(t) for t in (tau if isinstance(tau, list | tuple) else [tau])]
         own = max(t.max().item() for t in every) / chip.tau
         least = min(t.min().item() for t in every) / chip.tau
+        if given is None and not seen.largest and least < own > chip.rail:
+            raise ValueError(self._only_zeros())
         if given is not None or least == own or own * seen.largest <= chip.rail:
             self._set(own if given is None else given, own, least)
         else:
@@ -262,7 +267,7 @@ class AnalogGate(nn.Module):
         rail = self.chip.rail / self.volts
         want = self._blend(x, ideal, None, LOGISTIC)
         y = self._blend(x.clamp(-rail, rail), ideal._replace(tau=taus), None, self.chip.shape)
-        size = want.square().mean().sqrt().item()
+        size = want.square().mean().sqrt().item() if self.seen.largest else 0.0
         return (y - want).square().mean().sqrt().item() / size if size else 0.0
 
     def _group(self) -> tuple[int, ...]:
