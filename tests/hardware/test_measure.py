@@ -77,8 +77,8 @@ def test_tau_of_a_weak_pair_falls_with_temperature(pdk):
     for celsius in (-40, 125):
         made = pair(Pair(), celsius=celsius)
         gates = tuple(line.partition(" ad=")[0] for line in made.elements)
-        (plot,) = run(replace(made, elements=gates), Analysis(measure.sweep(), measure.SIDES))
-        taus.append(measure.fit(*measure.shares(plot)).tau)
+        (plot,) = run(replace(made, elements=gates), Analysis(measure.sweep(), measure.sides()))
+        taus.append(measure.fit(plot["scale"], measure.shares(plot)).tau)
     assert taus == pytest.approx([36.4, 22.0], abs=0.05)
     # Junctions, which those figures were taken without, leak into the drains of a hot pair.
     (hot,) = measure.over_temperature(Pair(), (125,))
