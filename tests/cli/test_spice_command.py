@@ -5,10 +5,12 @@ import shutil
 
 import pytest
 
-from threshold_gating.cli import options, spice
-from threshold_gating.hardware import cell_error, characterise, devices, measure
+from threshold_gating.cli import options, spice, spice_tables
+from threshold_gating.hardware import cell_error, characterise, devices, measure, steering
 from threshold_gating.hardware.cells import Pair
 from threshold_gating.hardware.measure import Fit
+from threshold_gating.hardware.steering import Cell
+from threshold_gating.taxonomy import TAXONOMY
 
 WORDS = ["silu", "gelu_k2", "tanh", "relu", "mish", "hardtanh", "pair", "lse"]
 
@@ -73,6 +75,16 @@ def test_log_sum_exp_is_measured_as_json(tg, pdk):
     for row in rows[1:]:
         assert row["temperature"]["-40"]["tau"] > row["tau"] > row["temperature"]["125"]["tau"]
         assert len(row["mismatch"]) == len(row["trimmed"]) == 2
+
+
+def test_a_class_ab_cell_copies_halves_of_x_where_a_biased_one_copies_x():
+    """Counted in the circuit: x to a tail, to a pfet mirror and from it to a gate."""
+    biased, halves = (
+        spice_tables.copies(steering.netlist(Cell("silu", TAXONOMY["silu"], quiet=quiet)))
+        for quiet in (0.0, 10e-9)
+    )
+    assert biased == 3
+    assert halves == 2 * 3  # each half to its tail, to its other mirror, and to the gate
 
 
 def test_tau_is_turned_into_a_tail_and_what_no_pair_has_is_refused(monkeypatch):

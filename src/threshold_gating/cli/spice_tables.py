@@ -78,9 +78,16 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 
 def copies(made: Netlist) -> int:
-    """How often the current x is copied: transistors on a mirror of x, less its two diodes."""
-    gates = [line.split()[2] for line in made.elements if line[0] == "x"]
-    return max(sum(gate in ("mx", "px") for gate in gates) - 2, 0)
+    """How often the current x, or a half of it, is copied: transistors on its mirrors, less diodes.
+
+    The mirrors of x are mx and px; a class-AB branch has mp and pp for one half, pn and mn for the
+    other.
+    """
+    wires = [line.split()[1:3] for line in made.elements if line[0] == "x"]
+    return sum(gate in _MIRRORS_OF_X and drain != gate for drain, gate in wires)
+
+
+_MIRRORS_OF_X = frozenset(("mx", "px", "mp", "pp", "pn", "mn"))
 
 
 # The tables
