@@ -98,10 +98,10 @@ def test_a_class_ab_branch_needs_no_bias_and_draws_less_at_rest(pdk):
 
 @pytest.mark.slow
 def test_corners_move_a_cell_less_than_temperature_does(pdk):
-    hot, cold = cell_error.over_temperature(SILU, (-40.0, 125.0))
+    cold, hot = cell_error.over_temperature(SILU, (-40.0, 125.0))
     corners = cell_error.over_corners(SILU, ("ff", "ss"))
-    assert hot.tau > 1.1
-    assert cold.tau < 0.9
+    assert cold.tau > 1.1
+    assert hot.tau < 0.9
     assert [m.tau for m in corners] == pytest.approx([0.98, 0.97], abs=0.02)
     assert max(m.error for m in corners) < 0.04
 
