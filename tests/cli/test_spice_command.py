@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from threshold_gating.cli import options, spice, spice_tables
+from threshold_gating.cli import options, spice_cell, spice_pair, spice_tables
 from threshold_gating.hardware import cell_error, characterise, devices, measure, steering
 from threshold_gating.hardware.cells import Pair
 from threshold_gating.hardware.measure import Fit
@@ -44,7 +44,7 @@ def test_without_ngspice_run_prints_the_netlist_and_says_what_is_missing(tg, mon
 
 
 def test_a_cell_is_measured_in_a_table_of_a_hundred_columns(tg, pdk, monkeypatch, tmp_path):
-    monkeypatch.setattr(spice, "CELSIUS", (27.0,))
+    monkeypatch.setattr(spice_cell, "CELSIUS", (27.0,))
     tails = [cell_error.Tail(2e-8, 28.5, 1e-7)]  # its steps take long, and have tests of their own
     monkeypatch.setattr(cell_error, "over_branch", lambda cell, **conditions: tails)
     steps = cell_error.Steps(6e-7, 4e-7)
@@ -92,12 +92,12 @@ def test_tau_is_turned_into_a_tail_and_what_no_pair_has_is_refused(monkeypatch):
         return [Fit(30.0 - 2 * k, 0.0, 0.0) for k in range(len(tails))]
 
     monkeypatch.setattr(measure, "over_tails", over_tails)
-    assert spice.tail_for(Pair(), 28.0) == pytest.approx(spice.TAILS[1])
-    assert spice.TAILS[1] < spice.tail_for(Pair(), 27.0) < spice.TAILS[2]
+    assert spice_pair.tail_for(Pair(), 28.0) == pytest.approx(spice_pair.TAILS[1])
+    assert spice_pair.TAILS[1] < spice_pair.tail_for(Pair(), 27.0) < spice_pair.TAILS[2]
     with pytest.raises(
         ValueError, match=r"tau 50 per volt .* from 10 \(at 0\.0001 A\) to 30 \(at 1e-09"
     ):
-        spice.tail_for(Pair(), 50.0)
+        spice_pair.tail_for(Pair(), 50.0)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from threshold_gating.instance import TG
 from threshold_gating.taxonomy import TAXONOMY
 
 DRAWS = 100
+CELSIUS = (-40.0, 27.0, 125.0)
 TAILS = (1e-9, 3e-9, 1e-8, 3e-8, 1e-7, 3e-7, 1e-6, 3e-6, 1e-5, 3e-5, 1e-4)
 # Table 3 of the paper. A slope of 0.01 is below the mismatch of a mirror; elu needs c = 4e5.
 FAMILIES: dict[str, dict[str, TG]] = {
