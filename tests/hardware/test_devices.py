@@ -72,6 +72,12 @@ def test_tau_over_temperature_goes_through_what_was_measured(preset):
     assert preset.temperature[-1][1] < between < preset.tau_at(27)
 
 
+def test_tau_between_two_temperatures_is_that_of_one_over_kelvin():
+    ends = tuple((celsius, 1e4 / (celsius + 273.15)) for celsius in (-40.0, 125.0))
+    pair = dataclasses.replace(devices.preset("sky130-weak"), temperature=ends)
+    assert pair.tau_at(27.0) == pytest.approx(1e4 / 300.15, rel=1e-12)
+
+
 def test_a_temperature_that_was_not_measured_is_refused_with_the_range():
     with pytest.raises(ValueError, match=r"from -40 to 125 C; 150 C is outside"):
         devices.preset("sky130-weak").tau_at(150)

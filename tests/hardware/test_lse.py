@@ -83,6 +83,21 @@ def test_mismatch_moves_every_tree_another_way_and_repeats_with_its_seed(pdk):
         lse.mismatch(tree, 1)
 
 
+def test_a_tree_settles_to_a_percent_of_the_step_of_its_input(monkeypatch):
+    asked = {}
+
+    def edges(driven, keep, level, guess, points):
+        asked["step"] = driven([(0, -1), (1e-6, 1)]).elements
+        asked["level"] = level({"v(out)": torch.tensor(0.2)})
+        return 3e-7, 2e-7
+
+    monkeypatch.setattr(lse, "edges", edges)
+    assert lse.settling(Tree(2)) == 3e-7
+    assert "vi0 i0 0 pwl(0 0.55 1e-06 0.75)" in asked["step"]
+    assert "vi1 i1 0 0.55" in asked["step"]
+    assert asked["level"].item() == pytest.approx(1.0)  # as far as the input steps
+
+
 @pytest.mark.slow
 def test_a_tree_settles_in_inverse_proportion_to_its_tail(pdk):
     slow, fast = (lse.settling(Tree(2, tail=tail)) for tail in (1e-8, 2e-8))
