@@ -4,11 +4,12 @@ import json
 import shutil
 
 import pytest
+import torch
 
 from threshold_gating.cli import options, spice_cell, spice_pair, spice_tables
 from threshold_gating.hardware import cell_error, characterise, devices, measure, steering
 from threshold_gating.hardware.cells import Pair
-from threshold_gating.hardware.measure import Fit
+from threshold_gating.hardware.measure import Fit, Spread
 from threshold_gating.hardware.steering import Cell
 from threshold_gating.taxonomy import TAXONOMY
 
@@ -75,6 +76,42 @@ def test_log_sum_exp_is_measured_as_json(tg, pdk):
     for row in rows[1:]:
         assert row["temperature"]["-40"]["tau"] > row["tau"] > row["temperature"]["125"]["tau"]
         assert len(row["mismatch"]) == len(row["trimmed"]) == 2
+
+
+def test_a_pair_is_measured_in_a_table_with_what_its_capacitor_is_worth(tg, monkeypatch):
+    """Measurements with known answers in place of ngspice."""
+    v = torch.linspace(-0.4, 0.4, 81, dtype=torch.float64)
+    answers = {
+        "transfer": (v, torch.sigmoid(20 * v)),
+        "over_temperature": [Fit(tau, 0.0, 0.0) for tau in (26.0, 20.0, 15.0)],
+        "over_corners": [Fit(tau, 0.0, 0.0) for tau in (20.0, 20.1, 19.9, 20.2, 19.8)],
+        "mismatch": Spread(5, 0.004, 0.002),
+        "mismatch_parts": {"voff": Spread(5, 0.003, 0.001)},
+        "noise": 3e-4,
+    }
+    for name, answer in answers.items():
+        monkeypatch.setattr(measure, name, lambda *a, answer=answer, **k: answer)
+    settling = lambda spec, tau, **conditions: 2e-7 if spec.decoupling else 5e-7  # noqa: E731
+    monkeypatch.setattr(measure, "settling", settling)
+    code, out, err = tg("spice", "pair", "--run", "--tail", "real")
+    assert code == 0, err
+    rows = [" ".join(line.split()) for line in out.splitlines()]
+    for row in (
+        "tau 20.00 1/V logistic fit",
+        "tau 15.00 1/V at 125 C",
+        "tau 19.80 1/V corner fs",
+        "sigma(theta) 3.00 mV of voff alone",
+        "tau sigma(theta) 0.0800 what a network sees",
+        "settling 500 ns without the 10 pF on the bias line",
+        "energy 9 fJ without the 10 pF on the bias line",  # 10 nA x 1.8 V x 500 ns
+        "energy 3.6 fJ tail x supply x settling",
+        "power 18 nW of the tail",
+    ):
+        assert row in rows
+    _, out, _ = tg("spice", "pair", "--run", "--tail", "real", "--json", "-")
+    found = json.loads(out)
+    assert found["tau"] == pytest.approx(20.0)
+    assert found["tau_at"] == {"-40": 26.0, "27": 20.0, "125": 15.0}
 
 
 def test_a_class_ab_cell_copies_halves_of_x_where_a_biased_one_copies_x():
@@ -150,6 +187,6 @@ def test_presets_are_written_as_the_library_reads_them(tg, monkeypatch, tmp_path
     assert path.read_text() == devices.PRESETS.read_text()
 
 
-def test_words_of_the_options_are_those_of_the_modules():
-    assert set(options.TRANSISTORS) <= {"nfet", "pfet", "npn"}
-    assert options.TAILS == ("ideal", "real")
+def test_a_pair_can_be_of_every_transistor_that_is_an_option():
+    for kind in options.TRANSISTORS:
+        assert Pair("sky130", kind).device == kind

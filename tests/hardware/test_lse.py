@@ -11,6 +11,7 @@ def test_the_law_that_was_put_in_is_found_again():
     v = torch.rand(40, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 0.2
     gates = torch.softmax(25 * v, 1)
     found = lse.law(v, 0.95 * torch.logsumexp(25 * v, 1) / 25 - 0.4, gates)
+    # The search ends where a step gains a millionth of what is left.
     assert found[:3] == pytest.approx((25, 0.95, -0.4), rel=1e-3)
     assert found.error < 1e-4
     assert found.gates < 1e-4
