@@ -160,7 +160,10 @@ def _check_instance(name: str, t: TG) -> None:
             "softmax form."
         )
     if not t.hard and max(t.theta) - min(t.theta) > 20:
-        raise ValueError(f"{name} has thresholds from {min(t.theta):g} to {max(t.theta):g}.")
+        raise ValueError(
+            f"{name} has thresholds from {min(t.theta):g} to {max(t.theta):g}; up to 20 apart they "
+            "are within the reach of one cell."
+        )
 
 
 def _check_parts(cell: Cell) -> None:
