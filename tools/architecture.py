@@ -59,6 +59,8 @@ HELD_BY = {
     "fitting/search.py": "fitting/test_fitting.py",
     "fitting/varpro.py": "fitting/test_fitting.py",
     "hardware/assumptions.py": "hardware/test_energy.py",
+    "export/body.py": "export/test_formulas.py",
+    "export/soft.py": "export/test_formulas.py",
     "hardware/digital/bench.py": "hardware/test_rtl.py",
     "hardware/digital/coverify.py": "hardware/digital/test_network.py",
     "hardware/digital/format.py": "hardware/test_fixed_point.py",

@@ -46,7 +46,7 @@ class Site:
     """
 
     name: str
-    function: str  # of the domain `threshold_gating`
+    function: str  # of the domain `threshold_gating`; in QONNX "MultiThreshold"
     instances: tuple[TG, ...]
 
     def to_dict(self) -> dict[str, Any]:
@@ -172,10 +172,15 @@ def translated(program: Any, model: nn.Module) -> tuple[Any, tuple[Site, ...]]:
     proto = exported(program, {graphs.NUMBERED: node})
     functions.put_into(proto)
     sites = tuple(Site(g.site, names[k], tuple(g.instances)) for k, g in enumerate(gates))
-    about = {"version": __version__, "gates": [site.to_dict() for site in sites]}
-    onnx.helper.set_model_props(proto, {_KEY: json.dumps(about)})
+    say(proto, sites)
     onnx.checker.check_model(proto)
     return proto, sites
+
+
+def say(proto: Any, sites: Sequence[Site]) -> None:
+    """Write the gates into the metadata, where `read` finds them."""
+    about = {"version": __version__, "gates": [site.to_dict() for site in sites]}
+    _needed("onnx").helper.set_model_props(proto, {_KEY: json.dumps(about)})
 
 
 def exported(program: Any, table: Mapping[Any, Any]) -> Any:
