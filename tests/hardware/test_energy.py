@@ -39,6 +39,16 @@ def test_layers_add_up_to_the_whole(report):
         assert summed == pytest.approx(report.total(design).value)
 
 
+def test_an_activation_before_the_first_layer_is_in_the_sum():
+    found = energy(nn.Sequential(nn.ReLU(), nn.Linear(8, 4)), torch.randn(3, 8))
+    unit = found.assumptions.figures()["activation unit"].value
+    for design in DESIGNS:
+        layers = found.layer_energies[design]
+        assert layers["(inputs)"]["activation units"].value == pytest.approx(3 * 8 * unit)
+        summed = sum(part.value for parts in layers.values() for part in parts.values())
+        assert summed == pytest.approx(found.total(design).value)
+
+
 def test_areas_are_converters_drivers_cells_and_gates(report):
     f = {name: figure.value for name, figure in report.assumptions.figures().items()}
     digital, analog = report.areas["digital"], report.areas["analog"]

@@ -232,7 +232,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             product = Product(a.shape[-1], w.numel() // a.shape[-1], 1, count)
         else:
             return None
-        where = self.names.get(w.untyped_storage().data_ptr(), "computed weights")
+        size = f"computed {product.rows}x{product.columns}"
+        where = self.names.get(w.untyped_storage().data_ptr(), size)
         activity = _share(x.double().square()) * _share(w.double().abs())
         return Node(name, "product", (), 0, where, replace(product, activity=activity))
 
