@@ -141,3 +141,18 @@ def test_layers_side_by_side_have_converters_each():
     found = count(trace(Beside(), torch.randn(3, 4)), Assumptions(), "analog")
     assert busy(found.adc) == {"a": 18, "b": 30}
     assert found.converted_tiles == 2
+
+
+def test_gates_of_a_cell_are_on_the_chip_once_for_all_steps():
+    one, seven = (
+        count(trace(nn.LSTM(3, 4), torch.randn(steps, 2, 3)), Assumptions(), "analog").gates
+        for steps in (2, 7)
+    )
+    assert one == seven == 4 * (3 + 2)  # three sigmoids and two tanh of one tail each
+
+
+def test_a_state_of_zero_needs_no_driver_where_states_are_analog():
+    run = trace(nn.LSTM(8, 16), torch.randn(7, 2, 8))
+    digital, analog = (count(run, Assumptions(), design) for design in ("digital", "analog"))
+    assert digital.dac == {"weight_ih_l0": 7 * 2 * 8, "weight_hh_l0": 7 * 2 * 16}
+    assert busy(analog.dac) == {"weight_ih_l0": 7 * 2 * 8}

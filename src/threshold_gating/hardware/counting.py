@@ -84,7 +84,7 @@ def count(run: Trace, settings: Assumptions, design: str) -> Counts:
         if node.product is not None:
             p, where, before = node.product, node.name, index
             down, across = p.tiles(settings.rows, settings.columns)
-            if not stays:
+            if not stays and not (gated and node.rests):  # a row at zero needs no driver
                 found.dac[where] += p.count * p.rows * p.groups * across
                 drivers[where] = p.rows * p.groups * across
             stays = gated and not p.overlaps and (down == 1 or wired)
