@@ -46,3 +46,14 @@ def test_analog_attention_saves_orders_of_energy_but_a_slow_pair_takes_longer_th
     assert 2 < slow.orders[0] < fast.orders[0] < 4
     assert slow.orders[1] < 0 < fast.orders[1]
     assert fast.gpu == pytest.approx(2 * 1024 * 64 * 16 * published.HBM)
+
+
+def test_converters_read_the_second_product_of_analog_attention():
+    short, long = (
+        published.attention(keys=90, width=10, settings=Assumptions(read=read))
+        for read in (100e-9, 300e-9)
+    )
+    joules = 0.2**2 * 25e-6 * 200e-9 * 1e12  # of a cell at activity 1, in pJ: V^2 G t
+    assert long.analog - short.analog == pytest.approx(90 * 10 / 9 * joules)
+    assert long.digital - short.digital == pytest.approx(2 * 90 * 10 / 9 * joules)
+    assert long.analog_seconds - short.analog_seconds == pytest.approx(200e-9)

@@ -47,23 +47,11 @@ _WIRES = {
         "unfold pixel_shuffle pixel_unshuffle channel_shuffle narrow lift_fresh diagonal",
     }.items()
 }
-_IGNORED = frozenset(  # they say a size, or make constants of one
-    [
-        "sym_size",
-        "size",
-        "is_same_size",
-        "empty",
-        "zeros",
-        "empty_like",
-        "zeros_like",
-        "ones_like",
-        "full_like",
-        "new_empty",
-        "new_zeros",
-        "new_ones",
-        "new_full",
-    ]
-)
+_SIZES = {"sym_size", "size", "is_same_size"}
+_CONSTANTS = {
+    *("empty", "zeros", "empty_like", "zeros_like", "ones_like", "full_like"),
+    *("new_empty", "new_zeros", "new_ones", "new_full"),
+}
 _ATTENTION = aten_ops.NONLINEAR["attention"]
 
 
@@ -196,7 +184,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = func.overloadpacket.__name__.removesuffix("_")
         sources = self._known((args, kwargs))
         node = None
-        if sources and not self.inside and name not in _IGNORED:
+        if sources and not self.inside and name not in _SIZES | _CONSTANTS:
             node = self._node(name, args, sources)  # before an in-place op overwrites its input
         constant = not sources and not self.inside
         if constant:
