@@ -173,6 +173,29 @@ def test_a_cell_is_counted_from_any_state():
         assert sorted(name.removeprefix("cell.") for name in names) == ["weight_hh", "weight_ih"]
 
 
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w, self.v = nn.Parameter(torch.randn(3, 4, 5)), nn.Parameter(torch.randn(5, 6))
+
+    def forward(self, x):
+        y = torch.relu(torch.bmm(x, self.w))
+        z = torch.relu(torch.einsum("bnk,km->bnm", y, self.v))
+        return (2 * self.v) @ z[0].t() + (2 * self.v) @ z[1].t()  # weights first
+
+
+def test_products_of_stacks_with_weights_are_on_crossbars():
+    run = trace(Experts(), torch.randn(3, 2, 4))
+    made = [(n.name, n.product) for n in run.nodes if n.product]
+    assert [(n, p.rows, p.columns, p.groups, p.count) for n, p in made] == [
+        ("w", 4, 5, 3, 2),
+        ("v", 5, 6, 1, 3 * 2),
+        ("v#2", 6, 5, 1, 2),
+        ("v#2", 6, 5, 1, 2),
+    ]
+    assert run.digital_ops() == {}
+
+
 class Grown(nn.Module):
     """A recurrent convolution by hand, and one of a table that never changes."""
 

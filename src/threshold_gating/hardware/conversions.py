@@ -52,6 +52,7 @@ _CONSTANTS = {
     *("empty", "zeros", "empty_like", "zeros_like", "ones_like", "full_like"),
     *("new_empty", "new_zeros", "new_ones", "new_full"),
 }
+_PRODUCTS = {"mm", "addmm", "mv", "addmv", "bmm", "baddbmm"}
 _ATTENTION = aten_ops.NONLINEAR["attention"]
 
 
@@ -65,6 +66,7 @@ class Product:
     count: int
     overlaps: bool = False  # columns are added where they overlap, as of a transposed convolution
     activity: float = 1.0  # mean x^2 / max x^2 times mean |w| / max |w|
+    turned: bool = False  # weights times data, not data times weights
 
     @property
     def macs(self) -> int:
@@ -236,14 +238,17 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if args[1] in self.nodes_of or not self._is_data(*args[:2]):
                 return None
             product, x, w = _convolution(*args), args[0], args[1]
-        elif name in ("mm", "addmm", "mv", "addmv"):
-            a, b = args[-2:] if name in ("mm", "mv") else args[1:3]
+        elif name in _PRODUCTS:
+            a, b = [t for t in args if isinstance(t, Tensor)][-2:]
             first = self._is_data(a, b)
             if first == self._is_data(b, a):
                 return None
-            x, w = (a, b) if first else (b, a.t())
-            vectors, columns = (t.numel() // max(a.shape[-1], 1) for t in (x, w))
-            product = Product(a.shape[-1], columns, 1, vectors)
+            x, w = (a, b) if first else (b, a)
+            groups = 1 if w.dim() < 3 or w.stride(0) == 0 else len(w)
+            of_one = w[0] if w.dim() == 3 else w
+            rows = a.shape[-1]
+            vectors, columns = x.numel() // max(rows * groups, 1), of_one.numel() // max(rows, 1)
+            product = Product(rows, columns, groups, vectors, turned=not first)
         else:
             return None
         if not product.rows * product.columns * product.groups:
@@ -268,7 +273,7 @@ class _Weights:
     def __init__(self, model: nn.Module) -> None:
         self.spans: dict[int, list[tuple[int, int, str]]] = {}  # by storage: where each lies
         for name, t in (*model.named_parameters(), *model.named_buffers()):
-            start, held = t.storage_offset(), self.spans.setdefault(_storage(t), [])
+            start, held = int(t.storage_offset()), self.spans.setdefault(_storage(t), [])
             held.append((start, start + t.numel(), name))
         self.recurrent = {
             f"{prefix}.{name}".lstrip(".")
@@ -318,7 +323,7 @@ class _Weights:
         """Its name; further matrices of one name have numbers."""
         size = f"computed {product.rows}x{product.columns}"
         name = _common([_plain(name) for name in self.parameters(w)]) or size
-        key = (self._part(w), product.overlaps)
+        key = (self._part(w), product.overlaps, product.turned)
         keys = self.named.setdefault(name, [])
         if key not in keys:
             keys.append(key)
