@@ -4,11 +4,14 @@ import json
 import shutil
 
 import pytest
+import torch
 
-from threshold_gating.cli import options, spice
-from threshold_gating.hardware import cell_error, characterise, devices, measure
+from threshold_gating.cli import options, spice_cell, spice_pair, spice_tables
+from threshold_gating.hardware import cell_error, characterise, devices, measure, steering
 from threshold_gating.hardware.cells import Pair
-from threshold_gating.hardware.measure import Fit
+from threshold_gating.hardware.measure import Fit, Spread
+from threshold_gating.hardware.steering import Cell
+from threshold_gating.taxonomy import TAXONOMY
 
 WORDS = ["silu", "gelu_k2", "tanh", "relu", "mish", "hardtanh", "pair", "lse"]
 
@@ -42,7 +45,7 @@ def test_without_ngspice_run_prints_the_netlist_and_says_what_is_missing(tg, mon
 
 
 def test_a_cell_is_measured_in_a_table_of_a_hundred_columns(tg, pdk, monkeypatch, tmp_path):
-    monkeypatch.setattr(spice, "CELSIUS", (27.0,))
+    monkeypatch.setattr(spice_cell, "CELSIUS", (27.0,))
     tails = [cell_error.Tail(2e-8, 28.5, 1e-7)]  # its steps take long, and have tests of their own
     monkeypatch.setattr(cell_error, "over_branch", lambda cell, **conditions: tails)
     steps = cell_error.Steps(6e-7, 4e-7)
@@ -75,17 +78,63 @@ def test_log_sum_exp_is_measured_as_json(tg, pdk):
         assert len(row["mismatch"]) == len(row["trimmed"]) == 2
 
 
+def test_a_pair_is_measured_in_a_table_with_what_its_capacitor_is_worth(tg, monkeypatch):
+    """Measurements with known answers in place of ngspice."""
+    v = torch.linspace(-0.4, 0.4, 81, dtype=torch.float64)
+    answers = {
+        "transfer": (v, torch.sigmoid(20 * v)),
+        "over_temperature": [Fit(tau, 0.0, 0.0) for tau in (26.0, 20.0, 15.0)],
+        "over_corners": [Fit(tau, 0.0, 0.0) for tau in (20.0, 20.1, 19.9, 20.2, 19.8)],
+        "mismatch": Spread(5, 0.004, 0.002),
+        "mismatch_parts": {"voff": Spread(5, 0.003, 0.001)},
+        "noise": 3e-4,
+    }
+    for name, answer in answers.items():
+        monkeypatch.setattr(measure, name, lambda *a, answer=answer, **k: answer)
+    settling = lambda spec, tau, **conditions: 2e-7 if spec.decoupling else 5e-7  # noqa: E731
+    monkeypatch.setattr(measure, "settling", settling)
+    code, out, err = tg("spice", "pair", "--run", "--tail", "real")
+    assert code == 0, err
+    rows = [" ".join(line.split()) for line in out.splitlines()]
+    for row in (
+        "tau 20.00 1/V logistic fit",
+        "tau 15.00 1/V at 125 C",
+        "tau 19.80 1/V corner fs",
+        "sigma(theta) 3.00 mV of voff alone",
+        "tau sigma(theta) 0.0800 what a network sees",
+        "settling 500 ns without the 10 pF on the bias line",
+        "energy 9 fJ without the 10 pF on the bias line",  # 10 nA x 1.8 V x 500 ns
+        "energy 3.6 fJ tail x supply x settling",
+        "power 18 nW of the tail",
+    ):
+        assert row in rows
+    _, out, _ = tg("spice", "pair", "--run", "--tail", "real", "--json", "-")
+    found = json.loads(out)
+    assert found["tau"] == pytest.approx(20.0)
+    assert found["tau_at"] == {"-40": 26.0, "27": 20.0, "125": 15.0}
+
+
+def test_a_class_ab_cell_copies_halves_of_x_where_a_biased_one_copies_x():
+    """Counted in the circuit: x to a tail, to a pfet mirror and from it to a gate."""
+    biased, halves = (
+        spice_tables.copies(steering.netlist(Cell("silu", TAXONOMY["silu"], quiet=quiet)))
+        for quiet in (0.0, 10e-9)
+    )
+    assert biased == 3
+    assert halves == 2 * 3  # each half to its tail, to its other mirror, and to the gate
+
+
 def test_tau_is_turned_into_a_tail_and_what_no_pair_has_is_refused(monkeypatch):
     def over_tails(spec, tails):
         return [Fit(30.0 - 2 * k, 0.0, 0.0) for k in range(len(tails))]
 
     monkeypatch.setattr(measure, "over_tails", over_tails)
-    assert spice.tail_for(Pair(), 28.0) == pytest.approx(spice.TAILS[1])
-    assert spice.TAILS[1] < spice.tail_for(Pair(), 27.0) < spice.TAILS[2]
+    assert spice_pair.tail_for(Pair(), 28.0) == pytest.approx(spice_pair.TAILS[1])
+    assert spice_pair.TAILS[1] < spice_pair.tail_for(Pair(), 27.0) < spice_pair.TAILS[2]
     with pytest.raises(
         ValueError, match=r"tau 50 per volt .* from 10 \(at 0\.0001 A\) to 30 \(at 1e-09"
     ):
-        spice.tail_for(Pair(), 50.0)
+        spice_pair.tail_for(Pair(), 50.0)
 
 
 @pytest.mark.parametrize(
@@ -138,6 +187,6 @@ def test_presets_are_written_as_the_library_reads_them(tg, monkeypatch, tmp_path
     assert path.read_text() == devices.PRESETS.read_text()
 
 
-def test_words_of_the_options_are_those_of_the_modules():
-    assert set(options.TRANSISTORS) <= {"nfet", "pfet", "npn"}
-    assert options.TAILS == ("ideal", "real")
+def test_a_pair_can_be_of_every_transistor_that_is_an_option():
+    for kind in options.TRANSISTORS:
+        assert Pair("sky130", kind).device == kind

@@ -41,13 +41,17 @@ def net():
     return tg.convert(Net().eval(), inputs=x), x
 
 
+@pytest.fixture(scope="module")
+def program(net):
+    return graph(*net)
+
+
 def counts(program):
     return Counter(n.target for n in program.graph.nodes if n.op == "call_function")
 
 
-def test_kept_gates_are_one_node_each_and_are_lowered_when_asked(net):
+def test_kept_gates_are_one_node_each_and_are_lowered_when_asked(net, program):
     gated, x = net
-    program = graph(gated, x)
     found = counts(program)
     assert (found[GATE], found[SOFTMAX]) == (3, 1)  # gelu, relu, maximum; attention
     low = program.run_decompositions()
@@ -57,30 +61,27 @@ def test_kept_gates_are_one_node_each_and_are_lowered_when_asked(net):
         assert torch.allclose(each.module()(x), gated(x), atol=1e-6)  # values of size 1, float32
 
 
-def test_steps_have_no_op_of_ours_for_tools_that_know_none(net):
-    gated, x = net
-    program = graph(gated, x, form="steps")
-    spaces = {t.namespace for t in counts(program) if hasattr(t, "namespace")}
+def test_steps_have_no_op_of_ours_for_tools_that_know_none(net, program):
+    steps = graph(*net, form="steps")
+    spaces = {t.namespace for t in counts(steps) if hasattr(t, "namespace")}
     assert spaces <= {"aten"}
-    assert node_count(program) > node_count(graph(gated, x)) + 30
+    assert node_count(steps) > node_count(program) + 30
 
 
-def test_native_has_the_ops_of_torch_where_gates_are_exactly_these(net):
-    gated, x = net
-    program = graph(gated, x, form="native")
-    found = counts(program)
+def test_native_has_the_ops_of_torch_where_gates_are_exactly_these(net, program):
+    native = graph(*net, form="native")
+    found = counts(native)
     assert found[GATE] == 1  # gelu is approximate
     assert found[SOFTMAX] == 0
-    assert any("relu in the network itself" in each for each in left_of(program))
-    assert {each.partition(" in ")[0] for each in left_of(program)} == {
+    assert any("relu in the network itself" in each for each in left_of(native))
+    assert {each.partition(" in ")[0] for each in left_of(native)} == {
         *("relu", "scaled_dot_product_attention", "maximum")
     }
-    assert not left_of(graph(gated, x))
+    assert not left_of(program)
 
 
-def test_the_first_axis_may_have_any_size(net):
+def test_the_first_axis_may_have_any_size(net, program):
     gated, x = net
-    program = graph(gated, x)
     more = torch.randn(7, 5, 8)
     assert torch.allclose(program.module()(more), gated(more), atol=1e-6)
     fixed = graph(gated, x, dynamic=False)
@@ -88,9 +89,8 @@ def test_the_first_axis_may_have_any_size(net):
         fixed.module()(more)
 
 
-def test_every_gate_says_which_site_it_is_and_its_numbers(net):
-    gated, x = net
-    found = list(gates_of(graph(gated, x), gated).values())
+def test_every_gate_says_which_site_it_is_and_its_numbers(net, program):
+    found = list(gates_of(program, net[0]).values())
     assert [g.site for g in found] == [
         *("act", ":relu#0", ":scaled_dot_product_attention#0", ":maximum#0")
     ]
@@ -98,6 +98,31 @@ def test_every_gate_says_which_site_it_is_and_its_numbers(net):
     assert found[1].instances == [tg.TAXONOMY["relu"]]
     assert found[2].instances == found[3].instances == []  # the other input is the threshold
     assert not found[3].fixed
+
+
+@pytest.mark.parametrize("init", ["relu", "silu"])
+def test_a_layer_with_weights_for_each_branch_keeps_a_gate_for_each(init):
+    torch.manual_seed(0)
+    layer, x = nn.Sequential(tg.Linear(4, 3, init=init)).eval(), torch.randn(5, 4)
+    made = graph(layer, x)
+    found = list(gates_of(made, layer).values())
+    assert [g.site for g in found] == ["0", "0"]
+    assert not left_of(made)
+    t = tg.TAXONOMY[init]
+    for k, gate in enumerate(found):
+        assert {(i.tau, i.theta) for i in gate.instances} == {(t.tau, t.theta)}
+        assert {i.s[1 - k] for i in gate.instances} == {0.0}  # one branch alone
+    assert torch.allclose(made.module()(x), layer(x), atol=1e-6)  # values of size 1, float32
+
+
+def test_a_gated_linear_unit_is_the_gate_of_silu_over_its_other_half():
+    net, x = nn.Sequential(nn.GLU()).eval(), torch.randn(3, 4)
+    gated = tg.convert(net, inputs=x)
+    made = graph(gated, x)
+    (gate,) = gates_of(made, gated).values()
+    assert (gate.inputs, gate.instances) == (1, [tg.TAXONOMY["silu"]])
+    assert not left_of(made)
+    assert torch.allclose(made.module()(x), net(x), atol=1e-6)  # values of size 1, float32
 
 
 def test_learned_numbers_are_those_of_now():
@@ -113,9 +138,9 @@ def test_learned_numbers_are_those_of_now():
         assert (a.theta, a.s, a.c) == (b.theta, b.s, b.c)
 
 
-def test_a_saved_program_runs_where_the_package_is_imported(net):
+def test_a_saved_program_runs_where_the_package_is_imported(net, program):
     gated, x = net
-    program, file = graph(gated, x), io.BytesIO()
+    file = io.BytesIO()
     assert saved(program, gated, x, file) < 1e-6  # float32
     file.seek(0)
     assert torch.equal(torch.export.load(file).module()(x), program.module()(x))

@@ -9,6 +9,7 @@ from torch import nn
 import threshold_gating as tg
 from threshold_gating.export import qonnx as exporting
 from threshold_gating.export.graph import ExportError
+from threshold_gating.export.onnx import read
 
 
 def evaluated(t, x, bits):
@@ -88,7 +89,7 @@ def test_a_network_of_integers_is_near_the_network(net):
     assert torch.equal(have / 2.0**-23, (have / 2.0**-23).round())  # whole steps, so sums are exact
 
 
-@pytest.mark.parametrize("share", ["layer", "channel"])
+@pytest.mark.parametrize("share", [pytest.param("layer", marks=pytest.mark.slow), "channel"])
 def test_qonnx_computes_the_same_bits(net, tmp_path, share):
     pytest.importorskip("qonnx")
     model, x = net
@@ -99,16 +100,18 @@ def test_qonnx_computes_the_same_bits(net, tmp_path, share):
             gated[3].dtheta.add_(torch.randn_like(gated[3].dtheta))
     made = exporting.export(gated, x, tmp_path / "net.onnx", bits=4)
     assert made.layers == 5
-    assert made.gates == 4
+    assert [site.name for site in made.sites] == ["1", "3", "7", "9"]
+    assert len(made.sites[1].instances) == (4 if share == "channel" else 1)
+    assert read(made.path) == made.sites
     # one for ReLU; 15 for SiLU (of 4 channels: 60), 4 x 15 for GELU, 15 for tanh
     assert made.thresholds == 1 + (60 if share == "channel" else 15) + 60 + 15
     assert "equal in every bit" in str(made)
     assert (tmp_path / "net.onnx").is_file()
 
 
-def test_a_file_that_differs_in_a_bit_is_not_written(net, tmp_path, monkeypatch):
+def test_a_file_that_differs_in_a_bit_is_not_written(tmp_path, monkeypatch):
     pytest.importorskip("qonnx")
-    model, x = net
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).eval(), torch.randn(2, 4)
     before = exporting.executed
     monkeypatch.setattr(
         exporting,

@@ -63,6 +63,13 @@ def test_scaling_a_regression_is_the_regression_at_the_other_node():
     assert adc.area(6, 1e9, 130).at(32).value == pytest.approx(adc.area(6, 1e9, 32).value)
 
 
+def test_an_area_goes_with_powers_of_node_rate_and_energy():
+    """As the regression's file has them, to four digits."""
+    energy = adc.energy(8, 1.2e9, 32).value
+    want = math.exp(1.3462) * 32**0.99328 * 1.2e9**0.18072 * energy**0.29912
+    assert adc.area(8, 1.2e9, 32).value == pytest.approx(want, rel=3e-4)  # 1e-5 of ln(1.2e9) = 21
+
+
 @pytest.mark.parametrize(
     ("bits", "rate", "node", "says"),
     [

@@ -36,7 +36,7 @@ def test_a_preset_holds_what_was_measured(measured):
 
 
 def test_every_number_names_its_unit_its_run_and_its_models(measured):
-    assert set(measured.sources) == set(devices.measured())
+    assert set(measured.sources) == set(devices.number_names())
     assert devices.from_dict(devices.to_dict(measured)) == measured
     assert "10 pairs, seed 1" in measured.sources["sigma_theta"].source
     assert "binned" in measured.sources["tau"].models

@@ -63,6 +63,32 @@ def test_a_recurrent_layer_is_products_gates_and_what_gates_steer(kind):
     assert gates == 5 * 2 * 4 * (5 if kind is nn.LSTM else 3)
 
 
+@pytest.mark.parametrize(
+    ("op", "tails", "channels"),
+    [
+        (nn.Softmax(-1), 4, 15),  # a gate, and three cells of the tree
+        (nn.MaxPool2d((3, 2)), 2 * 5, 6),  # a maximum of two is two tails, of six five of them
+        (lambda y: torch.maximum(y, -y), 2, 6),
+        (nn.Sigmoid(), 1, 6),
+        (nn.SiLU(), 2, 6),
+    ],
+)
+def test_a_gate_has_the_tails_and_channels_of_its_circuit(op, tails, channels):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Conv2d(2, 6, 3, dilation=2)
+
+        def forward(self, x):
+            y = self.a(x)
+            return op(y if channels == 6 else y.flatten(2))  # a sequence has them last
+
+    run = trace(Net(), torch.randn(1, 2, 7, 9))
+    assert products(run)["a"].count == 3 * 5
+    (gate,) = (n for n in run.nodes if n.kind == "gate")
+    assert (gate.tails, gate.channels) == (tails, channels)
+
+
 class Odd(nn.Module):
     def __init__(self):
         super().__init__()
@@ -70,12 +96,13 @@ class Odd(nn.Module):
 
     def forward(self, x):
         y = self.a(x)
-        return torch.sin(y) + y * y + 1 / y + F.layer_norm(y, (4,)) + 2 * y / 3
+        sums = torch.sin(y) + y * y + 1 / y + F.layer_norm(y, (4,)) + 2 * y / 3
+        return sums + torch.ones(4) / y
 
 
 def test_what_is_neither_gate_nor_wire_is_digital_and_named():
     ops = trace(Odd(), torch.randn(5, 4)).digital_ops()
-    assert ops == {"sin": 1, "mul": 1, "reciprocal": 1, "native_layer_norm": 1}
+    assert ops == {"sin": 1, "mul": 1, "reciprocal": 1, "native_layer_norm": 1, "div": 1}
 
 
 def test_products_of_data_are_on_no_crossbar():
@@ -243,6 +270,20 @@ def test_a_layer_of_no_size_multiplies_nothing():
     nothing = nn.Sequential(nn.Linear(3, 0), nn.Linear(0, 4))
     with pytest.raises(ValueError, match="nothing to put on crossbars"):
         trace(nothing, torch.randn(2, 3))
+
+
+class Attending(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v = nn.Linear(6, 4), nn.Linear(6, 4), nn.Linear(6, 3)
+
+    def forward(self, x):
+        return F.scaled_dot_product_attention(self.q(x), self.k(x), self.v(x))
+
+
+def test_attention_multiplies_queries_by_keys_and_weights_by_values():
+    run = trace(Attending(), torch.randn(1, 2, 5, 6))
+    assert sum(n.macs for n in run.nodes) == 2 * 5 * 5 * (4 + 3)
 
 
 def test_the_network_is_left_as_it_was():

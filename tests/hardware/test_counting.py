@@ -1,4 +1,4 @@
-"""Conversions of three designs, counted by hand beside."""
+"""Conversions of four designs, counted by hand beside."""
 
 import pytest
 import torch

@@ -83,6 +83,18 @@ def test_a_programming_error_is_that_of_two_cells_and_scales_with_the_range_of_c
     assert abs(error.mean().item()) < 4 * want / 200
 
 
+def test_no_cell_conducts_less_than_nothing_or_drifts_upwards():
+    layer, x = nn.Linear(400, 100), torch.randn(1, 400)
+    with torch.no_grad():
+        layer.weight.fill_(1.0)
+    w = on_crossbar(layer, x, Crossbar(programming=0.05)).array.weights(layer.weight)
+    # G+ is about g_max; of G-, meant to be 0, the errors below 0 are none: half of a normal is left.
+    lost = 0.05 / math.sqrt(2 * math.pi)
+    assert (1 - w).mean().item() == pytest.approx(lost, abs=4 * 0.06 / 200)  # four sigma
+    later = Crossbar(drift_sigma=0.05, seconds=2e4, compensate=False)
+    assert on_crossbar(layer, x, later).array.weights(layer.weight).max() <= 1.0
+
+
 def test_drift_is_a_power_of_time_and_compensation_takes_it_back():
     layer, x = CASES["linear"]
     later = Crossbar(drift=0.05, seconds=2e4, compensate=False)
@@ -137,20 +149,23 @@ def solved(g, v, wire):
     return y * volts[n * m : n * m + m]
 
 
-def test_the_drop_in_the_wires_is_kirchhoffs_to_first_order():
+@pytest.mark.parametrize("signs", [(1, 1, 1, 1, 1, 1), (-1, 1, 1, -1, -1, 1)], ids=str)
+def test_the_drop_in_the_wires_is_kirchhoffs_to_first_order(signs):
     torch.manual_seed(1)
     rows, columns, g_max = 12, 6, 50e-6
     layer = nn.Linear(rows, columns, bias=False)
+    sign = torch.tensor(signs)
     with torch.no_grad():
-        layer.weight.copy_(torch.rand(columns, rows))  # all positive: G- is 0, one wire a column
+        # Of one sign in a column: its other cell is 0, and it has one wire.
+        layer.weight.copy_(torch.rand(columns, rows) * sign[:, None])
     v = torch.rand(rows)
     off = {}
     for wire in (2.0, 20.0):
         settings = Crossbar(wire=wire, g_max=g_max, per_column=False)
         new = on_crossbar(layer, v[None], settings)
-        top = layer.weight.max()
-        g = (layer.weight / top * g_max).T.double()
-        want = solved(g, v.double(), wire) / g_max * top
+        top = layer.weight.abs().max()
+        g = (layer.weight.abs() / top * g_max).T.double()
+        want = sign * solved(g, v.double(), wire) / g_max * top
         plain, got = layer(v), new(v[None])[0]
         lost = ((plain - want) / plain).abs().max().item()
         off[wire] = ((got - want) / plain).abs().max().item()
@@ -180,6 +195,21 @@ def test_converters_round_and_clip():
     assert clipped.abs().max() <= 3 * full + layer.bias.abs().max()
 
 
+@pytest.mark.parametrize(("g_min", "reach"), [(0.0, 2.0), (5e-6, 2.5)])
+def test_the_range_of_a_converter_is_in_currents_of_one_cell(g_min, reach):
+    """Currents of cells at g_max; a weight is the part of them above g_min."""
+    layer, x = nn.Linear(8, 3, bias=False), torch.randn(40, 8)
+    settings = Crossbar(adc_bits=4, adc_range=2.0, g_min=g_min, g_max=25e-6)
+    y = on_crossbar(layer, x, settings)(x)
+    full = reach * layer.weight.abs().amax(1) * x.abs().max()
+    exact = layer(x) / full
+    want = torch.round(exact.clamp(-1, 1) * 7) / 7 * full  # 2^4 - 1 codes
+    between = (exact * 7).frac().abs()
+    sure = (between - 0.5).abs() > 1e-4  # not on the edge of two codes
+    assert sure.double().mean() > 0.99
+    torch.testing.assert_close(y[sure], want[sure])
+
+
 def test_bits_are_of_a_layer_where_a_dict_says_so():
     settings = Crossbar(adc_bits={"layer1.*": 6, "*": None, "head": 8})
     assert [settings.bits("adc", n) for n in ("layer1.0.conv", "head")] == [6, None]
@@ -202,9 +232,12 @@ def test_noise_of_reading_and_of_the_output_has_the_size_that_was_asked(rows):
     clean = on_crossbar(layer, x, Crossbar(rows=rows))(x)
     top = layer.weight.abs().amax(1)
     tiles = 1 if rows is None else 4
+    low = {"g_min": 5e-6, "g_max": 25e-6}  # a share of g_max is 25/20 of the largest weight
     for settings, want in (
         (Crossbar(rows=rows, read=0.01), 0.01 * math.sqrt(2) * x.norm() * top),
         (Crossbar(rows=rows, output=0.1), 0.1 * x.abs().max() * top * math.sqrt(tiles)),
+        (Crossbar(rows=rows, read=0.01, **low), 0.0125 * math.sqrt(2) * x.norm() * top),
+        (Crossbar(rows=rows, output=0.1, **low), 0.125 * x.abs().max() * top * math.sqrt(tiles)),
     ):
         noise = on_crossbar(layer, x, settings)(many) - clean
         # 100,000 numbers together, each column weighed by its own spread

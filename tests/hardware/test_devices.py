@@ -13,7 +13,7 @@ ALL = list(devices.presets().values())
 
 @pytest.mark.parametrize("preset", ALL, ids=lambda p: p.name)
 def test_every_number_has_unit_source_and_models(preset):
-    for name in devices.measured():
+    for name in devices.number_names():
         assert all(preset.sources[name]), name
 
 
@@ -70,6 +70,12 @@ def test_tau_over_temperature_goes_through_what_was_measured(preset):
         assert preset.tau_at(celsius) == pytest.approx(tau, rel=1e-12)
     between = preset.tau_at(60)
     assert preset.temperature[-1][1] < between < preset.tau_at(27)
+
+
+def test_tau_between_two_temperatures_is_that_of_one_over_kelvin():
+    ends = tuple((celsius, 1e4 / (celsius + 273.15)) for celsius in (-40.0, 125.0))
+    pair = dataclasses.replace(devices.preset("sky130-weak"), temperature=ends)
+    assert pair.tau_at(27.0) == pytest.approx(1e4 / 300.15, rel=1e-12)
 
 
 def test_a_temperature_that_was_not_measured_is_refused_with_the_range():

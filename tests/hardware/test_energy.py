@@ -59,6 +59,51 @@ def test_areas_are_converters_drivers_cells_and_gates(report):
     assert analog["gates"].value == pytest.approx(2 * 8 * f["gate area"])
 
 
+def test_cells_cost_their_activity_longer_in_front_of_a_gate():
+    torch.manual_seed(0)
+    net, x = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)), torch.randn(5, 4)
+
+    def macs(layer, x):  # times V^2 and G as shares of the largest
+        w = layer.weight.detach().abs()
+        share = x.square().mean() / x.square().max() * w.mean() / w.max()
+        return (len(x) * w.numel() * share).item()
+
+    first, last = macs(net[0], x), macs(net[2], net[:2](x).detach())
+    report = energy(net, x)
+    f = {name: figure.value for name, figure in report.assumptions.figures().items()}
+    digital, analog = (
+        report.energies[d]["median"]["crossbar"].value for d in ("digital", "analog")
+    )
+    converted, gated = f["crossbar, converted"], f["crossbar, gated"]
+    assert digital == pytest.approx((first + last) * converted, rel=1e-5)  # float32 here
+    # A gate reads the first layer, and the ADC at the end the last.
+    assert analog == pytest.approx(first * gated + last * converted, rel=1e-5)
+
+
+def test_96_tiles_share_two_activation_units():
+    net = nn.Sequential(nn.Linear(130, 4), nn.ReLU())
+    for rows, units in ((2, 2), (1, 4)):  # 65 and 130 tiles
+        settings = Assumptions(rows=rows)
+        areas = energy(net, torch.randn(2, 130), settings).areas["digital"]
+        unit = settings.figures()["activation unit area"].value
+        assert areas["activation units"].value == pytest.approx(units * unit)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("DAC", 6 * 4e-3 * 100e-9 / 1024 * 1e12),  # 1024 drivers take 4 mW; 6 steps of 100 ns
+        ("activation unit", 0.52e-3 / 2 / 1.2e9 * 1e12),  # two take 0.52 mW at 1.2 GHz
+        ("crossbar, converted", 0.2**2 * 25e-6 * 100e-9 * 1e12),
+        ("DAC area", 63 * 170 / 1024),
+        ("cell area", 200 / (8 * 128 * 128)),
+        ("activation unit area", 600 / 2),
+    ],
+)
+def test_figures_are_what_isaacs_table_says_of_one_part(name, value):
+    assert Assumptions().figures()[name].value == pytest.approx(value)
+
+
 def test_every_figure_is_at_the_node_and_has_unit_and_source():
     for node in (32.0, 130.0):
         for name, figure in Assumptions(node=node).figures().items():
@@ -75,6 +120,8 @@ def test_a_gate_is_the_presets_and_scaled_from_its_own_process():
     smaller = Assumptions(node=32, preset="sky130-weak").figures()["gate"]
     assert smaller.value == pytest.approx(pair.energy * 1e12 * 32 / 130)
     assert "at 130 nm" in smaller.source
+    area = Assumptions(node=65, preset="sky130-weak").figures()["gate area"]
+    assert area.value == pytest.approx(pair.area / 4)
 
 
 def test_a_slow_gate_keeps_its_crossbar_on():

@@ -11,6 +11,7 @@ def test_the_law_that_was_put_in_is_found_again():
     v = torch.rand(40, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 0.2
     gates = torch.softmax(25 * v, 1)
     found = lse.law(v, 0.95 * torch.logsumexp(25 * v, 1) / 25 - 0.4, gates)
+    # The search ends where a step gains a millionth of what is left.
     assert found[:3] == pytest.approx((25, 0.95, -0.4), rel=1e-3)
     assert found.error < 1e-4
     assert found.gates < 1e-4
@@ -81,6 +82,21 @@ def test_mismatch_moves_every_tree_another_way_and_repeats_with_its_seed(pdk):
     assert perfect.gates < max(law.gates for law in first.built) < 0.15
     with pytest.raises(ValueError, match="2 trees or more; got 1"):
         lse.mismatch(tree, 1)
+
+
+def test_a_tree_settles_to_a_percent_of_the_step_of_its_input(monkeypatch):
+    asked = {}
+
+    def edges(driven, keep, level, guess, points):
+        asked["step"] = driven([(0, -1), (1e-6, 1)]).elements
+        asked["level"] = level({"v(out)": torch.tensor(0.2)})
+        return 3e-7, 2e-7
+
+    monkeypatch.setattr(lse, "edges", edges)
+    assert lse.settling(Tree(2)) == 3e-7
+    assert "vi0 i0 0 pwl(0 0.55 1e-06 0.75)" in asked["step"]
+    assert "vi1 i1 0 0.55" in asked["step"]
+    assert asked["level"].item() == pytest.approx(1.0)  # as far as the input steps
 
 
 @pytest.mark.slow

@@ -77,8 +77,8 @@ def test_tau_of_a_weak_pair_falls_with_temperature(pdk):
     for celsius in (-40, 125):
         made = pair(Pair(), celsius=celsius)
         gates = tuple(line.partition(" ad=")[0] for line in made.elements)
-        (plot,) = run(replace(made, elements=gates), Analysis(measure.sweep(), measure.SIDES))
-        taus.append(measure.fit(*measure.shares(plot)).tau)
+        (plot,) = run(replace(made, elements=gates), Analysis(measure.sweep(), measure.sides()))
+        taus.append(measure.fit(plot["scale"], measure.shares(plot)).tau)
     assert taus == pytest.approx([36.4, 22.0], abs=0.05)
     # Junctions, which those figures were taken without, leak into the drains of a hot pair.
     (hot,) = measure.over_temperature(Pair(), (125,))
@@ -113,6 +113,35 @@ def test_a_weak_pair_settles_in_inverse_proportion_to_its_tail(pdk):
     slow, fast = (measure.settling(Pair(tail=tail), 28.84) for tail in (10e-9, 20e-9))
     # Charge is the same but for capacitances that move with the bias; a time step is 1.6 % of it.
     assert slow / fast == pytest.approx(2, rel=0.1)
+
+
+def test_a_spread_is_the_standard_deviation_of_what_was_drawn(monkeypatch):
+    """Curves of known tau and theta in place of ngspice."""
+    tau = torch.tensor([20.0, 21.0, 22.0], dtype=torch.float64)
+    theta = torch.tensor([0.01, -0.02, 0.03], dtype=torch.float64)
+    plot = {"scale": V}
+    for tag, a, b in zip(("", "1", "2"), tau, theta, strict=True):
+        plot[f"i(v1{tag})"] = 3e-8 * torch.sigmoid(a * (V - b))
+        plot[f"i(v2{tag})"] = 3e-8 - plot[f"i(v1{tag})"]
+    monkeypatch.setattr(measure, "run", lambda netlist, *analyses: [plot])
+    found = measure.mismatch(Pair(), 3)
+    # of 3 draws: squares over 2; the fit is exact to 1e-8
+    assert found.sigma_theta == pytest.approx(theta.std().item(), rel=1e-6)
+    assert found.sigma_tau == pytest.approx(1 / 21, rel=1e-6)
+
+
+def test_a_pair_settles_to_a_percent_of_its_tail_after_a_step_of_three_over_tau(monkeypatch):
+    asked = {}
+
+    def edges(driven, keep, level, guess):
+        asked["step"] = driven([(0, -1), (1e-6, 1)]).elements
+        asked["level"] = level({"i(v1)": torch.tensor(2e-8), "i(v2)": torch.tensor(0.0)})
+        return 2e-7, 3e-7
+
+    monkeypatch.setattr(measure, "edges", edges)
+    assert measure.settling(Pair(tail=2e-8), 30.0) == 3e-7  # the slower edge
+    assert "vd gp gm pwl(0 -0.1 1e-06 0.1)" in asked["step"]
+    assert asked["level"].item() == 1.0  # the whole tail
 
 
 def test_a_spread_of_one_pair_is_refused():

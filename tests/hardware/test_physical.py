@@ -115,6 +115,9 @@ def test_rails_make_three_branches_of_two():
     assert (y[x > 1.5] == y[-1]).all()
     # 3 is at 0.8 V, so 0.4 V is 1.5, where the gate of tau 29 per volt is open to 1e-5
     assert y[-1].item() == pytest.approx(1.5, rel=1e-3)
+    low = gate_of(tg.TAXONOMY["leaky_relu"], x, chip)(x)
+    assert (low[x < -1.5] == low[0]).all()
+    assert low[0].item() == pytest.approx(-0.015, abs=1e-4)  # a slope of 0.01, and 1e-5 of 1.5
 
 
 def test_thresholds_are_off_by_the_devices_volts():

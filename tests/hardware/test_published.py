@@ -48,12 +48,31 @@ def test_analog_attention_saves_orders_of_energy_but_a_slow_pair_takes_longer_th
     assert fast.gpu == pytest.approx(2 * 1024 * 64 * 16 * published.HBM)
 
 
-def test_converters_read_the_second_product_of_analog_attention():
-    short, long = (
-        published.attention(keys=90, width=10, settings=Assumptions(read=read))
-        for read in (100e-9, 300e-9)
-    )
-    joules = 0.2**2 * 25e-6 * 200e-9 * 1e12  # of a cell at activity 1, in pJ: V^2 G t
-    assert long.analog - short.analog == pytest.approx(90 * 10 / 9 * joules)
-    assert long.digital - short.digital == pytest.approx(2 * 90 * 10 / 9 * joules)
-    assert long.analog_seconds - short.analog_seconds == pytest.approx(200e-9)
+def test_attention_is_counted_as_by_hand():
+    """1024 keys of 64 on tiles of 128 x 128: 8 tiles for the keys, 8 for the values."""
+    settings = Assumptions(preset="sky130-weak")
+    f = {name: figure.value for name, figure in settings.figures().items()}
+    found = published.attention(keys=1024, width=64, heads=12, settings=settings)
+    dac, adc, macs = f["DAC"], f["ADC, survey median"], 2 * 1024 * 64 / 9
+    # DACs write a key and a value, and drive the query into 8 tiles; 8 sums of 64 are converted.
+    ends = (64 + 64 + 8 * 64) * dac + 8 * 64 * adc
+    # A gate for each key, and three cells of the tree; or scores converted there and back.
+    # Gates read the product with the keys, converters that with the values.
+    cells = macs / 2 * (f["crossbar, gated"] + f["crossbar, converted"])
+    analog = ends + 4 * 1024 * f["gate"] + cells
+    scores = 1024 * (adc + dac + f["activation unit"])
+    assert found.analog == pytest.approx(analog)
+    assert found.digital == pytest.approx(ends + scores + macs * f["crossbar, converted"])
+    # Twelve heads share the memory; a product, gates, a tree of 10 levels up and down, and a read.
+    assert found.gpu_seconds == pytest.approx(12 * 2 * 1024 * 64 * 2 / 3.35e12)
+    assert found.analog_seconds == pytest.approx((2 + 2 * 10) * settings.settling + 100e-9)
+
+
+def test_a_chip_with_its_converters_a_column_is_counted_as_by_hand(checks):
+    """256 conversions of 8 bits at 7.7 MHz, 256 inputs, and 256 x 256 cells for 127 ns at 1/9."""
+    f = Assumptions(
+        node=14, rows=256, columns=256, adc_bits=8, dac_bits=8, adc_rate=7.7e6, read=127e-9
+    ).figures()
+    cells = 256 * 256 / 9 * 0.2**2 * 25e-6 * 127e-9 * 1e9  # nJ
+    ends = 256 * (f["ADC, regression"].value + f["DAC"].value) / 1e3
+    assert checks["256 x 256 product, HERMES, 14 nm"].ours == pytest.approx(cells + ends)

@@ -100,6 +100,7 @@ SILU = TAXONOMY["silu"]
         ({"instance": TAXONOMY["hardtanh_clamp"]}, "has a clamp"),
         ({"instance": TAXONOMY["relu_squared"]}, r"branches with x\^2"),
         ({"instance": TAXONOMY["gelu_k3_product"]}, "product form"),
+        ({"instance": TAXONOMY["softsign"]}, "-79.9508 to 79.9508; up to 20 apart"),
         ({"instance": TAXONOMY["leaky_relu"]}, "the slope 0.01, a mirror of ratio 0.01; from 0.02"),
         ({"instance": TAXONOMY["elu"]}, "Give a smaller swing or span|a mirror of ratio"),
     ],

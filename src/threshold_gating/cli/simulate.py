@@ -6,7 +6,7 @@ import argparse
 import statistics
 import warnings
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -15,11 +15,12 @@ from threshold_gating import conversion
 from threshold_gating.cli.printing import UsageError, progress, say, show, working
 from threshold_gating.cli.spec import Network, network
 from threshold_gating.hardware import devices
-from threshold_gating.hardware.analog import Simulation, settings
-from threshold_gating.hardware.analog import simulate as simulated
 from threshold_gating.hardware.crossbar import Crossbar
 from threshold_gating.hardware.report import ChipRow, Report
 from threshold_gating.show import simulation as page
+
+if TYPE_CHECKING:
+    from threshold_gating.hardware.analog import Simulation
 
 PHASE_CHANGE = {"drift": 0.05, "drift_sigma": 0.02}  # aihwkit has these for its PCM cells
 _CELLS = ("rows", "columns", "adc_bits", "dac_bits", "programming", "seconds", "levels", "wire")
@@ -60,6 +61,8 @@ def simulate(args: argparse.Namespace) -> int:
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:
     """What `hardware.analog.simulate` is given, checked before a network is loaded."""
+    from threshold_gating.hardware.analog import settings  # loads torch's compiler, a second
+
     try:
         preset = devices.preset(args.preset)
         settings(preset, None, args.share, args.celsius, args.level, None, args.rail)
@@ -85,6 +88,8 @@ def _simulated(
     gated: nn.Module, named: Network, options: dict[str, Any], notes: list[str], **more: Any
 ) -> Simulation:
     """The simulation; what it warns of is a note, what it refuses an error in a line."""
+    from threshold_gating.hardware.analog import simulate as simulated
+
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -103,7 +108,7 @@ def _alone(
     """The mean error of the output with one site analog and everything else ideal."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        every = simulated(gated, inputs=named.inputs, **{**options, "crossbar": None}).report()
+        every = _simulated(gated, named, {**options, "crossbar": None}, []).report()
     names = list(dict.fromkeys(row.name.partition("/")[0] for row in every.sites))
     sites = list(dict.fromkeys(n if ":" in n else n.partition("#")[0] for n in names))
     found = {}

@@ -16,6 +16,7 @@ from threshold_gating.instance import TG
 from threshold_gating.taxonomy import TAXONOMY
 
 DRAWS = 100
+CELSIUS = (-40.0, 27.0, 125.0)
 TAILS = (1e-9, 3e-9, 1e-8, 3e-8, 1e-7, 3e-7, 1e-6, 3e-6, 1e-5, 3e-5, 1e-4)
 # Table 3 of the paper. A slope of 0.01 is below the mismatch of a mirror; elu needs c = 4e5.
 FAMILIES: dict[str, dict[str, TG]] = {
@@ -78,9 +79,16 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 
 def copies(made: Netlist) -> int:
-    """How often the current x is copied: transistors on a mirror of x, less its two diodes."""
-    gates = [line.split()[2] for line in made.elements if line[0] == "x"]
-    return max(sum(gate in ("mx", "px") for gate in gates) - 2, 0)
+    """How often the current x, or a half of it, is copied: transistors on its mirrors, less diodes.
+
+    The mirrors of x are mx and px; a class-AB branch has mp and pp for one half, pn and mn for the
+    other.
+    """
+    wires = [line.split()[1:3] for line in made.elements if line[0] == "x"]
+    return sum(gate in _MIRRORS_OF_X and drain != gate for drain, gate in wires)
+
+
+_MIRRORS_OF_X = frozenset(("mx", "px", "mp", "pp", "pn", "mn"))
 
 
 # The tables

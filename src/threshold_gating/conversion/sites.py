@@ -167,7 +167,7 @@ def halves(input: Tensor, dim: int = -1) -> tuple[Tensor, Tensor]:
 
 def _glu(input: Tensor, dim: int = -1) -> Tensor:
     a, b = halves(input, dim)
-    return TAXONOMY["silu"](b, a)  # the gate of SiLU over another input
+    return kernels.blend(b, TAXONOMY["silu"], v=a)  # the gate of SiLU over another input
 
 
 def _prelu(input: Tensor, weight: Tensor) -> Tensor:

@@ -26,7 +26,8 @@ from torch import Tensor, nn
 from threshold_gating._version import __version__
 from threshold_gating.conversion.plan import arguments, quantised_by_torchao
 from threshold_gating.export import graph as graphs
-from threshold_gating.export.formulas import Body, written
+from threshold_gating.export.body import Body
+from threshold_gating.export.formulas import written
 from threshold_gating.export.graph import ExportError, Gate
 from threshold_gating.instance import TG
 from threshold_gating.primitive.graphs import GraphForm
@@ -46,7 +47,7 @@ class Site:
     """
 
     name: str
-    function: str  # of the domain `threshold_gating`
+    function: str  # of the domain `threshold_gating`; in QONNX "MultiThreshold"
     instances: tuple[TG, ...]
 
     def to_dict(self) -> dict[str, Any]:
@@ -172,10 +173,15 @@ def translated(program: Any, model: nn.Module) -> tuple[Any, tuple[Site, ...]]:
     proto = exported(program, {graphs.NUMBERED: node})
     functions.put_into(proto)
     sites = tuple(Site(g.site, names[k], tuple(g.instances)) for k, g in enumerate(gates))
-    about = {"version": __version__, "gates": [site.to_dict() for site in sites]}
-    onnx.helper.set_model_props(proto, {_KEY: json.dumps(about)})
+    say(proto, sites)
     onnx.checker.check_model(proto)
     return proto, sites
+
+
+def say(proto: Any, sites: Sequence[Site]) -> None:
+    """Write the gates into the metadata, where `read` finds them."""
+    about = {"version": __version__, "gates": [site.to_dict() for site in sites]}
+    _needed("onnx").helper.set_model_props(proto, {_KEY: json.dumps(about)})
 
 
 def exported(program: Any, table: Mapping[Any, Any]) -> Any:

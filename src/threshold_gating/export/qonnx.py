@@ -30,6 +30,7 @@ from threshold_gating.conversion.watch import fresh
 from threshold_gating.export import graph as graphs
 from threshold_gating.export import onnx as plain
 from threshold_gating.export.graph import ExportError, Gate
+from threshold_gating.export.onnx import Site
 from threshold_gating.instance import TG
 from threshold_gating.primitive import gates as gates_at
 
@@ -72,16 +73,17 @@ class Exported:
     nodes: int
     thresholds: int
     layers: int
-    gates: int
+    sites: tuple[Site, ...]
     error: float
 
     def to_dict(self) -> dict[str, Any]:
-        return {**vars(self), "path": str(self.path)}
+        sites = [site.to_dict() for site in self.sites]
+        return {**vars(self), "path": str(self.path), "sites": sites, "gates": len(sites)}
 
     def __str__(self) -> str:
         return (
-            f"{self.path.name}: {self.nodes} nodes, {self.gates} gates with {self.thresholds:,} "
-            f"thresholds in all, {self.layers} layers, {self.bits} bits\n"
+            f"{self.path.name}: {self.nodes} nodes, {len(self.sites)} gates with "
+            f"{self.thresholds:,} thresholds in all, {self.layers} layers, {self.bits} bits\n"
             "qonnx against the network of integers in torch: equal in every bit\n"
             f"against the gates in float: max|d|/max|y| {self.error:.2e}"
         )
@@ -99,7 +101,9 @@ def export(
         bits: of weights, of what enters a layer, and of a gate, which has 2^bits - 1 levels.
     """
     made = quantised(model, inputs, bits=bits)
+    sites: tuple[Site, ...] = made.meta["sites"]
     proto = translated(made, inputs)
+    plain.say(proto, sites)
     found = executed(proto, inputs)
     args, kwargs = fresh(arguments(inputs))
     with torch.no_grad():
@@ -118,8 +122,7 @@ def export(
     tables = [_held(made, c) for c in counts]
     layers = sum(n.target in _LAYERS for n in made.graph.nodes)
     total = sum(t.numel() for t in tables)
-    gates = int(made.meta["gates"])
-    return Exported(Path(path), bits, len(proto.graph.node), total, layers, gates, near.relative)
+    return Exported(Path(path), bits, len(proto.graph.node), total, layers, sites, near.relative)
 
 
 def executed(proto: Any, inputs: Any) -> list[Tensor]:
@@ -173,7 +176,7 @@ def quantised(model: nn.Module, inputs: Any, *, bits: int = 8) -> GraphModule:
             )
     made.graph.lint()
     made.recompile()
-    made.meta["gates"] = len(gates)
+    made.meta["sites"] = tuple(Site(g.site, "MultiThreshold", tuple(g.instances)) for g in gates)
     return made  # type: ignore[no-any-return]
 
 

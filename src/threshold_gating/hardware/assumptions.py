@@ -8,6 +8,10 @@ from threshold_gating.hardware import adc, devices
 from threshold_gating.hardware.cited import cited, source
 from threshold_gating.hardware.figure import Figure, check_node
 
+NOT_COUNTED = (
+    "memories, routing, clocks, sample-and-hold, digital sums of tiles, digital ops listed below, "
+    "and of a gate its load, its mirrors and the lines of its inputs"
+)
 PROCESSES = {"sky130": 130.0, "gf180": 180.0}  # nm, of a preset by its name
 
 

@@ -13,8 +13,8 @@ from torch.func import jacfwd, vmap
 
 from threshold_gating.hardware.cells import Pair
 from threshold_gating.hardware.measure import edges, least_squares, over_tails, settling, timed
-from threshold_gating.hardware.spice import Analysis, Netlist, Plot, run
-from threshold_gating.hardware.steering import DEPTH, RAMP, Cell, Wave, netlist
+from threshold_gating.hardware.spice import Analysis, Netlist, Plot, Wave, run
+from threshold_gating.hardware.steering import DEPTH, RAMP, Cell, netlist
 
 aten = torch.ops.aten
 POINTS = 80

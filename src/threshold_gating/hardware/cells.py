@@ -61,11 +61,12 @@ class Pair:
             raise ValueError(
                 f"a swing of +-{swing:g} V does not fit between the rails: with a supply of "
                 f"{self.supply:g} V and inputs about {self.common:g} V it may be up to "
-                f"+-{room:g} V; or raise the supply to {2 * swing / 2 + self.common:g} V."
+                f"+-{room:g} V."
             )
 
 
 def within(what: str, value: float, limits: tuple[float, float]) -> None:
+    """Refuse a value outside of its limits, with the limits."""
     low, high = limits
     if not low <= value <= high:  # NaN too
         raise ValueError(f"{what} must be from {low:g} to {high:g}; got {value:g}.")

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 import re
 import subprocess
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from threshold_gating.hardware import measure, models
 from threshold_gating.hardware.cells import Pair, describe, mirror
 from threshold_gating.hardware.devices import Preset, Source
-from threshold_gating.hardware.spice import SpiceError, ngspice
+from threshold_gating.hardware.spice import INSTALL, SpiceError, ngspice
 
 PAIRS = 1000  # of a Monte Carlo run: a standard deviation is then known to 2 %
 SEED = 1
@@ -33,7 +33,7 @@ WHOLE = {"sky130-binned": "sky130"}
 
 
 def measured(
-    names: Iterable[str] = PRESETS,
+    names: Sequence[str] = tuple(PRESETS),
     pairs: int = PAIRS,
     tell: Callable[..., None] = lambda *_: None,
 ) -> dict[str, Preset]:
@@ -42,7 +42,7 @@ def measured(
     for name in names:
         if name not in PRESETS:
             raise ValueError(f"no preset {name!r}; there are {', '.join(PRESETS)}.")
-        tell(name, len(out) / len(PRESETS))
+        tell(name, len(out) / len(names))
         out[name] = measured_preset(name, PRESETS[name], pairs)
     return out
 
@@ -121,7 +121,7 @@ def version() -> str:
     """The simulator and its version."""
     program = ngspice()
     if program is None:
-        raise SpiceError("ngspice is not installed.")
+        raise SpiceError(f"{INSTALL}.")
     said = subprocess.run([program, "-v"], capture_output=True, text=True).stdout
     found = re.search(r"ngspice-[\d.]+", said)
     return found[0] if found else "ngspice"

@@ -107,6 +107,11 @@ class Crossbar:
                         f"Crossbar: {name} must be from 2 to 24, or None; got {bits!r}."
                     )
 
+    @property
+    def low(self) -> float:
+        """g_min as a share of g_max."""
+        return self.g_min / self.g_max
+
     def bits(self, converter: str, layer: str) -> int | None:
         """Of "dac" or "adc" at a layer."""
         given: Bits = getattr(self, f"{converter}_bits")
@@ -226,33 +231,29 @@ class Array(Drawn):
 
     def _noisy(self, partial: Tensor, size: Callable[[], Tensor], limit: Tensor) -> Tensor:
         s = self.settings
-        share = s.g_max / (s.g_max - s.g_min)
+        cell = limit / (1 - s.low)  # the weight of one cell at g_max
         if s.read:  # of both cells of a weight, in every row
             # of rows that are all at 0 the root has no gradient
-            spread = s.read * math.sqrt(2) * share * limit * size().clamp(min=1e-30).sqrt()
+            spread = s.read * math.sqrt(2) * cell * size().clamp(min=1e-30).sqrt()
             partial = partial + spread * torch.randn_like(partial)
         if s.output:
-            partial = partial + s.output * share * limit * torch.randn_like(partial)
+            partial = partial + s.output * cell * torch.randn_like(partial)
         return partial
 
     def _converted(self, partial: Tensor, limit: Tensor, top: float) -> Tensor:
         s, bits = self.settings, self._bits("adc")
         if bits is None:
             return partial
-        share = s.g_max / (s.g_max - s.g_min)
         if s.adc_range is None:
             full = torch.full_like(limit, self.seen.largest_sum / top)
         else:
-            full = s.adc_range * share * limit
+            full = s.adc_range * limit / (1 - s.low)
         inside = torch.minimum(torch.maximum(partial, -full), full)
         return _rounded(inside, 2.0 * full / (2**bits - 2))
 
     def weights(self, weight: Tensor) -> Tensor:
         """The weights that the cells really have, for (..., O, R) that they should have."""
-        s = self.settings
-        low, top = s.g_min / s.g_max, self._largest(weight)
-        share = weight / top
-        g = low + (1 - low) * torch.stack([share.clamp(min=0.0), (-share).clamp(min=0.0)])
+        s, low, g = self.settings, self.settings.low, self._cells(weight)
         if s.levels is not None:
             g = low + _rounded(g - low, (1 - low) / (s.levels - 1))
         if s.programming:
@@ -263,7 +264,12 @@ class Array(Drawn):
             g = torch.where(chance > 1 - s.stuck_high, 1.0, g)
         g = self._drifted(g)
         g = g * (1 - self._drop(g)) if s.wire else g
-        return (g[0] - g[1]) * top / (1 - low)
+        return (g[0] - g[1]) * self._largest(weight) / (1 - low)
+
+    def _cells(self, weight: Tensor) -> Tensor:
+        """What both cells of each weight are to be set to, as shares of g_max."""
+        low, share = self.settings.low, weight / self._largest(weight)
+        return low + (1 - low) * torch.stack([share.clamp(min=0.0), (-share).clamp(min=0.0)])
 
     def _drifted(self, g: Tensor) -> Tensor:
         s = self.settings
@@ -299,10 +305,8 @@ class Array(Drawn):
         """Refuse wires whose drop is beyond what the first order describes."""
         if not self.settings.wire:
             return
-        s, low = self.settings, self.settings.g_min / self.settings.g_max
-        share = weight / self._largest(weight)
-        g = low + (1 - low) * torch.stack([share.clamp(min=0.0), (-share).clamp(min=0.0)])
-        self.worst_drop = self._drop(g).max().item()
+        s = self.settings
+        self.worst_drop = self._drop(self._cells(weight)).max().item()
         if self.worst_drop > LARGEST_DROP:
             fits = s.wire * LARGEST_DROP / self.worst_drop
             raise ValueError(

@@ -131,7 +131,7 @@ def from_dict(row: Mapping[str, Any]) -> Preset:
     """A preset from what `to_dict` made; a number without unit, source or models is refused."""
     values: dict[str, Any] = {}
     sources = {}
-    for name in measured():
+    for name in number_names():
         cell = row[name]
         sources[name] = Source(*(cell.get(key, "") for key in Source._fields))
         lacking = [key for key, text in sources[name]._asdict().items() if not text]
@@ -145,10 +145,10 @@ def from_dict(row: Mapping[str, Any]) -> Preset:
 
 def to_dict(p: Preset) -> dict[str, Any]:
     """As JSON: every number beside its unit, source and models."""
-    cells = {n: {"value": getattr(p, n), **p.sources[n]._asdict()} for n in measured()}
+    cells = {n: {"value": getattr(p, n), **p.sources[n]._asdict()} for n in number_names()}
     return {"name": p.name, "device": p.device, **cells}
 
 
-def measured() -> list[str]:
+def number_names() -> list[str]:
     """The fields of a preset that are numbers."""
     return [f.name for f in fields(Preset) if f.name not in ("name", "device", "sources")]

@@ -6,28 +6,26 @@
 One run is counted for four designs. "digital": every column is converted, and activations are
 digital. "analog": gates are analog, and what feeds a gate is not converted. In both, a sum over
 several tiles is converted tile by tile and added digitally; in "digital+" and "analog+" the
-currents of the tiles add up on a wire. Every figure is brought
-to one process; `Assumptions.figures` has each with its unit, node, rate and source.
+currents of the tiles add up on a wire. Every figure is brought to one process;
+`Assumptions.figures` has each with its unit, node, rate and source.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from functools import reduce
+from operator import add
 from typing import Any
 
 from torch import nn
 
-from threshold_gating.hardware.assumptions import Assumptions
+from threshold_gating.hardware.assumptions import NOT_COUNTED, Assumptions
 from threshold_gating.hardware.conversions import Trace, trace
 from threshold_gating.hardware.counting import DESIGNS, INPUTS, Counts, count, layers, tiles_of
+from threshold_gating.hardware.energy_text import text
 from threshold_gating.hardware.figure import Figure
-
-NOT_COUNTED = (
-    "memories, routing, clocks, sample-and-hold, digital sums of tiles, digital ops listed below, "
-    "and of a gate its load, its mirrors and the lines of its inputs"
-)
-
 
 DEFAULT = Assumptions()
 ADCS = {"low": "ADC, survey low", "median": "ADC, survey median", "regression": "ADC, regression"}
@@ -88,17 +86,11 @@ class Report:
         }
 
     def __str__(self) -> str:
-        from threshold_gating.hardware.energy_text import text
-
         return text(self)
 
 
-def _sum(figures: Any) -> Figure:
-    first, *rest = figures
-    for each in rest:
-        first = first + each
-    total: Figure = first
-    return total
+def _sum(figures: Iterable[Figure]) -> Figure:
+    return reduce(add, figures)
 
 
 def energy(model: nn.Module, inputs: Any, assumptions: Assumptions = DEFAULT) -> Report:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from typing import TYPE_CHECKING
 
+from threshold_gating.hardware.assumptions import NOT_COUNTED
 from threshold_gating.hardware.counting import DESIGNS
 from threshold_gating.hardware.figure import Figure
 from threshold_gating.hardware.report import in_columns
@@ -25,8 +26,6 @@ _FIGURES = (-21, 10, 5, 6, 9)
 
 def text(report: Report) -> str:
     """Layers, totals and every assumption."""
-    from threshold_gating.hardware.energy import NOT_COUNTED
-
     a, tiles = report.assumptions, sum(row.tiles for row in report.layers)
     lines = [
         f"Conversions of a run, {tiles} tiles of {a.rows} x {a.columns}. digital: activations are.",

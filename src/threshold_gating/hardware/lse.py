@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from threshold_gating.hardware.cells import LENGTHS, MIRROR, WIDTHS, device, within
-from threshold_gating.hardware.measure import Wave, edges, least_squares, timed
-from threshold_gating.hardware.spice import Analysis, Netlist, Plot, run
+from threshold_gating.hardware.measure import edges, least_squares, timed
+from threshold_gating.hardware.spice import Analysis, Netlist, Plot, Wave, follows, run
 
 LEVEL = 0.65  # volts about which the inputs stand
 SPREAD = 0.1  # volts that they go to either side
@@ -73,9 +73,9 @@ def netlist(tree: Tree, copies: int = 1, wave: Wave = (), **conditions: Any) -> 
     first input about the level, in units of the spread; the others then stand at its low end.
     """
     within("the number of trees", copies, (1, 10000))
-    points = " ".join(f"{t:.9g} {LEVEL + SPREAD * side:.6g}" for t, side in wave)
     still = LEVEL - SPREAD if wave else LEVEL
-    lines = [f"vdd vdd 0 {tree.supply:g}", f"vi0 i0 0 {f'pwl({points})' if wave else f'{still:g}'}"]
+    first = follows(wave, lambda side: LEVEL + SPREAD * side) if wave else f"{LEVEL:g}"
+    lines = [f"vdd vdd 0 {tree.supply:g}", f"vi0 i0 0 {first}"]
     lines += [f"vi{k} i{k} 0 {still:g}" for k in range(1, tree.inputs)]
     for copy in range(copies):
         lines += _one(tree, _tag(copy))

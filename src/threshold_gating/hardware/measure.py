@@ -14,7 +14,7 @@ from torch.func import jacfwd
 from threshold_gating.hardware import models as pdk
 from threshold_gating.hardware.cells import Pair, pair
 from threshold_gating.hardware.devices import LOGISTIC, Shape, curve
-from threshold_gating.hardware.spice import Analysis, Netlist, Plot, run
+from threshold_gating.hardware.spice import Analysis, Netlist, Plot, Wave, follows, run
 
 aten = torch.ops.aten
 SWING = 0.4  # volts to either side of a sweep
@@ -114,25 +114,27 @@ def least_squares(residuals: Callable[[Tensor], Tensor], start: Sequence[float])
 # Curves
 
 
-def sweep(swing: float = SWING) -> str:
+def sweep(swing: float = SWING, points: int = POINTS) -> str:
     """The command of a sweep of the input."""
-    return f"dc vd {-swing:g} {swing:g} {2 * swing / (POINTS - 1):.10g}"
+    return f"dc vd {-swing:g} {swing:g} {2 * swing / (points - 1):.10g}"
 
 
-def shares(plot: Plot) -> tuple[Tensor, Tensor]:
-    """Inputs and the share of the first transistor, of a sweep."""
-    first, second = plot["i(v1)"], plot["i(v2)"]
-    return plot["scale"], first / (first + second)
+def sides(tag: str = "") -> tuple[str, str]:
+    """The currents of the two transistors of a pair; the first of several pairs has no tag."""
+    return f"i(v1{tag})", f"i(v2{tag})"
 
 
-SIDES = ("i(v1)", "i(v2)")
-_SIDES = ("i(v1", "i(v2")
+def shares(plot: Plot, tag: str = "") -> Tensor:
+    """The share of the tail current that the first transistor of a pair takes."""
+    first, second = (plot[name] for name in sides(tag))
+    return first / (first + second)
 
 
 def transfer(spec: Pair, swing: float = SWING, **conditions: Any) -> tuple[Tensor, Tensor]:
     """The curve of a pair: differential input in volts, and the share of the tail current."""
     spec.check_swing(swing)
-    return shares(run(pair(spec, **conditions), Analysis(sweep(swing), SIDES))[0])
+    (plot,) = run(pair(spec, **conditions), Analysis(sweep(swing), sides()))
+    return plot["scale"], shares(plot)
 
 
 def over_tails(
@@ -141,8 +143,9 @@ def over_tails(
     """The logistic fit at each tail current, in one run."""
     spec.check_swing(swing)
     source = "iref" if spec.real else "it"
-    runs = [Analysis(sweep(swing), SIDES, (f"alter {source} dc={tail:.6g}",)) for tail in tails]
-    return [fit(*shares(plot)) for plot in run(pair(spec, **conditions), *runs)]
+    runs = [Analysis(sweep(swing), sides(), (f"alter {source} dc={tail:.6g}",)) for tail in tails]
+    plots = run(pair(spec, **conditions), *runs)
+    return [fit(plot["scale"], shares(plot)) for plot in plots]
 
 
 def over_temperature(
@@ -174,12 +177,10 @@ def mismatch(spec: Pair, pairs: int = 200, seed: int = 1, **conditions: Any) -> 
         raise ValueError(f"a spread needs 2 pairs or more; got {pairs}.")
     tags = [str(k) if k else "" for k in range(pairs)]
     netlist = pair(spec, copies=pairs, seed=seed, **conditions)
-    names = tuple(f"{side}{tag})" for tag in tags for side in _SIDES)
+    names = tuple(name for tag in tags for name in sides(tag))
     # Fewer points than for one pair: a hundred pairs are swept at once, and two numbers fitted.
-    step = f"dc vd {-SWING:g} {SWING:g} {2 * SWING / 80:.10g}"
-    plot = run(netlist, Analysis(step, names))[0]
-    first, second = (torch.stack([plot[f"{side}{tag})"] for tag in tags]) for side in _SIDES)
-    taus, thetas = fits(plot["scale"], first / (first + second))
+    (plot,) = run(netlist, Analysis(sweep(points=81), names))
+    taus, thetas = fits(plot["scale"], torch.stack([shares(plot, tag) for tag in tags]))
     return Spread(pairs, thetas.std().item(), (taus.std() / taus.mean()).item())
 
 
@@ -209,14 +210,11 @@ def settling(spec: Pair, tau: float, **conditions: Any) -> float:
     v = EDGE / tau
 
     def driven(wave: Wave) -> Netlist:
-        drive = f"pwl({' '.join(f'{t:.9g} {v * side:.6g}' for t, side in wave)})"
+        drive = follows(wave, lambda side: v * side)
         return pair(spec, drive=drive, one_sided=True, options=timed(spec.tail), **conditions)
 
     # a guess of 50 fC; the time is to fill part of it
-    return max(edges(driven, SIDES, lambda plot: plot["i(v1)"] / spec.tail, 50e-15 / spec.tail))
-
-
-Wave = Sequence[tuple[float, float]]  # times in s, and where the input stands, from -1 to 1
+    return max(edges(driven, sides(), lambda plot: plot["i(v1)"] / spec.tail, 50e-15 / spec.tail))
 
 
 def edges(

@@ -14,6 +14,9 @@ from threshold_gating.hardware.assumptions import Assumptions
 from threshold_gating.hardware.cited import cited, source
 
 _EVEN = "ours at activity 1/4: half of the bits on, mean conductance half of 25 uS, 0.2 V"
+# Inputs spread evenly have mean x^2 / max x^2 = 1/3; normal weights that end at 2.4 sigma have
+# mean |w| / max |w| = 1/3.
+ACTIVITY = 1 / 9
 KULL = "row of 2013 in the ADC survey: SAR, 6.2 effective bits, 1.2 GHz, 32 nm"
 
 
@@ -90,12 +93,12 @@ _SILICON = {
 
 
 def _hermes() -> float:
-    """nJ of one product: a converter a column, inputs as pulses of up to 127 ns, activity 1/9."""
+    """nJ of one product: a converter a column, inputs as pulses of up to 127 ns."""
     settings = Assumptions(
         node=14, rows=256, columns=256, adc_bits=8, dac_bits=8, adc_rate=7.7e6, read=127e-9
     )
     f = settings.figures()
-    cells = 256**2 / 9 * f["crossbar, converted"].value  # mean x^2 / max x^2, mean |w| / max |w|
+    cells = 256**2 * ACTIVITY * f["crossbar, converted"].value
     return (256 * (f["ADC, regression"].value + f["DAC"].value) + cells) / 1e3
 
 
@@ -159,13 +162,13 @@ def attention(
 ) -> Attention:
     """Leroux et al. (2025, gain cells against GPUs) with the figures of `settings`.
 
-    Keys and values are cells like any others; writing them costs a DAC each. Activity is 1/9.
+    Keys and values are cells like any others; writing them costs a DAC each.
     """
     a = settings or Assumptions()
     f = {name: figure.value for name, figure in a.figures().items()}
     depth, across = math.ceil(keys / a.rows), math.ceil(keys / a.columns)
     below = math.ceil(width / a.rows)
-    macs = keys * width / 9  # of each of the two products; converters read the second
+    macs = keys * width * ACTIVITY  # of each of the two products; converters read the second
     ends = (2 * width + width * across) * f["DAC"] + width * depth * f["ADC, survey median"]
     between = keys * below * f["ADC, survey median"] + keys * f["DAC"] * math.ceil(
         width / a.columns

@@ -7,7 +7,7 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -92,8 +92,9 @@ class Netlist:
     def count(self) -> dict[str, int]:
         """How many of each device there are, by our names; sources are not counted."""
         names = {model: kind for kind, model in pdk.chosen(self.models).devices.items()}
-        kinds = [names[_device(line)] for line in self.elements if line[0] in "xX"]
-        kinds += [{"r": "res", "c": "cap"}[line[0]] for line in self.elements if line[0] in "rc"]
+        parts = [(line[0].lower(), line) for line in self.elements]
+        kinds = [names[_device(line)] for letter, line in parts if letter == "x"]
+        kinds += [{"r": "res", "c": "cap"}[letter] for letter, _ in parts if letter in "rc"]
         return {kind: kinds.count(kind) for kind in sorted({*kinds})}
 
 
@@ -107,6 +108,19 @@ def number(text: str) -> float:
 
 _SUFFIX = {None: 1, "t": 1e12, "g": 1e9, "meg": 1e6, "k": 1e3}
 _SUFFIX |= {"m": 1e-3, "u": 1e-6, "n": 1e-9, "p": 1e-12, "f": 1e-15}
+
+
+# Sources that move
+
+Wave = Sequence[tuple[float, float]]  # times in s, and where an input stands, from -1 to 1
+
+
+def follows(wave: Wave, value: Callable[[float], float]) -> str:
+    """The value of a source that is `value` of the wave: a number where it stands still."""
+    points = [(t, f"{value(side):.8g}") for t, side in wave]
+    if len({level for _, level in points}) == 1:
+        return points[0][1]
+    return f"pwl({' '.join(f'{t:.9g} {level}' for t, level in points)})"
 
 
 # What a cell may be made of

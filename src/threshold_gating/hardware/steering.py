@@ -10,14 +10,14 @@ K = 2 is two pairs with crossed outputs.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
 from threshold_gating.hardware import devices
 from threshold_gating.hardware.cells import LENGTHS, MIRROR, WIDTHS, device, within
-from threshold_gating.hardware.spice import Netlist
+from threshold_gating.hardware.spice import Netlist, Wave, follows
 from threshold_gating.instance import TG
 
 DEPTH = 0.8  # of the bias: how far a branch current goes to either side
@@ -33,7 +33,6 @@ PFOLLOWER = (20.0, 0.5)  # width and length of its pfet: wide, so that its gate 
 QUIET = (1e-9, 1e-7)
 AB_BIASES = (1e-8, 2e-7)
 
-Wave = Sequence[tuple[float, float]]  # times in s, and x in spans
 SWEEP: Wave = ((0.0, -1.0), (RAMP, 1.0))
 
 
@@ -161,7 +160,10 @@ def _check_instance(name: str, t: TG) -> None:
             "softmax form."
         )
     if not t.hard and max(t.theta) - min(t.theta) > 20:
-        raise ValueError(f"{name} has thresholds from {min(t.theta):g} to {max(t.theta):g}.")
+        raise ValueError(
+            f"{name} has thresholds from {min(t.theta):g} to {max(t.theta):g}; up to 20 apart they "
+            "are within the reach of one cell."
+        )
 
 
 def _check_parts(cell: Cell) -> None:
@@ -195,9 +197,8 @@ def _check_class_ab(cell: Cell) -> None:
 
 
 def _check_rails(cell: Cell) -> None:
-    high = round(cell.supply - SATURATION - COMMON, 6)
-    low = round(DEPTH * COMMON, 6)
-    if high <= 0:
+    room = round(cell.supply - SATURATION - COMMON, 6)  # less than from COMMON down to the ground
+    if room <= 0:
         raise ValueError(
             f"a supply of {cell.supply:g} V leaves no room: gates stand at {COMMON:g} V and a "
             f"mirror above them needs {SATURATION:g} V; give "
@@ -207,10 +208,10 @@ def _check_rails(cell: Cell) -> None:
         raise ValueError(
             f"sky130 transistors bear up to 1.95 V; got a supply of {cell.supply:g} V."
         )
-    if not 0 < cell.swing <= min(high, low):
+    if not 0 < cell.swing <= room:
         raise ValueError(
             f"a swing of {cell.swing:g} V does not fit between the rails: at a supply of "
-            f"{cell.supply:g} V it may be up to {min(high, low):g} V (gates stand at {COMMON:g} V)."
+            f"{cell.supply:g} V it may be up to {room:g} V (gates stand at {COMMON:g} V)."
         )
 
 
@@ -284,10 +285,7 @@ def _one(cell: Cell, tag: str, wave: Wave) -> list[str]:
 
 def _driven(cell: Cell, wave: Wave, value: Callable[[float], float]) -> str:
     """The value of a source that follows x."""
-    points = [(t, f"{value(x * cell.span):.8g}") for t, x in wave]
-    if len({level for _, level in points}) == 1:
-        return points[0][1]
-    return f"pwl({' '.join(f'{t:.9g} {level}' for t, level in points)})"
+    return follows(wave, lambda side: value(side * cell.span))
 
 
 def _sources(cell: Cell, tag: str, wave: Wave) -> list[str]:

@@ -312,10 +312,15 @@ def features(
             below, above = (slopes[j] * at + constants[j] for j in (k, k + 1))
             parts[k] = parts[k] - _constant(below) * rise
             parts[k + 1] = parts[k + 1] + _constant(above) * rise
-    axis = axis % x.dim()
-    shape = (*x.shape[:axis], groups, x.shape[axis] // groups, *x.shape[axis + 1 :])
-    split = [p.reshape(shape) for p in parts]
-    return torch.stack(split, axis + 1).flatten(axis, axis + 2).to(x.dtype)
+    return beside(parts, axis, groups).to(x.dtype)
+
+
+def beside(parts: Sequence[Tensor], axis: int, groups: int) -> Tensor:
+    """Gated inputs in the order of `features`."""
+    known = parts[0].shape
+    axis = axis % len(known)
+    shape = (*known[:axis], groups, known[axis] // groups, *known[axis + 1 :])
+    return torch.stack([p.reshape(shape) for p in parts], axis + 1).flatten(axis, axis + 2)
 
 
 def wide(x: Tensor) -> Tensor:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from threshold_gating import primitive
+from threshold_gating.kernels.blend.kept import kept
 from threshold_gating.kernels.structure import Rows, Shape, Structure, Tensors, viewed
+from threshold_gating.primitive.graphs import keeps_gates
 
 Grads = list[Tensor | None]
 
@@ -52,19 +54,22 @@ class Formula(NamedTuple):
     def inputs(self, x: Tensor, rows: Rows, factor: Tensor | None = None) -> Tensor:
         """The gated inputs, times `factor`, padded where the convolution itself cannot."""
         axis, groups = (-1, 1) if self.conv is None else (1, self.conv.groups)
-        tau, theta, s, c = rows
-        phi = primitive.features(
-            x,
-            tau if len(tau) > 1 else tau[0],
-            theta,
-            s,
-            c,
-            axis=axis,
-            groups=groups,
-            form=self.structure.form,
-            owner=self.structure.owner,
-            straight=self.structure.may_jump and torch.is_grad_enabled(),
-        )
+        if keeps_gates():
+            phi = primitive.beside(self._nodes(x, rows), axis, groups)
+        else:
+            tau, theta, s, c = rows
+            phi = primitive.features(
+                x,
+                tau if len(tau) > 1 else tau[0],
+                theta,
+                s,
+                c,
+                axis=axis,
+                groups=groups,
+                form=self.structure.form,
+                owner=self.structure.owner,
+                straight=self.structure.may_jump and torch.is_grad_enabled(),
+            )
         if factor is not None:
             at = axis % x.dim()
             before, after = x.shape[:at], x.shape[at + 1 :]
@@ -74,6 +79,18 @@ class Formula(NamedTuple):
         if self.conv is None or not self.conv.pad:
             return phi
         return F.pad(phi, self.conv.pad, self.conv.mode)
+
+    def _nodes(self, x: Tensor, rows: Rows) -> list[Tensor]:
+        """The gated inputs in a graph that keeps gates: each is the gate whose other branches are
+        0."""
+
+        def only(row: Sequence[Any], k: int) -> list[Any]:
+            return [w if j == k else 0.0 for j, w in enumerate(row)]
+
+        known, (tau, theta, s, c) = self.structure._replace(q=None, anchor=None, clamp=None), rows
+        return [
+            kept(x, None, known, Rows(tau, theta, only(s, k), only(c, k))) for k in range(len(s))
+        ]
 
     def product(self, phi: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if self.conv is None:
