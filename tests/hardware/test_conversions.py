@@ -113,6 +113,165 @@ def test_products_of_data_are_on_no_crossbar():
     assert sum(p.macs for p in products(run).values()) == 3 * 5 * 8 * (24 + 8)
 
 
+def test_parts_of_one_parameter_are_layers_of_their_own():
+    net = nn.MultiheadAttention(16, 2, batch_first=True)
+    q, k = torch.randn(3, 5, 16), torch.randn(3, 7, 16)
+    found = products(trace(net, (q, k, k)))
+    assert {n: (p.rows, p.columns, p.count) for n, p in found.items()} == {
+        "in_proj": (16, 16, 3 * 5),
+        "in_proj#2": (16, 32, 3 * 7),
+        "out_proj": (16, 16, 3 * 5),
+    }
+
+
+class Stack(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(3, 4, 4))
+
+    def forward(self, x):
+        twice = 2 * self.w  # two more of its own
+        turned = self.w[1].t()  # with other columns
+        for w in (*self.w, self.w[0], 2 * self.w[1], twice[0], 3 * twice[1], turned, 2 * self.w[1]):
+            x = torch.relu(x @ w)
+        return x
+
+
+def test_slices_of_a_stack_are_layers_and_one_used_twice_is_one():
+    found = products(trace(Stack(), torch.randn(2, 4)))
+    assert list(found) == ["w", *(f"w#{k}" for k in range(2, 8))]
+
+
+@pytest.mark.parametrize(
+    "norm",
+    [
+        nn.utils.parametrizations.weight_norm,
+        nn.utils.parametrizations.spectral_norm,
+        nn.utils.weight_norm,
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated:FutureWarning")
+def test_layers_with_computed_weights_keep_their_names(norm):
+    a, b, c = (norm(nn.Linear(4, 4)) for _ in range(3))
+    net = nn.Sequential(a, nn.ReLU(), b, nn.ReLU(), c, nn.ReLU(), a)
+    assert list(products(trace(net, torch.randn(2, 4)))) == ["0", "2", "4"]
+
+
+class Bare(nn.Module):
+    """Weights that are no parameters, and a matrix that the run makes."""
+
+    def __init__(self):
+        super().__init__()
+        self.held = [torch.randn(4, 4) for _ in range(2)]
+
+    def forward(self, x):
+        for w in (*self.held, self.held[0], torch.ones(4, 4)):
+            x = torch.relu(x @ w)
+        return x
+
+
+def test_weights_without_a_name_are_told_apart():
+    found = products(trace(Bare(), torch.randn(2, 4)))
+    assert list(found) == ["computed 4x4", "computed 4x4#2", "computed 4x4#3"]
+
+
+@pytest.mark.parametrize("steps", [1, 7])
+def test_the_first_step_of_a_recurrent_layer_is_a_step(steps):
+    run = trace(nn.LSTM(8, 16), torch.randn(steps, 2, 8))
+    calls = [n.product.count for n in run.nodes if n.name == "weight_hh_l0"]
+    assert calls == [2] * steps
+
+
+class Start(nn.Module):
+    """A cell whose first state is zero, or learned."""
+
+    def __init__(self, learned):
+        super().__init__()
+        self.cell = nn.GRUCell(3, 4)
+        self.start = nn.Parameter(torch.ones(1, 4)) if learned else torch.zeros(1, 4)
+
+    def forward(self, x):
+        return self.cell(x, self.start.expand(len(x), 4))
+
+
+def test_a_cell_is_counted_from_any_state():
+    for net in (nn.GRUCell(3, 4), Start(False), Start(True)):
+        names = [n.name for n in trace(net, torch.randn(2, 3)).nodes if n.product]
+        assert sorted(name.removeprefix("cell.") for name in names) == ["weight_hh", "weight_ih"]
+
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w, self.v = nn.Parameter(torch.randn(3, 4, 5)), nn.Parameter(torch.randn(5, 6))
+
+    def forward(self, x):
+        y = torch.relu(torch.bmm(x, self.w))
+        z = torch.relu(torch.einsum("bnk,km->bnm", y, self.v))
+        return (2 * self.v) @ z[0].t() + (2 * self.v) @ z[1].t()  # weights first
+
+
+def test_products_of_stacks_with_weights_are_on_crossbars():
+    run = trace(Experts(), torch.randn(3, 2, 4))
+    made = [(n.name, n.product) for n in run.nodes if n.product]
+    assert [(n, p.rows, p.columns, p.groups, p.count) for n, p in made] == [
+        ("w", 4, 5, 3, 2),
+        ("v", 5, 6, 1, 3 * 2),
+        ("v#2", 6, 5, 1, 2),
+        ("v#2", 6, 5, 1, 2),
+    ]
+    assert run.digital_ops() == {}
+
+
+class Grown(nn.Module):
+    """A recurrent convolution by hand, and one of a table that never changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = (nn.Conv1d(2, 2, 3, padding=1) for _ in range(3))
+        self.register_buffer("table", torch.randn(1, 2, 5))
+
+    def forward(self, x):
+        h = torch.zeros_like(x)
+        for _ in range(3):
+            h = torch.tanh(self.a(x) + self.b(h))
+        return h + self.c(self.table)
+
+
+def test_a_state_made_by_the_network_is_data_and_a_table_is_not():
+    run = trace(Grown(), torch.randn(4, 2, 5))
+    names = [n.name for n in run.nodes if n.product]
+    assert (names.count("a"), names.count("b"), names.count("c")) == (3, 3, 0)
+    assert run.digital_ops() == {}
+
+
+class Added(nn.Module):
+    """Low-rank weights: the product of two parameters is no product with data."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.randn(4, 2)), nn.Parameter(torch.zeros(2, 4))
+
+    def forward(self, x):
+        return x @ (self.a @ self.b)
+
+
+def test_weights_made_of_weights_are_one_product():
+    found = products(trace(Added(), torch.randn(3, 4)))
+    assert {n: (p.rows, p.columns, p.count) for n, p in found.items()} == {
+        "computed 4x4": (4, 4, 3)
+    }
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors:UserWarning")
+def test_a_layer_of_no_size_multiplies_nothing():
+    net = nn.Sequential(nn.Linear(3, 0), nn.ReLU(), nn.Linear(0, 4), nn.ReLU(), nn.Linear(4, 2))
+    assert list(products(trace(net, torch.randn(2, 3)))) == ["4"]
+    nothing = nn.Sequential(nn.Linear(3, 0), nn.Linear(0, 4))
+    with pytest.raises(ValueError, match="nothing to put on crossbars"):
+        trace(nothing, torch.randn(2, 3))
+
+
 class Attending(nn.Module):
     def __init__(self):
         super().__init__()
@@ -140,5 +299,7 @@ def test_a_network_without_weights_and_inputs_that_do_not_fit_are_refused():
         trace(nn.ReLU(), torch.randn(3))
     with pytest.raises(ValueError, match="0 has weights or inputs that are not finite"):
         trace(nn.Sequential(nn.Linear(3, 3)), torch.full((2, 3), torch.nan))
+    with pytest.raises(ValueError, match="the inputs are empty"):
+        trace(nn.Linear(3, 3), torch.randn(0, 3))
     with pytest.raises(ValueError, match="does not run on the inputs given"):
         trace(nn.Linear(3, 3), torch.randn(3, 4))

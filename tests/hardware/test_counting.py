@@ -70,3 +70,89 @@ def test_a_digital_norm_costs_conversions_in_and_out():
     assert (sum(plain.adc.values()), sum(plain.dac.values())) == (18, 12)
     # y is converted once for the norm, b gets DACs, and their sum is converted
     assert (sum(normed.adc.values()), sum(normed.dac.values())) == (18 + 18, 12 + 18)
+
+
+def busy(totals):
+    return {k: v for k, v in totals.items() if v}
+
+
+@pytest.mark.parametrize("norm", [nn.Identity(), nn.LayerNorm(64)])
+def test_a_tile_that_a_converter_reads_is_on_as_long_as_the_converter(norm):
+    run = trace(nn.Sequential(nn.Linear(64, 64), norm), torch.randn(4, 64))
+    digital, analog = (count(run, Assumptions(), design) for design in ("digital", "analog"))
+    assert digital.adc == analog.adc == {"0": 256}
+    assert analog.crossbar == digital.crossbar
+    assert not analog.gated
+
+
+class Skipped(nn.Module):
+    """A layer that a gate reads; with `both`, a converter reads it, too."""
+
+    def __init__(self, both):
+        super().__init__()
+        self.a, self.b, self.both = nn.Linear(4, 6), nn.Linear(6, 6), both
+
+    def forward(self, x):
+        y = self.a(x)
+        z = self.b(torch.relu(y))
+        return y + z if self.both else z
+
+
+def test_a_gate_reads_a_tile_for_as_long_as_it_settles_unless_a_converter_does_too():
+    for both in (False, True):
+        run = trace(Skipped(both), torch.randn(3, 4))
+        a, b = (n.product.macs * n.product.activity for n in run.nodes if n.product)
+        found = count(run, Assumptions(), "analog")
+        assert busy(found.gated) == ({} if both else {"a": a})
+        assert busy(found.crossbar) == ({"a": a, "b": b} if both else {"b": b})
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm, self.f, self.p = (
+            nn.LayerNorm(width),
+            nn.Linear(width, width),
+            nn.Linear(width, width),
+        )
+
+    def forward(self, x):
+        return x + self.p(torch.relu(self.f(self.norm(x))))
+
+
+def test_a_residual_stream_is_converted_by_the_layer_that_was_added_last():
+    run = trace(nn.Sequential(nn.Linear(8, 16), *map(Block, (16, 16, 16))), torch.randn(4, 8))
+    found = count(run, Assumptions(), "analog")
+    assert busy(found.adc) == {"0": 64, "1.p": 64, "2.p": 64, "3.p": 64}
+    assert found.converted_tiles == 4
+    assert found.gates == 3 * 16 * 2  # a gate in each block
+
+
+class Beside(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.norm = nn.Linear(4, 6), nn.Linear(4, 10), nn.LayerNorm(16)
+
+    def forward(self, x):
+        return self.norm(torch.cat([self.a(x), self.b(x)], -1))
+
+
+def test_layers_side_by_side_have_converters_each():
+    found = count(trace(Beside(), torch.randn(3, 4)), Assumptions(), "analog")
+    assert busy(found.adc) == {"a": 18, "b": 30}
+    assert found.converted_tiles == 2
+
+
+def test_gates_of_a_cell_are_on_the_chip_once_for_all_steps():
+    one, seven = (
+        count(trace(nn.LSTM(3, 4), torch.randn(steps, 2, 3)), Assumptions(), "analog").gates
+        for steps in (2, 7)
+    )
+    assert one == seven == 4 * (3 + 2)  # three sigmoids and two tanh of one tail each
+
+
+def test_a_state_of_zero_needs_no_driver_where_states_are_analog():
+    run = trace(nn.LSTM(8, 16), torch.randn(7, 2, 8))
+    digital, analog = (count(run, Assumptions(), design) for design in ("digital", "analog"))
+    assert digital.dac == {"weight_ih_l0": 7 * 2 * 8, "weight_hh_l0": 7 * 2 * 16}
+    assert busy(analog.dac) == {"weight_ih_l0": 7 * 2 * 8}

@@ -39,6 +39,16 @@ def test_layers_add_up_to_the_whole(report):
         assert summed == pytest.approx(report.total(design).value)
 
 
+def test_an_activation_before_the_first_layer_is_in_the_sum():
+    found = energy(nn.Sequential(nn.ReLU(), nn.Linear(8, 4)), torch.randn(3, 8))
+    unit = found.assumptions.figures()["activation unit"].value
+    for design in DESIGNS:
+        layers = found.layer_energies[design]
+        assert layers["(inputs)"]["activation units"].value == pytest.approx(3 * 8 * unit)
+        summed = sum(part.value for parts in layers.values() for part in parts.values())
+        assert summed == pytest.approx(found.total(design).value)
+
+
 def test_areas_are_converters_drivers_cells_and_gates(report):
     f = {name: figure.value for name, figure in report.assumptions.figures().items()}
     digital, analog = report.areas["digital"], report.areas["analog"]
@@ -66,8 +76,8 @@ def test_cells_cost_their_activity_longer_in_front_of_a_gate():
     )
     converted, gated = f["crossbar, converted"], f["crossbar, gated"]
     assert digital == pytest.approx((first + last) * converted, rel=1e-5)  # float32 here
-    # In this design every product stays a current: the ADC at the end comes behind the wires.
-    assert analog == pytest.approx((first + last) * gated, rel=1e-5)
+    # A gate reads the first layer, and the ADC at the end the last.
+    assert analog == pytest.approx(first * gated + last * converted, rel=1e-5)
 
 
 def test_96_tiles_share_two_activation_units():

@@ -57,13 +57,15 @@ def test_attention_is_counted_as_by_hand():
     # DACs write a key and a value, and drive the query into 8 tiles; 8 sums of 64 are converted.
     ends = (64 + 64 + 8 * 64) * dac + 8 * 64 * adc
     # A gate for each key, and three cells of the tree; or scores converted there and back.
-    analog = ends + 4 * 1024 * f["gate"] + macs * f["crossbar, gated"]
+    # Gates read the product with the keys, converters that with the values.
+    cells = macs / 2 * (f["crossbar, gated"] + f["crossbar, converted"])
+    analog = ends + 4 * 1024 * f["gate"] + cells
     scores = 1024 * (adc + dac + f["activation unit"])
     assert found.analog == pytest.approx(analog)
     assert found.digital == pytest.approx(ends + scores + macs * f["crossbar, converted"])
-    # Twelve heads share the memory; two products and gates, and a tree of 10 levels up and down.
+    # Twelve heads share the memory; a product, gates, a tree of 10 levels up and down, and a read.
     assert found.gpu_seconds == pytest.approx(12 * 2 * 1024 * 64 * 2 / 3.35e12)
-    assert found.analog_seconds == pytest.approx((3 + 2 * 10) * settings.settling)
+    assert found.analog_seconds == pytest.approx((2 + 2 * 10) * settings.settling + 100e-9)
 
 
 def test_a_chip_with_its_converters_a_column_is_counted_as_by_hand(checks):

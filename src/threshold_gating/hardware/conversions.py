@@ -8,7 +8,9 @@ pair steers), or digital. An op that is not known is digital, and is named.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -45,7 +47,12 @@ _WIRES = {
         "unfold pixel_shuffle pixel_unshuffle channel_shuffle narrow lift_fresh diagonal",
     }.items()
 }
-_IGNORED = frozenset(("sym_size", "size", "is_same_size", "empty", "zeros", "empty_like"))
+_SIZES = {"sym_size", "size", "is_same_size"}
+_CONSTANTS = {
+    *("empty", "zeros", "empty_like", "zeros_like", "ones_like", "full_like"),
+    *("new_empty", "new_zeros", "new_ones", "new_full"),
+}
+_PRODUCTS = {"mm", "addmm", "mv", "addmv", "bmm", "baddbmm"}
 _ATTENTION = aten_ops.NONLINEAR["attention"]
 
 
@@ -59,6 +66,7 @@ class Product:
     count: int
     overlaps: bool = False  # columns are added where they overlap, as of a transposed convolution
     activity: float = 1.0  # mean x^2 / max x^2 times mean |w| / max |w|
+    turned: bool = False  # weights times data, not data times weights
 
     @property
     def macs(self) -> int:
@@ -82,6 +90,7 @@ class Node:
     tails: int = 0  # tail currents of the gates of one element
     channels: int = 1  # physical gates, each used again at every position
     macs: int = 0  # of a digital product
+    rests: bool = False  # the state before the first step: rows at zero
 
 
 @dataclass(frozen=True)
@@ -100,6 +109,8 @@ class Trace:
 def trace(model: nn.Module, inputs: Any) -> Trace:
     """What one run of a network, converted or not, does; inputs as `tg.convert` takes them."""
     given = fresh(inputs)
+    if not any(t.numel() for t in aten_ops.tensors(given)):
+        raise ValueError("energy: the inputs are empty; give at least one.")
     recorder = _Recorder(model)
     with evaluating(model), _plain_recurrence(model), recorder.watch:
         for each in aten_ops.tensors(given):
@@ -140,10 +151,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.nodes: list[Node] = []
         self.nodes_of: Any = WeakIdKeyDictionary()
-        self.names = {
-            p.untyped_storage().data_ptr(): name.removesuffix(".weight").removesuffix("_weight")
-            for name, p in model.named_parameters()
-        }
+        self.weights = _Weights(model)
         self.inside = False  # of a gate of a converted network
         self.watch = Watch(model, self._see, _whole, read=lambda *call: None, answered=True)
 
@@ -178,9 +186,14 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = func.overloadpacket.__name__.removesuffix("_")
         sources = self._known((args, kwargs))
         node = None
-        if sources and not self.inside and name not in _IGNORED:
+        if sources and not self.inside and name not in _SIZES | _CONSTANTS:
             node = self._node(name, args, sources)  # before an in-place op overwrites its input
+        constant = not sources and not self.inside
+        if constant:
+            node = self._product(name, args)  # of a state that the network starts from
         output = func(*args, **kwargs)
+        if constant and node is None:
+            self.weights.follow(name, (args, kwargs), output)
         if node is not None:
             found = [t for t in tree_leaves(output) if isinstance(t, Tensor)]
             for t in found if node.kind == "view" else found[:1]:
@@ -221,20 +234,118 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _product(self, name: str, args: Any) -> Node | None:
         """A product of data with weights."""
-        if name == "convolution" and args[1] not in self.nodes_of:
-            product, x, w = _convolution(*args), args[0], args[1]
-        elif name in ("mm", "addmm", "mv", "addmv"):
-            a, b = args[-2:] if name in ("mm", "mv") else args[1:3]
-            if (a in self.nodes_of) == (b in self.nodes_of):
+        if name == "convolution":
+            if args[1] in self.nodes_of or not self._is_data(*args[:2]):
                 return None
-            x, w = (a, b) if a in self.nodes_of else (b, a)
-            count = x.numel() // a.shape[-1]
-            product = Product(a.shape[-1], w.numel() // a.shape[-1], 1, count)
+            product, x, w = _convolution(*args), args[0], args[1]
+        elif name in _PRODUCTS:
+            a, b = [t for t in args if isinstance(t, Tensor)][-2:]
+            first = self._is_data(a, b)
+            if first == self._is_data(b, a):
+                return None
+            x, w = (a, b) if first else (b, a)
+            groups = 1 if w.dim() < 3 or w.stride(0) == 0 else len(w)
+            of_one = w[0] if w.dim() == 3 else w
+            rows = a.shape[-1]
+            vectors, columns = x.numel() // max(rows * groups, 1), of_one.numel() // max(rows, 1)
+            product = Product(rows, columns, groups, vectors, turned=not first)
         else:
             return None
-        where = self.names.get(w.untyped_storage().data_ptr(), "computed weights")
+        if not product.rows * product.columns * product.groups:
+            return None
         activity = _share(x.double().square()) * _share(w.double().abs())
-        return Node(name, "product", (), 0, where, replace(product, activity=activity))
+        where = self.weights.layer(w, product)
+        made = Node(name, "product", (), 0, where, replace(product, activity=activity))
+        return replace(made, rests=x not in self.nodes_of and not x.any())
+
+    def _is_data(self, x: Tensor, other: Tensor) -> bool:
+        """Whether it depends on the inputs, or is the state that a recurrent layer starts from."""
+        if x in self.nodes_of:
+            return True
+        if other in self.nodes_of or not self.weights.parameters(other):
+            return False
+        return self.weights.is_recurrent(other) or not (self.weights.parameters(x) or x.any())
+
+
+class _Weights:
+    """Which layer a matrix of weights is: a parameter, a part of one, or computed from some."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.spans: dict[int, list[tuple[int, int, str]]] = {}  # by storage: where each lies
+        for name, t in (*model.named_parameters(), *model.named_buffers()):
+            start, held = int(t.storage_offset()), self.spans.setdefault(_storage(t), [])
+            held.append((start, start + t.numel(), name))
+        self.recurrent = {
+            f"{prefix}.{name}".lstrip(".")
+            for prefix, module in model.named_modules()
+            if isinstance(module, nn.RNNBase | nn.RNNCellBase)
+            for name, _ in module.named_parameters(recurse=False)
+            if name.startswith("weight_hh")
+        }
+        self.computed: Any = WeakIdKeyDictionary()  # what a tensor was computed from
+        self.made: list[Tensor] = []  # of no origin; kept so that no other has their address
+        self.named: dict[str, list[Any]] = {}
+
+    def origin(self, t: Tensor) -> tuple[tuple[str, ...], Any]:
+        """Names of the parameters that a tensor is of, and how it was computed from them."""
+        start = t.storage_offset()
+        for low, high, name in self.spans.get(_storage(t), ()):
+            if low <= start < high:
+                return (name,), name
+        if t not in self.computed:
+            self.made.append(t)
+            self.computed[t] = ((), len(self.made))
+        found: tuple[tuple[str, ...], Any] = self.computed[t]
+        return found
+
+    def parameters(self, t: Tensor) -> tuple[str, ...]:
+        return self.origin(t)[0]
+
+    def is_recurrent(self, w: Tensor) -> bool:
+        return self.recurrent.issuperset(self.parameters(w))
+
+    def follow(self, op: str, given: Any, output: Any) -> None:
+        """What an op computed without data: the same op of the same parts is the same matrix."""
+        leaves = tree_leaves(given)
+        sources = [t for t in leaves if isinstance(t, Tensor)]
+        names = tuple(dict.fromkeys(name for t in sources for name in self.parameters(t)))
+        how = hash((op, *(self._part(t) if isinstance(t, Tensor) else repr(t) for t in leaves)))
+        for t in tree_leaves(output):
+            if not names or not isinstance(t, Tensor) or _storage(t) in self.spans:
+                continue
+            whole = [s for s in sources if s is not t and _storage(s) == _storage(t)]  # of a view
+            self.computed[t] = self.origin(whole[0]) if whole else (names, how)
+
+    def _part(self, t: Tensor) -> tuple[Any, ...]:
+        return (self.origin(t)[1], t.storage_offset(), *t.shape, *t.stride())
+
+    def layer(self, w: Tensor, product: Product) -> str:
+        """Its name; further matrices of one name have numbers."""
+        size = f"computed {product.rows}x{product.columns}"
+        name = _common([_plain(name) for name in self.parameters(w)]) or size
+        key = (self._part(w), product.overlaps, product.turned)
+        keys = self.named.setdefault(name, [])
+        if key not in keys:
+            keys.append(key)
+        number = keys.index(key) + 1
+        return f"{name}#{number}" if number > 1 else name
+
+
+def _storage(t: Tensor) -> int:
+    return t.untyped_storage().data_ptr()
+
+
+def _plain(name: str) -> str:
+    """A parameter by its layer."""
+    name = re.sub(r"parametrizations\.(\w+)\..*", r"\1", name)
+    return name.removesuffix(".weight").removesuffix("_weight")
+
+
+def _common(names: list[str]) -> str:
+    """The path that all begin with."""
+    parts = zip(*(name.split(".") for name in names), strict=False)
+    same = itertools.takewhile(lambda each: len(set(each)) == 1, parts)
+    return ".".join(each[0] for each in same)
 
 
 def _share(x: Tensor) -> float:

@@ -23,7 +23,7 @@ from torch import nn
 
 from threshold_gating.hardware.assumptions import NOT_COUNTED, Assumptions
 from threshold_gating.hardware.conversions import Trace, trace
-from threshold_gating.hardware.counting import DESIGNS, Counts, count, layers, tiles_of
+from threshold_gating.hardware.counting import DESIGNS, INPUTS, Counts, count, layers, tiles_of
 from threshold_gating.hardware.energy_text import text
 from threshold_gating.hardware.figure import Figure
 
@@ -119,13 +119,14 @@ def budget(run: Trace, settings: Assumptions) -> Report:
     )
     cells = sum(2 * p.rows * p.columns * p.groups for p in found.values())
     tiles = sum(row.tiles for row in rows)
+    places = [*found, *([INPUTS] if counts["digital"].activations[INPUTS] else [])]
     return Report(
         settings,
         rows,
         {d: {w: _energies(c, figures, w) for w in ADCS} for d, c in counts.items()},
         {d: _areas(c, figures, cells, tiles) for d, c in counts.items()},
         {
-            d: {name: _energies(c.of(name), figures, "median") for name in found}
+            d: {name: _energies(c.of(name), figures, "median") for name in places}
             for d, c in counts.items()
         },
         run.digital_ops(),

@@ -168,19 +168,21 @@ def attention(
     f = {name: figure.value for name, figure in a.figures().items()}
     depth, across = math.ceil(keys / a.rows), math.ceil(keys / a.columns)
     below = math.ceil(width / a.rows)
-    macs = 2 * keys * width * ACTIVITY
+    macs = keys * width * ACTIVITY  # of each of the two products; converters read the second
     ends = (2 * width + width * across) * f["DAC"] + width * depth * f["ADC, survey median"]
     between = keys * below * f["ADC, survey median"] + keys * f["DAC"] * math.ceil(
         width / a.columns
     )
     bits = 2 * keys * width * 16
-    steps = 3 + 2 * math.ceil(math.log2(keys))  # two products, gates, and the tree up and down
+    steps = 2 + 2 * math.ceil(math.log2(keys))  # a product, gates, and the tree up and down
     return Attention(
         gpu=bits * HBM,
-        digital=ends + between + keys * f["activation unit"] + macs * f["crossbar, converted"],
-        analog=ends + 4 * keys * f["gate"] + macs * f["crossbar, gated"],
+        digital=ends + between + keys * f["activation unit"] + 2 * macs * f["crossbar, converted"],
+        analog=ends
+        + 4 * keys * f["gate"]
+        + macs * (f["crossbar, gated"] + f["crossbar, converted"]),
         gpu_seconds=heads * bits / 8 / BANDWIDTH,
-        analog_seconds=steps * a.settling,
+        analog_seconds=steps * a.settling + a.read,
     )
 
 
