@@ -1,5 +1,6 @@
 """Activations in integers against float64, over every code."""
 
+import itertools
 import math
 import re
 
@@ -59,8 +60,7 @@ REFUSED = {
         Format(16, 11, 11),
     ),
     "theta = -9 lies outside": (TG(math.inf, -9.0, (0, 1), (0, 0)), Format(8, 4, 4)),
-    "theta = 0.005 would be 0": (TG(1, 0.005, (0, 1), (0, 0)), Format(8, 4, 4)),
-    "theta = 0.2 and 0.7 are one code": (
+    "theta = 0.2 and 0.7 have no code between": (
         TG(math.inf, (0.2, 0.7), (0, 1, 0), (0, 0, 0)),
         Format(8, 0, 0),
     ),
@@ -128,3 +128,34 @@ def test_table_2_fits_one_unit():
         assert torch.equal(
             fp.evaluate(t, fp.every_code(16), f, unit), fp.evaluate(t, fp.every_code(16), f)
         )
+
+
+def test_hard_thresholds_need_a_code_between_them_whoever_owns_them():
+    t = TG(math.inf, (0.306, 0.371), (0, 0, 0), (0, 1, 2), owner=("hi", "lo"))
+    assert fp.error(t, Format(8, 4, 5)) == 0
+    assert 1 in fp.real(fp.evaluate(t, fp.every_code(8), Format(8, 4, 5)), 5)
+    with pytest.raises(FormatError, match="have no code between them"):
+        fp.evaluate(t, torch.tensor([0]), Format(8, 3, 5))
+
+
+@pytest.mark.parametrize("owners", list(itertools.product(("lo", "hi"), repeat=2)))
+def test_formats_of_hard_gates_are_refused_exactly_where_a_branch_has_no_code(owners):
+    x = fp.every_code(8)
+    for theta in [(0.3, 0.4), (0.25, 0.3), (0.26, 0.3125), (0.25, 0.3125), (0.26, 0.27)]:
+        t = TG(math.inf, theta, (0, 0, 0), (0, 1, 2), owner=owners)
+        wanted = t(fp.real(x, 4))
+        try:
+            found = fp.evaluate(t, x, Format(8, 4, 4))
+        except FormatError:
+            assert 1 not in wanted
+        else:
+            assert torch.equal(fp.real(found, 4), wanted)
+            assert 1 in wanted
+
+
+@pytest.mark.parametrize("theta", [1e-4, 0.005, -0.007])
+def test_a_soft_threshold_near_0_is_rounded_as_any_other(theta):
+    f = Format(8, 4, 4)
+    off = fp.error(TG(1, theta, (0, 1), (0, 0)), f)
+    # An eighth of the last bit of x, at a slope of y below 2.
+    assert off <= fp.error(TAXONOMY["silu"], f) + 2 / 8

@@ -197,7 +197,7 @@ def _registers(t: TG, f: Format, unit: Unit) -> Registers:
     owners = t.owner or ("",) * len(t.theta)
     theta = tuple(_theta(at, owner, f, unit) for at, owner in zip(t.theta, owners, strict=True))
     if t.hard:
-        _check_distinct(t.theta, theta, f)
+        _check_distinct(t.theta, [at >> unit.finer for at in theta], owners, f)
     c = tuple(_constant(c, f, unit) for c in t.c)
     low, high = -(2 ** (f.bits - 1)), 2 ** (f.bits - 1) - 1
     if t.clamp is not None:
@@ -241,23 +241,28 @@ def _off(found: Scaled, wanted: float) -> float:
 
 
 def _theta(at: float, owner: str, f: Format, unit: Unit) -> int:
-    """In bits finer than x. A hard gate compares codes, so a theta between two of them is exact."""
+    """In bits finer than x: a soft gate's is off by half of the last of them, near 0 or not.
+
+    A hard gate compares codes, so a theta between two of them is exact.
+    """
     code = math.ldexp(at, f.fraction)
     if not -(2 ** (f.bits - 1)) <= code <= 2 ** (f.bits - 1) - 1:
         raise _NarrowError(f"theta = {at:g} lies outside of {f}, where |x| < {f.reach:g}")
     if owner:
         return (math.ceil(code) if owner == "hi" else math.floor(code)) << unit.finer
-    found = round(math.ldexp(code, unit.finer))
-    if at and not found:
-        raise _NarrowError(f"theta = {at:g} would be 0 in {f}")
-    return found
+    return round(math.ldexp(code, unit.finer))
 
 
-def _check_distinct(theta: Sequence[float], codes: Sequence[int], f: Format) -> None:
-    """Refuse a format in which no x lies between two thresholds of hard gates."""
+def _check_distinct(
+    theta: Sequence[float], codes: Sequence[int], owners: Sequence[str], f: Format
+) -> None:
+    """Refuse a format in which no code lies between two thresholds of hard gates."""
+    above = [code + (owner != "hi") for code, owner in zip(codes, owners, strict=True)]  # the first
     for k in range(len(theta) - 1):
-        if theta[k] != theta[k + 1] and codes[k] == codes[k + 1]:
-            raise _NarrowError(f"theta = {theta[k]:g} and {theta[k + 1]:g} are one code in {f}")
+        if theta[k] != theta[k + 1] and above[k] >= above[k + 1]:
+            raise _NarrowError(
+                f"theta = {theta[k]:g} and {theta[k + 1]:g} have no code between them in {f}"
+            )
 
 
 def _constant(c: float, f: Format, unit: Unit) -> int:
