@@ -159,3 +159,26 @@ def test_a_soft_threshold_near_0_is_rounded_as_any_other(theta):
     off = fp.error(TG(1, theta, (0, 1), (0, 0)), f)
     # An eighth of the last bit of x, at a slope of y below 2.
     assert off <= fp.error(TAXONOMY["silu"], f) + 2 / 8
+
+
+BUMP = TG(1, (0, 0.1), (0, 20, 0), (0, 0, 0))
+
+
+@pytest.mark.parametrize("bits", [8, 16])
+@pytest.mark.parametrize("t", [BUMP, TG(0.25, 0.0, (-30, 30), (0, 0))])
+def test_branches_larger_than_y_have_room(t, bits):
+    assert fp.error(t, fp.format_for(t, bits)) <= (18 if bits == 16 else 3.2)  # as every row
+
+
+@pytest.mark.parametrize(
+    ("t", "f"),
+    [
+        (BUMP, Format(16, 12, 13)),
+        (TG(1, 0.0, (0, 0), (0, 0), q=(-2, 2)), Format(16, 12, 8)),  # q x + s has no room
+    ],
+)
+def test_a_branch_that_leaves_the_sum_where_its_gate_is_open_is_refused(t, f):
+    with pytest.raises(FormatError, match=r"leaves the 2 bits above y .* would do") as refused:
+        fp.evaluate(t, torch.tensor([0]), f)
+    named = re.search(r"Format\((\d+), fraction=(\d+), out=(-?\d+)\)", str(refused.value))
+    assert fp.error(t, Format(*map(int, named.groups()))) <= 18

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import torch
+
 from threshold_gating.hardware.digital.segments import Segments
 from threshold_gating.instance import TG
 
@@ -49,6 +51,7 @@ CHOSEN = {
     16: (Segments("sigmoid", 4, 12, 7, 7, 8, 15), Segments("softplus", 4, 12, 7, 5, 7, 12)),
 }
 GATE, LOG = CHOSEN[16]
+_POINTS = 4097  # of x, at which branches that end are looked at: gates are smooth between them
 
 
 @dataclass(frozen=True)
@@ -203,7 +206,38 @@ def _registers(t: TG, f: Format, unit: Unit) -> Registers:
     if t.clamp is not None:
         low, high = (min(max(round(math.ldexp(b, f.out)), low), high) for b in t.clamp)
     s, q = _slopes(t, f, unit)
+    if lost := saturates(t, f, unit):
+        raise _NarrowError(
+            f"a branch s x + c leaves the {unit.headroom} bits above y where its gate is open, and "
+            f"y is off by {lost:.3g} last bits, in {f}"
+        )
     return Registers(theta, tau, s, c, q, t.hard, tuple(o == "hi" for o in owners), low, high)
+
+
+def saturates(t: TG, f: Format, unit: Unit) -> float:
+    """How many last bits y is off where branches end at the range of sums; 0 for less than half.
+
+    A branch may end there where its gate is shut, or where y ends at its own range as well.
+    """
+    limit = math.ldexp(2.0 ** (unit.bits - 1 + unit.headroom), -f.out)
+    curves = t.q or (0.0,) * t.K
+    steepest = [abs(q) * f.reach + abs(s) for q, s in zip(curves, t.s, strict=True)]
+    most = max(a * f.reach + abs(c) for a, c in zip(steepest, t.c, strict=True))
+    if most <= limit and (not unit.square or max(steepest) <= f.reach):
+        return 0.0
+    near = [at + d for at in t.theta for d in (-1e-9, 0.0, 1e-9)]  # hard gates open there
+    even = torch.linspace(-f.reach, f.reach, _POINTS, dtype=torch.float64)
+    x = torch.cat([even, torch.tensor(near, dtype=torch.float64)])
+    slopes = [q * x + s for q, s in zip(curves, t.s, strict=True)]
+    narrow = [a.clamp(-f.reach, f.reach) if unit.square else a for a in slopes]
+    exact, kept = ([a * x + c for a, c in zip(row, t.c, strict=True)] for row in (slopes, narrow))
+    gates = TG(t.tau, t.theta, (1,) * t.K, (0,) * t.K, form=t.form, owner=t.owner, clamp=t.clamp)
+    wanted = gates(x, v=exact)
+    found = gates(x, v=[branch.clamp(-limit, limit) for branch in kept])
+    end = limit / 2**unit.headroom
+    off = (wanted.clamp(-end, end) - found.clamp(-end, end)).abs().max().item()
+    bits = math.ldexp(off, f.out)
+    return bits if bits > 0.5 else 0.0
 
 
 def _plain(t: TG) -> TG:

@@ -39,7 +39,7 @@ from threshold_gating.instance import TG
 from threshold_gating.nn.activation import Activation
 from threshold_gating.primitive import wide
 
-_COARSER = 6  # formats that are tried, each with a bit less below the point of y
+COARSER = 6  # formats that are tried, each with a bit less below the point of y
 
 
 class _Digital(Chip):
@@ -88,7 +88,7 @@ class FixedGate(AnalogGate):
         fraction, out = room(bits, self._reach()), room(bits, self._size())
         if self.unit.square:
             out = min(out, 2 * fraction)  # x^2 has no more
-        formats = [Format(bits, fraction, out - less) for less in range(_COARSER)]
+        formats = [Format(bits, fraction, out - less) for less in range(COARSER)]
         self._take([wanted] if isinstance(wanted, Format) else formats)
 
     def _take(self, formats: Sequence[Format]) -> None:

@@ -6,8 +6,9 @@ With u_k = tau_k (x - theta_k) and branches L_k = s_k x + c_k, any K is K - 1 ti
     y_1 = L_1,   y_{k+1} = y_k + sigmoid(d_k) (L_{k+1} - y_k).
 
 These are softmax gates exactly: d_k is the log odds of branch k + 1 against all below it together.
-No exponential, no division and no sum over branches is needed, and every y_k is a mean of branches,
-so that nothing overflows.
+No exponential, no division and no sum over branches is needed, and every y_k is a mean of branches:
+it has room where they have. A branch ends at the range of sums; an instance for which that shows in
+y is refused (`format.saturates`).
 """
 
 from __future__ import annotations
