@@ -45,6 +45,7 @@ def summary(report: Report) -> list[str]:
         f"{each.trimmed:.2%} when trimmed (ngspice)."
         for each in report.analog
     ]
+    said += [f"{note}." for note in report.notes]
     said += [f"Stays as it is: {name}." for name in report.kept]
     return [*said, *(f"Not measured: {why}" for why in report.skipped)]
 

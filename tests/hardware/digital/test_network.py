@@ -131,6 +131,62 @@ def test_the_narrowest_widths_reach_what_is_asked_and_no_site_could_be_narrower(
         fp.narrowest(made, score, -1e-9)
 
 
+class Branching(nn.Module):
+    """Which call is taken depends on the batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.l, self.a = nn.Linear(8, 8), nn.SiLU()
+
+    def forward(self, x):
+        h = self.l(x)
+        return torch.softmax(nn.functional.gelu(h), -1) if x.shape[0] > 8 else self.a(h)
+
+
+@torch.no_grad()
+def test_a_site_that_calibration_does_not_reach_stays_float_and_is_named():
+    x = torch.randn(16, 8)
+    net = tg.convert(Branching().eval(), inputs=x)
+    with pytest.warns(UserWarning, match=r":gelu#0 \(not reached\), :softmax#0 \(not reached\)"):
+        made = fp.convert(net, 8, inputs=x[:4])
+    assert [row.name for row in made.sites()] == ["a"]
+    assert torch.allclose(made(x), net(x), atol=1e-6)  # float32, in another order
+
+
+@pytest.mark.parametrize(
+    ("value", "said"), [(0.0, "nothing but zeros"), (torch.nan, "NaN"), (torch.inf, r"\+inf")]
+)
+def test_no_format_is_chosen_from_what_has_no_size(value, said):
+    net = tg.convert(nn.Sequential(nn.Flatten(), nn.ReLU()), inputs=X)
+    bad = torch.zeros_like(X) if value == 0 else X.clone()
+    bad[0, 0] = value
+    with pytest.raises(ValueError, match=rf"fixed_point: 1 saw ({said})"):
+        fp.convert(net, 8, inputs=bad)
+    assert fp.convert(net, fp.Format(8, 4, 4), inputs=bad).sites()[0].format.out == 4
+
+
+@torch.no_grad()
+def test_a_softmax_of_many_keys_in_few_bits_says_what_it_loses():
+    net, z = tg.convert(nn.Sequential(nn.Softmax(-1)), inputs=X), torch.randn(4, 600)
+    with pytest.warns(UserWarning, match=r"0: .* rounding to 8 bits moves \d+% of their sum"):
+        fp.convert(net, 8, inputs=z)
+    found = fp.convert(net, 16, inputs=z)(z)
+    assert (found - torch.softmax(z, -1)).norm() / torch.softmax(z, -1).norm() < 0.02
+
+
+@torch.no_grad()
+def test_branches_of_a_glu_have_room_though_its_gates_are_nearly_shut():
+    class Glu(nn.Module):
+        def forward(self, x):
+            return nn.functional.glu(x)
+
+    x = torch.cat([100 * torch.randn(50, 4), torch.randn(50, 4) - 6], -1)
+    net = tg.convert(Glu(), inputs=x)
+    made = fp.convert(net, 16, inputs=x)
+    # x has 2^-6 for a last bit, and gates 6 of 2^-15, both times a branch of up to 400.
+    assert (made(x) - net(x)).abs().max() < 400 * (2**-7 * 0.02 + 6 * 2**-15)
+
+
 @pytest.mark.skipif(shutil.which("iverilog") is None, reason="iverilog is not installed")
 def test_verilog_gives_what_the_integers_gave_at_every_site(gated):
     report = coverify(gated, X, 8, analog=False)

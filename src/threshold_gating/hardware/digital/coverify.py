@@ -61,6 +61,7 @@ class Report(NamedTuple):
     kept: tuple[str, ...]
     analog: list[Analog]
     skipped: list[str]
+    notes: list[str]
 
     @property
     def exact(self) -> bool:
@@ -100,7 +101,8 @@ def coverify(
     output = compared(0, got, aim)
     rows = _compared(made, simulator, codes, tell)
     found, skipped = _cells(made, tell) if analog else ([], [])
-    return Report(bits, rows, output.error, output.same, simulator, made.kept, found, skipped)
+    shown = (output.error, output.same, simulator, made.kept, found, skipped, made.notes())
+    return Report(bits, rows, *shown)
 
 
 def _compared(made: FixedPoint, simulator: str, codes: int, tell: Callable[..., None]) -> list[Row]:
