@@ -182,3 +182,36 @@ def test_a_branch_that_leaves_the_sum_where_its_gate_is_open_is_refused(t, f):
         fp.evaluate(t, torch.tensor([0]), f)
     named = re.search(r"Format\((\d+), fraction=(\d+), out=(-?\d+)\)", str(refused.value))
     assert fp.error(t, Format(*map(int, named.groups()))) <= 18
+
+
+@pytest.mark.parametrize(
+    ("ask", "said"),
+    [
+        (lambda: Format(8, 2.5, 3), "Format: fraction must be a whole number"),
+        (lambda: Format(8.0), "Format: bits must be a whole number"),
+        (lambda: fp.Unit(guard=0), "guard, headroom and finer must be 1 or more"),
+        (lambda: fp.Unit(slope=2.5), "Unit: slope must be a whole number"),
+        *(
+            (
+                lambda reach=reach: fp.format_for(TAXONOMY["silu"], 8, reach),
+                "reach must be a number",
+            )
+            for reach in (0, -1, math.nan, math.inf)
+        ),
+    ],
+)
+def test_what_is_no_format_is_refused_in_words(ask, said):
+    with pytest.raises(FormatError, match=said):
+        ask()
+
+
+def test_only_codes_of_the_format_are_evaluated():
+    t, f = TAXONOMY["silu"], Format(8, 4, 4)
+    with pytest.raises(TypeError, match=r"codes are integers; got torch.float32. Give quantise"):
+        fp.evaluate(t, torch.tensor([1.5]), f)
+    for codes in (torch.tensor([128]), torch.tensor([0, -129])):
+        with pytest.raises(ValueError, match="are from -128 to 127"):
+            fp.evaluate(t, codes, f)
+        with pytest.raises(ValueError, match="are from -128 to 127"):
+            fp.evaluate(t, torch.tensor([0]), f, v=codes)
+    assert fp.evaluate(t, torch.tensor([], dtype=torch.long), f).numel() == 0

@@ -106,6 +106,17 @@ def test_formats_by_site_and_what_is_no_site(gated):
         made.fix({"act": 8})
 
 
+def test_the_star_is_for_all_others_wherever_it_stands(gated):
+    made = fp.convert(gated, {"*": 8, "act": 16}, inputs=X)
+    assert {row.name: row.format.bits for row in made.sites()}["act"] == 16
+
+
+@pytest.mark.parametrize("bits", [8.0, "8", None, True])
+def test_bits_are_a_whole_number(gated, bits):
+    with pytest.raises(fp.FormatError, match=r"fixed_point: bits, .* must be a whole number"):
+        fp.convert(gated, bits, inputs=X)
+
+
 def test_a_site_that_does_not_fit_is_named():
     net = tg.convert(nn.Sequential(nn.Linear(8, 8), nn.ELU()), inputs=X)
     with pytest.raises(fp.FormatError, match=r"^1: tau = 16384 is too large"):

@@ -17,6 +17,12 @@ class FormatError(ValueError):
     """An instance does not fit a format; the message says which format would do."""
 
 
+def check_whole(what: str, value: object) -> None:
+    """Refuse what is no whole number."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise FormatError(f"{what} must be a whole number, such as 8; got {value!r}.")
+
+
 @dataclass(frozen=True)
 class Format:
     """Codes of one site: x = code / 2^fraction and y = code / 2^out, signed, of `bits` bits.
@@ -29,6 +35,8 @@ class Format:
     out: int = 11
 
     def __post_init__(self) -> None:
+        for name in ("bits", "fraction", "out"):
+            check_whole(f"Format: {name}", getattr(self, name))
         if not 4 <= self.bits <= 16:
             raise FormatError(f"Format: bits must be from 4 to 16; got {self.bits}.")
 
@@ -87,6 +95,13 @@ class Unit:
     square: bool = False
 
     def __post_init__(self) -> None:
+        for name in ("bits", "branches", "tau", "slope", "shift", "guard", "headroom", "finer"):
+            check_whole(f"Unit: {name}", getattr(self, name))
+        if self.guard < 1 or self.headroom < 1 or self.finer < 1:
+            raise FormatError(
+                "Unit: guard, headroom and finer must be 1 or more, for the Verilog has no wires "
+                f"of no bits; got {self}."
+            )
         if self.branches < 1 or self.tau < 1 or self.slope < 2 or self.shift < 1:
             raise FormatError(f"Unit: branches, tau and shift from 1 on, slope from 2; got {self}.")
         if self.gate and self.branches > 2:

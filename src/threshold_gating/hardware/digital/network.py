@@ -20,6 +20,7 @@ from threshold_gating.hardware.digital.format import (
     Registers,
     Scaled,
     Unit,
+    check_whole,
     registers,
     slope,
     unit_for,
@@ -323,7 +324,10 @@ _THREE = TG(1, (0, 1), (0, 1, 1), (0, 0, 0))
 
 
 def _bits(wanted: Format | int) -> int:
-    return wanted if isinstance(wanted, int) else wanted.bits
+    if isinstance(wanted, Format):
+        return wanted.bits
+    check_whole("fixed_point: bits, where no Format is given,", wanted)
+    return Format(wanted).bits
 
 
 def quantise(x: Tensor, fraction: int, bits: int) -> Tensor:
@@ -340,6 +344,9 @@ def real_of(codes: Tensor, fraction: int) -> Tensor:
 
 def room(bits: int, size: float) -> int:
     """The most fraction bits with which `size` has a code, up to a last bit."""
+    check_whole("fixed_point: bits", bits)
+    if not 0 < size < math.inf:
+        raise FormatError(f"fixed_point: reach must be a number above 0; got {size!r}.")
     return bits - 1 - math.ceil(math.log2(size) - 1e-4)
 
 
@@ -388,7 +395,8 @@ class FixedPoint(nn.Module):
         table = wanted if isinstance(wanted, Mapping) else {"*": wanted}
         used = set()
         for gate in self.gates():
-            keys = [key for key in table if matches(key, gate.name)]
+            keys = [key for key in table if key != "*" and matches(key, gate.name)]
+            keys += ["*"] if "*" in table else []
             if not keys:
                 raise ValueError(f"fixed_point: no format for {gate.name}; add '*' for all others.")
             used.add(keys[0])

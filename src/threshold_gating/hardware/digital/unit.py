@@ -37,8 +37,25 @@ def evaluate(
 
     By default the smallest unit of the format's bits is taken that can be the instance.
     """
+    for each in (codes,) if v is None else (codes, v):
+        _check_codes(each, f)
     unit = unit or unit_for(instance, bits=f.bits)
     return run(registers(instance, f, unit), codes, unit, v)
+
+
+def _check_codes(codes: Tensor, f: Format) -> None:
+    """Refuse what is no code of the format."""
+    if codes.is_floating_point() or codes.is_complex() or codes.dtype == torch.bool:
+        raise TypeError(
+            f"fixed_point.evaluate: codes are integers; got {codes.dtype}. Give quantise(x, "
+            f"{f.fraction}, {f.bits})."
+        )
+    end = 2 ** (f.bits - 1)
+    if codes.numel() and not (-end <= codes.min() and codes.max() < end):
+        raise ValueError(
+            f"fixed_point.evaluate: codes of {f} are from {-end} to {end - 1}; got "
+            f"{codes.min().item()} to {codes.max().item()}. `quantise` gives the nearest."
+        )
 
 
 def run(r: Registers, x: Tensor, unit: Unit, v: Tensor | None = None) -> Tensor:
