@@ -189,7 +189,7 @@ def test_a_branch_that_leaves_the_sum_where_its_gate_is_open_is_refused(t, f):
     [
         (lambda: Format(8, 2.5, 3), "Format: fraction must be a whole number"),
         (lambda: Format(8.0), "Format: bits must be a whole number"),
-        (lambda: fp.Unit(guard=0), "guard, headroom and finer must be 1 or more"),
+        (lambda: fp.Unit(guard=0), "Unit: guard must be 1 or more"),
         (lambda: fp.Unit(slope=2.5), "Unit: slope must be a whole number"),
         *(
             (

@@ -9,6 +9,7 @@ from torch import nn
 import threshold_gating as tg
 from threshold_gating.hardware import fixed_point as fp
 from threshold_gating.hardware.digital.coverify import coverify
+from threshold_gating.show.digital import summary
 
 X = torch.randn(4, 5, 8, generator=torch.Generator().manual_seed(0))
 
@@ -205,3 +206,15 @@ def test_verilog_gives_what_the_integers_gave_at_every_site(gated):
     assert len(report.rows) == 12
     assert all(row.codes > 0 and row.seen > 0 for row in report.rows)
     assert max(row.error for row in report.rows) < 6
+
+
+@pytest.mark.skipif(shutil.which("iverilog") is None, reason="iverilog is not installed")
+def test_the_report_says_how_many_channels_the_verilog_had():
+    act = tg.Activation("silu", share="channel", channels=100, train=("theta",))
+    with torch.no_grad():
+        act.dtheta.copy_(torch.linspace(-2, 2, 100).expand_as(act.dtheta))
+    report = coverify(nn.Sequential(act).eval(), torch.randn(3, 100), 12, analog=False)
+    (row,) = report.rows
+    assert row.settings == 100
+    assert 0 < row.simulated <= row.codes == 64
+    assert f"{row.simulated} of 100 settings of their registers" in summary(report)[0]

@@ -97,10 +97,9 @@ class Unit:
     def __post_init__(self) -> None:
         for name in ("bits", "branches", "tau", "slope", "shift", "guard", "headroom", "finer"):
             check_whole(f"Unit: {name}", getattr(self, name))
-        if self.guard < 1 or self.headroom < 1 or self.finer < 1:
+        if self.guard < 1 or self.headroom < 0 or self.finer < 0:
             raise FormatError(
-                "Unit: guard, headroom and finer must be 1 or more, for the Verilog has no wires "
-                f"of no bits; got {self}."
+                f"Unit: guard must be 1 or more, headroom and finer 0 or more; got {self}."
             )
         if self.branches < 1 or self.tau < 1 or self.slope < 2 or self.shift < 1:
             raise FormatError(f"Unit: branches, tau and shift from 1 on, slope from 2; got {self}.")
