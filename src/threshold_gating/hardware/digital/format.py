@@ -215,6 +215,8 @@ def _registers(t: TG, f: Format, unit: Unit) -> Registers:
     theta = tuple(_theta(at, owner, f, unit) for at, owner in zip(t.theta, owners, strict=True))
     if t.hard:
         _check_distinct(t.theta, [at >> unit.finer for at in theta], owners, f)
+    else:
+        _check_order(t, unit)
     c = tuple(_constant(c, f, unit) for c in t.c)
     low, high = -(2 ** (f.bits - 1)), 2 ** (f.bits - 1) - 1
     if t.clamp is not None:
@@ -261,6 +263,21 @@ def _plain(t: TG) -> TG:
         except ValueError as error:
             raise FormatError(f"the unit has softmax gates; {error}") from error
     return t
+
+
+def _check_order(t: TG, unit: Unit) -> None:
+    """Refuse soft thresholds that fall so far that log odds between them leave the range of u.
+
+    Up to half of that range, one u ends there only where the other has settled.
+    """
+    fall = max((a - b for k, a in enumerate(t.theta) for b in t.theta[k + 1 :]), default=0.0)
+    sharpest = max(_each(t.tau, t.K - 1), default=0.0)
+    if unit.gate and fall * sharpest > 2 ** (unit.gate.top - 1):
+        raise FormatError(
+            f"theta = {t.theta} falls by {fall:g}, and the unit has room for "
+            f"{2 ** (unit.gate.top - 1) / sharpest:.3g} at tau = {sharpest:g}; give an "
+            "instance whose thresholds rise."
+        )
 
 
 def _each(tau: float | Sequence[float], n: int) -> tuple[float, ...]:
