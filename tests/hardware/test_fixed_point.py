@@ -1,5 +1,6 @@
 """Activations in integers against float64, over every code."""
 
+import itertools
 import math
 import re
 
@@ -59,8 +60,7 @@ REFUSED = {
         Format(16, 11, 11),
     ),
     "theta = -9 lies outside": (TG(math.inf, -9.0, (0, 1), (0, 0)), Format(8, 4, 4)),
-    "theta = 0.005 would be 0": (TG(1, 0.005, (0, 1), (0, 0)), Format(8, 4, 4)),
-    "theta = 0.2 and 0.7 are one code": (
+    "theta = 0.2 and 0.7 have no code between": (
         TG(math.inf, (0.2, 0.7), (0, 1, 0), (0, 0, 0)),
         Format(8, 0, 0),
     ),
@@ -128,3 +128,99 @@ def test_table_2_fits_one_unit():
         assert torch.equal(
             fp.evaluate(t, fp.every_code(16), f, unit), fp.evaluate(t, fp.every_code(16), f)
         )
+
+
+def test_hard_thresholds_need_a_code_between_them_whoever_owns_them():
+    t = TG(math.inf, (0.306, 0.371), (0, 0, 0), (0, 1, 2), owner=("hi", "lo"))
+    assert fp.error(t, Format(8, 4, 5)) == 0
+    assert 1 in fp.real(fp.evaluate(t, fp.every_code(8), Format(8, 4, 5)), 5)
+    with pytest.raises(FormatError, match="have no code between them"):
+        fp.evaluate(t, torch.tensor([0]), Format(8, 3, 5))
+
+
+@pytest.mark.parametrize("owners", list(itertools.product(("lo", "hi"), repeat=2)))
+def test_formats_of_hard_gates_are_refused_exactly_where_a_branch_has_no_code(owners):
+    x = fp.every_code(8)
+    for theta in [(0.3, 0.4), (0.25, 0.3), (0.26, 0.3125), (0.25, 0.3125), (0.26, 0.27)]:
+        t = TG(math.inf, theta, (0, 0, 0), (0, 1, 2), owner=owners)
+        wanted = t(fp.real(x, 4))
+        try:
+            found = fp.evaluate(t, x, Format(8, 4, 4))
+        except FormatError:
+            assert 1 not in wanted
+        else:
+            assert torch.equal(fp.real(found, 4), wanted)
+            assert 1 in wanted
+
+
+@pytest.mark.parametrize("theta", [1e-4, 0.005, -0.007])
+def test_a_soft_threshold_near_0_is_rounded_as_any_other(theta):
+    f = Format(8, 4, 4)
+    off = fp.error(TG(1, theta, (0, 1), (0, 0)), f)
+    # An eighth of the last bit of x, at a slope of y below 2.
+    assert off <= fp.error(TAXONOMY["silu"], f) + 2 / 8
+
+
+BUMP = TG(1, (0, 0.1), (0, 20, 0), (0, 0, 0))
+
+
+@pytest.mark.parametrize("bits", [8, 16])
+@pytest.mark.parametrize("t", [BUMP, TG(0.25, 0.0, (-30, 30), (0, 0))])
+def test_branches_larger_than_y_have_room(t, bits):
+    assert fp.error(t, fp.format_for(t, bits)) <= (18 if bits == 16 else 3.2)  # as every row
+
+
+@pytest.mark.parametrize(
+    ("t", "f"),
+    [
+        (BUMP, Format(16, 12, 13)),
+        (TG(1, 0.0, (0, 0), (0, 0), q=(-2, 2)), Format(16, 12, 8)),  # q x + s has no room
+    ],
+)
+def test_a_branch_that_leaves_the_sum_where_its_gate_is_open_is_refused(t, f):
+    with pytest.raises(FormatError, match=r"leaves the 2 bits above y .* would do") as refused:
+        fp.evaluate(t, torch.tensor([0]), f)
+    named = re.search(r"Format\((\d+), fraction=(\d+), out=(-?\d+)\)", str(refused.value))
+    assert fp.error(t, Format(*map(int, named.groups()))) <= 18
+
+
+@pytest.mark.parametrize(
+    ("ask", "said"),
+    [
+        (lambda: Format(8, 2.5, 3), "Format: fraction must be a whole number"),
+        (lambda: Format(8.0), "Format: bits must be a whole number"),
+        (lambda: fp.Unit(guard=0), "Unit: guard must be 1 or more"),
+        (lambda: fp.Unit(slope=2.5), "Unit: slope must be a whole number"),
+        *(
+            (
+                lambda reach=reach: fp.format_for(TAXONOMY["silu"], 8, reach),
+                "reach must be a number",
+            )
+            for reach in (0, -1, math.nan, math.inf)
+        ),
+    ],
+)
+def test_what_is_no_format_is_refused_in_words(ask, said):
+    with pytest.raises(FormatError, match=said):
+        ask()
+
+
+def test_only_codes_of_the_format_are_evaluated():
+    t, f = TAXONOMY["silu"], Format(8, 4, 4)
+    with pytest.raises(TypeError, match=r"codes are integers; got torch.float32. Give quantise"):
+        fp.evaluate(t, torch.tensor([1.5]), f)
+    for codes in (torch.tensor([128]), torch.tensor([0, -129])):
+        with pytest.raises(ValueError, match="are from -128 to 127"):
+            fp.evaluate(t, codes, f)
+        with pytest.raises(ValueError, match="are from -128 to 127"):
+            fp.evaluate(t, torch.tensor([0]), f, v=codes)
+    assert fp.evaluate(t, torch.tensor([], dtype=torch.long), f).numel() == 0
+
+
+@pytest.mark.parametrize(("theta", "tau"), [((10.0, 0.0), (5.0, 2.0)), ((5.0, -5.0), 10.0)])
+def test_soft_thresholds_that_fall_too_far_are_refused(theta, tau):
+    t = TG(tau, theta, (0, 1, 0.5), (0, 0, 0))
+    with pytest.raises(FormatError, match="give an instance whose thresholds rise"):
+        fp.error(t, fp.format_for(t, 16, 16.0))
+    near = TG(1, (4.0, -4.0), (0, 1, 0.5), (0, 0, 0))  # as far as there is room
+    assert fp.error(near, fp.format_for(near, 16, 16.0)) <= 18

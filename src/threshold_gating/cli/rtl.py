@@ -30,6 +30,15 @@ def rtl(args: argparse.Namespace) -> int:
         raise UsageError(f"{args.network} is a network: give --check.")
     if not 4 <= args.bits <= 16:
         raise UsageError(f"--bits must be from 4 to 16; got {args.bits}.")
+    if args.reach is not None and args.reach <= 0:
+        raise UsageError(f"--reach must be above 0; got {args.reach:g}.")
+    if not 0 <= args.small <= args.bits:
+        raise UsageError(
+            f"--small must be from 1 to the {args.bits} bits of x, or 0 for the pipeline; got "
+            f"{args.small}."
+        )
+    if args.codes < 0:
+        raise UsageError(f"--codes must be 1 or more, or 0 for all; got {args.codes}.")
     try:
         return _check(args) if args.check else _activation(args)
     except (FormatError, ToolError, ModelsMissingError) as error:
@@ -51,7 +60,8 @@ def _activation(args: argparse.Namespace) -> int:
     given = {k: getattr(args, k) for k in ("slope", "tau") if getattr(args, k) is not None}
     unit = fixed_point.unit_for(*instances.values(), bits=args.bits, **given)
     formats = {
-        n: fixed_point.format_for(t, args.bits, args.reach or 8.0) for n, t in instances.items()
+        n: fixed_point.format_for(t, args.bits, 8.0 if args.reach is None else args.reach)
+        for n, t in instances.items()
     }
     written = _registers(instances, formats, unit)
     text = f"{written}\n// {instance(unit, args.small)}\n\n{digital.text(unit)}"

@@ -16,11 +16,18 @@ import torch
 from torch import Tensor
 
 from threshold_gating.hardware.digital.format import CHOSEN as CHOSEN
-from threshold_gating.hardware.digital.format import Format, FormatError, Unit
+from threshold_gating.hardware.digital.format import Format, FormatError, Unit, saturates
 from threshold_gating.hardware.digital.format import Registers as Registers
 from threshold_gating.hardware.digital.format import registers as registers
 from threshold_gating.hardware.digital.format import unit_for as unit_for
-from threshold_gating.hardware.digital.network import FixedPoint, convert, narrowest, quantise, room
+from threshold_gating.hardware.digital.network import (
+    COARSER,
+    FixedPoint,
+    convert,
+    narrowest,
+    quantise,
+    room,
+)
 from threshold_gating.hardware.digital.network import real_of as real
 from threshold_gating.hardware.digital.segments import Segments as Segments
 from threshold_gating.hardware.digital.unit import evaluate
@@ -33,11 +40,16 @@ def every_code(bits: int) -> Tensor:
 
 
 def format_for(t: TG, bits: int = 16, reach: float = 8.0) -> Format:
-    """The format with the most fraction bits in which |x| up to `reach`, and y there, have room."""
+    """The format with the most fraction bits in which |x| up to `reach`, and y there, have room.
+
+    Branches that are larger than y where their gates are open have room as well.
+    """
     fraction = room(bits, reach)
     x = real(every_code(min(bits, 16)), fraction - bits + min(bits, 16))
     most = t(x).abs().max().item()
-    return Format(bits, fraction, room(bits, most) if most else fraction)
+    out, unit = room(bits, most) if most else fraction, unit_for(t, bits=bits)
+    formats = [Format(bits, fraction, out - less) for less in range(COARSER)]
+    return next((f for f in formats if not saturates(t, f, unit)), formats[0])
 
 
 def error(t: TG, f: Format, unit: Unit | None = None) -> float:

@@ -9,7 +9,7 @@ from threshold_gating.hardware.digital.coverify import Report, Row
 from threshold_gating.show.css import STYLE
 from threshold_gating.show.simulation import listed, table
 
-HEADER = ("site", "kind", "format", "error (LSB)", "codes seen", "compared", "differ")
+HEADER = ("site", "kind", "format", "error (LSB)", "codes seen", "compared", "differ", "settings")
 LEGEND = {
     "format": "bits of x and y; a code over 2^n is the number",
     "error (LSB)": "largest distance of the integers from float64, in last bits of y, at the codes "
@@ -17,22 +17,27 @@ LEGEND = {
     "codes seen": "inputs of the site in this run",
     "compared": "different ones of them that went through the Verilog",
     "differ": "where Verilog and integers disagree",
+    "settings": "different register values (of channels, of keys) that the Verilog had, of those "
+    "that came",
 }
 
 
 def cells(row: Row) -> tuple[str, ...]:
     """One line of the table."""
     counts = (f"{row.seen:,}", f"{row.codes:,}", f"{row.differ:,}")
-    return (row.name, row.kind, row.format, f"{row.error:.2f}", *counts)
+    settings = f"{row.simulated:,} of {row.settings:,}"
+    return (row.name, row.kind, row.format, f"{row.error:.2f}", *counts, settings)
 
 
 def summary(report: Report) -> list[str]:
     """The outcome in sentences."""
     codes = sum(row.codes for row in report.rows)
     word = "exact" if report.exact else f"{sum(r.differ for r in report.rows):,} codes differ"
+    had, came = (sum(getattr(r, name) for r in report.rows) for name in ("simulated", "settings"))
     said = [
         f"Integers and Verilog ({report.simulator}): {word}, {codes:,} codes at "
-        f"{len(report.rows)} sites, {report.bits} bits.",
+        f"{len(report.rows)} sites with {had:,} of {came:,} settings of their registers, "
+        f"{report.bits} bits.",
         f"Float and integers: the RMS error of the output over its RMS is {report.output:.3%}"
         + (
             f", and {report.same:.2%} of its rows have the same largest entry."
@@ -45,6 +50,7 @@ def summary(report: Report) -> list[str]:
         f"{each.trimmed:.2%} when trimmed (ngspice)."
         for each in report.analog
     ]
+    said += [f"{note}." for note in report.notes]
     said += [f"Stays as it is: {name}." for name in report.kept]
     return [*said, *(f"Not measured: {why}" for why in report.skipped)]
 

@@ -9,6 +9,7 @@ from torch import nn
 import threshold_gating as tg
 from threshold_gating.hardware import fixed_point as fp
 from threshold_gating.hardware.digital.coverify import coverify
+from threshold_gating.show.digital import summary
 
 X = torch.randn(4, 5, 8, generator=torch.Generator().manual_seed(0))
 
@@ -106,6 +107,17 @@ def test_formats_by_site_and_what_is_no_site(gated):
         made.fix({"act": 8})
 
 
+def test_the_star_is_for_all_others_wherever_it_stands(gated):
+    made = fp.convert(gated, {"*": 8, "act": 16}, inputs=X)
+    assert {row.name: row.format.bits for row in made.sites()}["act"] == 16
+
+
+@pytest.mark.parametrize("bits", [8.0, "8", None, True])
+def test_bits_are_a_whole_number(gated, bits):
+    with pytest.raises(fp.FormatError, match=r"fixed_point: bits, .* must be a whole number"):
+        fp.convert(gated, bits, inputs=X)
+
+
 def test_a_site_that_does_not_fit_is_named():
     net = tg.convert(nn.Sequential(nn.Linear(8, 8), nn.ELU()), inputs=X)
     with pytest.raises(fp.FormatError, match=r"^1: tau = 16384 is too large"):
@@ -131,6 +143,62 @@ def test_the_narrowest_widths_reach_what_is_asked_and_no_site_could_be_narrower(
         fp.narrowest(made, score, -1e-9)
 
 
+class Branching(nn.Module):
+    """Which call is taken depends on the batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.l, self.a = nn.Linear(8, 8), nn.SiLU()
+
+    def forward(self, x):
+        h = self.l(x)
+        return torch.softmax(nn.functional.gelu(h), -1) if x.shape[0] > 8 else self.a(h)
+
+
+@torch.no_grad()
+def test_a_site_that_calibration_does_not_reach_stays_float_and_is_named():
+    x = torch.randn(16, 8)
+    net = tg.convert(Branching().eval(), inputs=x)
+    with pytest.warns(UserWarning, match=r":gelu#0 \(not reached\), :softmax#0 \(not reached\)"):
+        made = fp.convert(net, 8, inputs=x[:4])
+    assert [row.name for row in made.sites()] == ["a"]
+    assert torch.allclose(made(x), net(x), atol=1e-6)  # float32, in another order
+
+
+@pytest.mark.parametrize(
+    ("value", "said"), [(0.0, "nothing but zeros"), (torch.nan, "NaN"), (torch.inf, r"\+inf")]
+)
+def test_no_format_is_chosen_from_what_has_no_size(value, said):
+    net = tg.convert(nn.Sequential(nn.Flatten(), nn.ReLU()), inputs=X)
+    bad = torch.zeros_like(X) if value == 0 else X.clone()
+    bad[0, 0] = value
+    with pytest.raises(ValueError, match=rf"fixed_point: 1 saw ({said})"):
+        fp.convert(net, 8, inputs=bad)
+    assert fp.convert(net, fp.Format(8, 4, 4), inputs=bad).sites()[0].format.out == 4
+
+
+@torch.no_grad()
+def test_a_softmax_of_many_keys_in_few_bits_says_what_it_loses():
+    net, z = tg.convert(nn.Sequential(nn.Softmax(-1)), inputs=X), torch.randn(4, 600)
+    with pytest.warns(UserWarning, match=r"0: .* rounding to 8 bits moves \d+% of their sum"):
+        fp.convert(net, 8, inputs=z)
+    found = fp.convert(net, 16, inputs=z)(z)
+    assert (found - torch.softmax(z, -1)).norm() / torch.softmax(z, -1).norm() < 0.02
+
+
+@torch.no_grad()
+def test_branches_of_a_glu_have_room_though_its_gates_are_nearly_shut():
+    class Glu(nn.Module):
+        def forward(self, x):
+            return nn.functional.glu(x)
+
+    x = torch.cat([100 * torch.randn(50, 4), torch.randn(50, 4) - 6], -1)
+    net = tg.convert(Glu(), inputs=x)
+    made = fp.convert(net, 16, inputs=x)
+    # x has 2^-6 for a last bit, and gates 6 of 2^-15, both times a branch of up to 400.
+    assert (made(x) - net(x)).abs().max() < 400 * (2**-7 * 0.02 + 6 * 2**-15)
+
+
 @pytest.mark.skipif(shutil.which("iverilog") is None, reason="iverilog is not installed")
 def test_verilog_gives_what_the_integers_gave_at_every_site(gated):
     report = coverify(gated, X, 8, analog=False)
@@ -138,3 +206,15 @@ def test_verilog_gives_what_the_integers_gave_at_every_site(gated):
     assert len(report.rows) == 12
     assert all(row.codes > 0 and row.seen > 0 for row in report.rows)
     assert max(row.error for row in report.rows) < 6
+
+
+@pytest.mark.skipif(shutil.which("iverilog") is None, reason="iverilog is not installed")
+def test_the_report_says_how_many_channels_the_verilog_had():
+    act = tg.Activation("silu", share="channel", channels=100, train=("theta",))
+    with torch.no_grad():
+        act.dtheta.copy_(torch.linspace(-2, 2, 100).expand_as(act.dtheta))
+    report = coverify(nn.Sequential(act).eval(), torch.randn(3, 100), 12, analog=False)
+    (row,) = report.rows
+    assert row.settings == 100
+    assert 0 < row.simulated <= row.codes == 64
+    assert f"{row.simulated} of 100 settings of their registers" in summary(report)[0]

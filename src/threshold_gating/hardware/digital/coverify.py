@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from threshold_gating.conversion.plan import arguments
 from threshold_gating.conversion.watch import evaluating, fresh
@@ -40,6 +40,8 @@ class Row(NamedTuple):
     seen: int  # codes that came
     codes: int  # of them compared with the Verilog
     differ: int
+    simulated: int  # settings of the registers that the Verilog had
+    settings: int  # of so many different ones that came
 
 
 class Analog(NamedTuple):
@@ -61,6 +63,7 @@ class Report(NamedTuple):
     kept: tuple[str, ...]
     analog: list[Analog]
     skipped: list[str]
+    notes: list[str]
 
     @property
     def exact(self) -> bool:
@@ -100,7 +103,8 @@ def coverify(
     output = compared(0, got, aim)
     rows = _compared(made, simulator, codes, tell)
     found, skipped = _cells(made, tell) if analog else ([], [])
-    return Report(bits, rows, output.error, output.same, simulator, made.kept, found, skipped)
+    shown = (output.error, output.same, simulator, made.kept, found, skipped, made.notes())
+    return Report(bits, rows, *shown)
 
 
 def _compared(made: FixedPoint, simulator: str, codes: int, tell: Callable[..., None]) -> list[Row]:
@@ -118,9 +122,9 @@ def _compared(made: FixedPoint, simulator: str, codes: int, tell: Callable[..., 
             mine = [next(found) for _ in cases]
             compared_codes, differ = sum(o.codes for o in mine), sum(o.differ for o in mine)
             seen = sum(kept.x.numel() for kept in gate.kept or ())
-            rows[gate.name] = Row(
-                gate.name, gate.kind, str(gate.format), _off(gate), seen, compared_codes, differ
-            )
+            settings = len({case.registers for case in cases}), _settings(gate)
+            counts = (seen, compared_codes, differ, *settings)
+            rows[gate.name] = Row(gate.name, gate.kind, str(gate.format), _off(gate), *counts)
     return [rows[gate.name] for gate in made.gates() if gate.name in rows]
 
 
@@ -136,6 +140,18 @@ def _cases(gate: FixedGate, codes: int) -> list[bench.Case]:
         x, v = pairs[_evenly(len(pairs), codes)].unbind(1)
         cases.append(bench.case(f"{gate.name}/{k}", kept.registers, x, gate.unit, v))
     return cases
+
+
+def _settings(gate: FixedGate) -> int:
+    """How many different register values came to a site: of channels, of keys, of slopes."""
+    found: set[tuple[Any, ...]] = set()
+    for kept in gate.kept or ():
+        leaves, form = tree_flatten(kept.registers)
+        rows = [w.broadcast_to(kept.x.shape).flatten() for w in leaves if isinstance(w, Tensor)]
+        plain = tuple(w for w in leaves if not isinstance(w, Tensor))
+        each = torch.unique(torch.stack(rows, -1), dim=0).tolist() if rows else [()]
+        found |= {(str(form), plain, *row) for row in each}
+    return len(found)
 
 
 def _single(gate: FixedGate, kept: Kept) -> list[bench.Case]:

@@ -7,12 +7,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import torch
+
 from threshold_gating.hardware.digital.segments import Segments
 from threshold_gating.instance import TG
 
 
 class FormatError(ValueError):
     """An instance does not fit a format; the message says which format would do."""
+
+
+def check_whole(what: str, value: object) -> None:
+    """Refuse what is no whole number."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise FormatError(f"{what} must be a whole number, such as 8; got {value!r}.")
 
 
 @dataclass(frozen=True)
@@ -27,6 +35,8 @@ class Format:
     out: int = 11
 
     def __post_init__(self) -> None:
+        for name in ("bits", "fraction", "out"):
+            check_whole(f"Format: {name}", getattr(self, name))
         if not 4 <= self.bits <= 16:
             raise FormatError(f"Format: bits must be from 4 to 16; got {self.bits}.")
 
@@ -49,6 +59,7 @@ CHOSEN = {
     16: (Segments("sigmoid", 4, 12, 7, 7, 8, 15), Segments("softplus", 4, 12, 7, 5, 7, 12)),
 }
 GATE, LOG = CHOSEN[16]
+_POINTS = 4097  # of x, at which branches that end are looked at: gates are smooth between them
 
 
 @dataclass(frozen=True)
@@ -84,6 +95,12 @@ class Unit:
     square: bool = False
 
     def __post_init__(self) -> None:
+        for name in ("bits", "branches", "tau", "slope", "shift", "guard", "headroom", "finer"):
+            check_whole(f"Unit: {name}", getattr(self, name))
+        if self.guard < 1 or self.headroom < 0 or self.finer < 0:
+            raise FormatError(
+                f"Unit: guard must be 1 or more, headroom and finer 0 or more; got {self}."
+            )
         if self.branches < 1 or self.tau < 1 or self.slope < 2 or self.shift < 1:
             raise FormatError(f"Unit: branches, tau and shift from 1 on, slope from 2; got {self}.")
         if self.gate and self.branches > 2:
@@ -197,13 +214,46 @@ def _registers(t: TG, f: Format, unit: Unit) -> Registers:
     owners = t.owner or ("",) * len(t.theta)
     theta = tuple(_theta(at, owner, f, unit) for at, owner in zip(t.theta, owners, strict=True))
     if t.hard:
-        _check_distinct(t.theta, theta, f)
+        _check_distinct(t.theta, [at >> unit.finer for at in theta], owners, f)
+    else:
+        _check_order(t, unit)
     c = tuple(_constant(c, f, unit) for c in t.c)
     low, high = -(2 ** (f.bits - 1)), 2 ** (f.bits - 1) - 1
     if t.clamp is not None:
         low, high = (min(max(round(math.ldexp(b, f.out)), low), high) for b in t.clamp)
     s, q = _slopes(t, f, unit)
+    if lost := saturates(t, f, unit):
+        raise _NarrowError(
+            f"a branch s x + c leaves the {unit.headroom} bits above y where its gate is open, and "
+            f"y is off by {lost:.3g} last bits, in {f}"
+        )
     return Registers(theta, tau, s, c, q, t.hard, tuple(o == "hi" for o in owners), low, high)
+
+
+def saturates(t: TG, f: Format, unit: Unit) -> float:
+    """How many last bits y is off where branches end at the range of sums; 0 for less than half.
+
+    A branch may end there where its gate is shut, or where y ends at its own range as well.
+    """
+    limit = math.ldexp(2.0 ** (unit.bits - 1 + unit.headroom), -f.out)
+    curves = t.q or (0.0,) * t.K
+    steepest = [abs(q) * f.reach + abs(s) for q, s in zip(curves, t.s, strict=True)]
+    most = max(a * f.reach + abs(c) for a, c in zip(steepest, t.c, strict=True))
+    if most <= limit and (not unit.square or max(steepest) <= f.reach):
+        return 0.0
+    near = [at + d for at in t.theta for d in (-1e-9, 0.0, 1e-9)]  # hard gates open there
+    even = torch.linspace(-f.reach, f.reach, _POINTS, dtype=torch.float64)
+    x = torch.cat([even, torch.tensor(near, dtype=torch.float64)])
+    slopes = [q * x + s for q, s in zip(curves, t.s, strict=True)]
+    narrow = [a.clamp(-f.reach, f.reach) if unit.square else a for a in slopes]
+    exact, kept = ([a * x + c for a, c in zip(row, t.c, strict=True)] for row in (slopes, narrow))
+    gates = TG(t.tau, t.theta, (1,) * t.K, (0,) * t.K, form=t.form, owner=t.owner, clamp=t.clamp)
+    wanted = gates(x, v=exact)
+    found = gates(x, v=[branch.clamp(-limit, limit) for branch in kept])
+    end = limit / 2**unit.headroom
+    off = (wanted.clamp(-end, end) - found.clamp(-end, end)).abs().max().item()
+    bits = math.ldexp(off, f.out)
+    return bits if bits > 0.5 else 0.0
 
 
 def _plain(t: TG) -> TG:
@@ -213,6 +263,21 @@ def _plain(t: TG) -> TG:
         except ValueError as error:
             raise FormatError(f"the unit has softmax gates; {error}") from error
     return t
+
+
+def _check_order(t: TG, unit: Unit) -> None:
+    """Refuse soft thresholds that fall so far that log odds between them leave the range of u.
+
+    Up to half of that range, one u ends there only where the other has settled.
+    """
+    fall = max((a - b for k, a in enumerate(t.theta) for b in t.theta[k + 1 :]), default=0.0)
+    sharpest = max(_each(t.tau, t.K - 1), default=0.0)
+    if unit.gate and fall * sharpest > 2 ** (unit.gate.top - 1):
+        raise FormatError(
+            f"theta = {t.theta} falls by {fall:g}, and the unit has room for "
+            f"{2 ** (unit.gate.top - 1) / sharpest:.3g} at tau = {sharpest:g}; give an "
+            "instance whose thresholds rise."
+        )
 
 
 def _each(tau: float | Sequence[float], n: int) -> tuple[float, ...]:
@@ -241,23 +306,28 @@ def _off(found: Scaled, wanted: float) -> float:
 
 
 def _theta(at: float, owner: str, f: Format, unit: Unit) -> int:
-    """In bits finer than x. A hard gate compares codes, so a theta between two of them is exact."""
+    """In bits finer than x: a soft gate's is off by half of the last of them, near 0 or not.
+
+    A hard gate compares codes, so a theta between two of them is exact.
+    """
     code = math.ldexp(at, f.fraction)
     if not -(2 ** (f.bits - 1)) <= code <= 2 ** (f.bits - 1) - 1:
         raise _NarrowError(f"theta = {at:g} lies outside of {f}, where |x| < {f.reach:g}")
     if owner:
         return (math.ceil(code) if owner == "hi" else math.floor(code)) << unit.finer
-    found = round(math.ldexp(code, unit.finer))
-    if at and not found:
-        raise _NarrowError(f"theta = {at:g} would be 0 in {f}")
-    return found
+    return round(math.ldexp(code, unit.finer))
 
 
-def _check_distinct(theta: Sequence[float], codes: Sequence[int], f: Format) -> None:
-    """Refuse a format in which no x lies between two thresholds of hard gates."""
+def _check_distinct(
+    theta: Sequence[float], codes: Sequence[int], owners: Sequence[str], f: Format
+) -> None:
+    """Refuse a format in which no code lies between two thresholds of hard gates."""
+    above = [code + (owner != "hi") for code, owner in zip(codes, owners, strict=True)]  # the first
     for k in range(len(theta) - 1):
-        if theta[k] != theta[k + 1] and codes[k] == codes[k + 1]:
-            raise _NarrowError(f"theta = {theta[k]:g} and {theta[k + 1]:g} are one code in {f}")
+        if theta[k] != theta[k + 1] and above[k] >= above[k + 1]:
+            raise _NarrowError(
+                f"theta = {theta[k]:g} and {theta[k + 1]:g} have no code between them in {f}"
+            )
 
 
 def _constant(c: float, f: Format, unit: Unit) -> int:

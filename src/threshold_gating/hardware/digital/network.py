@@ -20,6 +20,7 @@ from threshold_gating.hardware.digital.format import (
     Registers,
     Scaled,
     Unit,
+    check_whole,
     registers,
     slope,
     unit_for,
@@ -39,7 +40,8 @@ from threshold_gating.instance import TG
 from threshold_gating.nn.activation import Activation
 from threshold_gating.primitive import wide
 
-_COARSER = 6  # formats that are tried, each with a bit less below the point of y
+COARSER = 6  # formats that are tried, each with a bit less below the point of y
+MOVED = 0.1  # of the weights of a softmax, by rounding: beyond it is said
 
 
 class _Digital(Chip):
@@ -64,6 +66,23 @@ class Kept(NamedTuple):
     wanted: Tensor
 
 
+class Given(Seen):
+    """What a site gave in calibration, and what else of that run has to do with its format."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.infinite = False  # whether +inf came
+        self.branch = 0.0  # the largest that reads another input than its gate
+        self.mass, self.moved = 0.0, [0.0] * 17  # of a softmax; by rounding to so many bits
+
+    def weigh(self, p: Tensor) -> None:
+        """Note how much of p rounding moves, for each number of fraction bits."""
+        self.mass += p.double().sum().item()
+        for n in range(len(self.moved)):
+            codes = torch.ldexp(p.double(), torch.tensor(n, device=p.device))
+            self.moved[n] += (codes.round() - codes).abs().sum().item() / 2**n
+
+
 class FixedGate(AnalogGate):
     """One site in integers: x to the nearest code, y as the unit gives it."""
 
@@ -71,7 +90,7 @@ class FixedGate(AnalogGate):
         AnalogGate.__init__(
             self, name, kind, gate, chip
         )  # not `super`: keys are gates of two kinds
-        self.given = Seen()  # what came out, where it was watched
+        self.given = Given()  # what came out, where it was watched
         self.format, self.unit = Format(), Unit()
         self.written: list[Registers] = []
         self.kept: list[Kept] | None = None  # what comes and goes, to be compared
@@ -83,13 +102,31 @@ class FixedGate(AnalogGate):
 
     def fix(self, wanted: Format | int, units: Mapping[str, Any] | None = None) -> None:
         """Take a format, or the one of so many bits that has room for what was seen."""
-        bits = wanted if isinstance(wanted, int) else wanted.bits
+        bits = _bits(wanted)
+        if not isinstance(wanted, Format):
+            self._check_seen()
         self.unit = unit_for(*self.instances, bits=bits, **(units or {}))
         fraction, out = room(bits, self._reach()), room(bits, self._size())
         if self.unit.square:
             out = min(out, 2 * fraction)  # x^2 has no more
-        formats = [Format(bits, fraction, out - less) for less in range(_COARSER)]
+        formats = [Format(bits, fraction, out - less) for less in range(COARSER)]
         self._take([wanted] if isinstance(wanted, Format) else formats)
+
+    @property
+    def reached(self) -> bool:
+        """Whether anything came in calibration; what was not reached stays float."""
+        return self.seen.numbers > 0
+
+    def _check_seen(self) -> None:
+        """Refuse to choose a format from what has no size."""
+        if self.seen.nans or self.given.infinite or not self.seen.largest:
+            what = f"NaN {self.seen.nans} times" if self.seen.nans else "nothing but zeros"
+            what = "+inf" if self.given.infinite else what
+            raise ValueError(
+                f"fixed_point: {self.name} saw {what} in calibration, "
+                "so that no format can be chosen; give inputs for which the network computes "
+                f"numbers, or a Format for it: {{{self.name!r}: Format(...), '*': ...}}."
+            )
 
     def _take(self, formats: Sequence[Format]) -> None:
         """The first format that holds every instance: a steep branch needs a coarser y."""
@@ -112,15 +149,16 @@ class FixedGate(AnalogGate):
     def _size(self) -> float:
         """The largest y, or constant that y tends to, seen or not."""
         ends = [abs(c) for t in self.instances for c in t.c]
-        return max(self.given.largest, *ends) or 1.0
+        return max(self.given.largest, self.given.branch / 2**self.unit.headroom, *ends) or 1.0
 
     def forward(self, x: Tensor, v: Any = None, s: Sequence[Any] | None = None) -> Tensor:
         if self.watching:
             y = super().forward(x, v, s)
-            self.given.add(y, self.axis)
-            if isinstance(v, Tensor):
-                self.seen.add(v, self.axis)  # it has the same codes as x
+            self._watch(x, v, s, y)
             return y
+        if not self.reached:
+            with torch._C.DisableTorchFunction():
+                return self._blend(wide(x), self._values(wide(x), s), v, LOGISTIC).to(x.dtype)
         with torch._C.DisableTorchFunction():
             f = self.format
             r = self._registers(x, s)
@@ -132,6 +170,19 @@ class FixedGate(AnalogGate):
             y = torch.ldexp(y.to(wide(x).dtype), torch.tensor(-f.out, device=x.device))
             # What is not a number has no code; it stays visible.
             return torch.where(x.isnan(), wide(x), y).to(x.dtype)
+
+    def _watch(self, x: Tensor, v: Any, s: Sequence[Any] | None, y: Tensor) -> None:
+        """Note what needs codes."""
+        self.given.add(y, self.axis)
+        self.given.infinite |= bool((x == math.inf).any())
+        if isinstance(v, Tensor):
+            self.seen.add(v, self.axis)  # it has the same codes as x
+            self.given.infinite |= bool((v == math.inf).any())
+            if not self.t.hard:  # a gate that is not shut lets branches through that y never shows
+                values, read = self._values(wide(x), s), Seen()
+                for slope_, constant in zip(values.s, values.c, strict=True):
+                    read.add(wide(v) * slope_ + constant, -1)
+                self.given.branch = max(self.given.branch, read.largest)
 
     def _keep(
         self, x: Tensor, v: Tensor | None, y: Tensor, r: Registers, s: Sequence[Any] | None
@@ -196,6 +247,11 @@ class FixedKeys(FixedGate, KeyGates):
         log = unit_for(_THREE, bits=_bits(wanted)).log
         super().fix(wanted, {"branches": 3, "log": log, **(units or {})})
 
+    def lost(self) -> float:
+        """The share of p that rounding alone moves in its format."""
+        given, out = self.given, min(max(self.format.out, 0), 16)
+        return given.moved[out] / given.mass if given.mass else 0.0
+
     @property
     def _off(self) -> int:
         """The code of a key that takes no part: the lowest."""
@@ -210,8 +266,13 @@ class FixedKeys(FixedGate, KeyGates):
     def softmax(self, z: Tensor, dim: int = -1) -> Tensor:
         if self.watching:
             rows = wide(z)
-            self.seen.add(torch.where(rows > _OFF, rows, torch.nan), -1)  # the logits need codes
-            return super().softmax(z, dim)
+            self.given.infinite |= bool((rows == math.inf).any())
+            self.seen.add(torch.where(rows <= _OFF, -torch.inf, rows), -1)  # logits need codes
+            p = super().softmax(z, dim)
+            self.given.weigh(p)
+            return p
+        if not self.reached:
+            return torch.softmax(z, dim)
         with torch._C.DisableTorchFunction():
             rows, f, finer = wide(z).movedim(dim, -1), self.format, self.unit.finer
             live = rows > _OFF
@@ -263,7 +324,10 @@ _THREE = TG(1, (0, 1), (0, 1, 1), (0, 0, 0))
 
 
 def _bits(wanted: Format | int) -> int:
-    return wanted if isinstance(wanted, int) else wanted.bits
+    if isinstance(wanted, Format):
+        return wanted.bits
+    check_whole("fixed_point: bits, where no Format is given,", wanted)
+    return Format(wanted).bits
 
 
 def quantise(x: Tensor, fraction: int, bits: int) -> Tensor:
@@ -280,6 +344,9 @@ def real_of(codes: Tensor, fraction: int) -> Tensor:
 
 def room(bits: int, size: float) -> int:
     """The most fraction bits with which `size` has a code, up to a last bit."""
+    check_whole("fixed_point: bits", bits)
+    if not 0 < size < math.inf:
+        raise FormatError(f"fixed_point: reach must be a number above 0; got {size!r}.")
     return bits - 1 - math.ceil(math.log2(size) - 1e-4)
 
 
@@ -304,8 +371,17 @@ class FixedPoint(nn.Module):
         return self.body(*args, **kwargs)
 
     def gates(self) -> Iterator[FixedGate]:
-        """Every site."""
-        return (m for m in self.body.modules() if isinstance(m, FixedGate))
+        """Every site that was reached."""
+        return (m for m in self.body.modules() if isinstance(m, FixedGate) and m.reached)
+
+    def notes(self) -> list[str]:
+        """What the formats do that a reader of widths would not think of."""
+        return [
+            f"{g.name}: the weights of the softmax are so small that rounding to {g.format.bits} "
+            f"bits moves {g.lost():.0%} of their sum; give it more bits"
+            for g in self.gates()
+            if isinstance(g, FixedKeys) and g.lost() > MOVED
+        ]
 
     def sites(self) -> list[SiteRow]:
         """One row for each site, in the order of the network."""
@@ -319,7 +395,8 @@ class FixedPoint(nn.Module):
         table = wanted if isinstance(wanted, Mapping) else {"*": wanted}
         used = set()
         for gate in self.gates():
-            keys = [key for key in table if matches(key, gate.name)]
+            keys = [key for key in table if key != "*" and matches(key, gate.name)]
+            keys += ["*"] if "*" in table else []
             if not keys:
                 raise ValueError(f"fixed_point: no format for {gate.name}; add '*' for all others.")
             used.add(keys[0])
@@ -356,11 +433,15 @@ def convert(
     kept = [*place_modules(body, chip, chosen, running, True), *place_calls(body, chip, chosen)]
     chosen.check()
     calibrate(body, inputs)
+    gates = [m for m in body.modules() if isinstance(m, FixedGate)]
+    kept += [f"{gate.name} (not reached)" for gate in gates if not gate.reached]
     made = FixedPoint(body, tuple(kept))
     made.fix(wanted, **units)
     made.train(model.training)
     if kept:
         warnings.warn(f"fixed_point.convert: stays as it is: {', '.join(kept)}.", stacklevel=2)
+    for note in made.notes():
+        warnings.warn(f"fixed_point.convert: {note}.", stacklevel=2)
     return made
 
 

@@ -6,8 +6,9 @@ With u_k = tau_k (x - theta_k) and branches L_k = s_k x + c_k, any K is K - 1 ti
     y_1 = L_1,   y_{k+1} = y_k + sigmoid(d_k) (L_{k+1} - y_k).
 
 These are softmax gates exactly: d_k is the log odds of branch k + 1 against all below it together.
-No exponential, no division and no sum over branches is needed, and every y_k is a mean of branches,
-so that nothing overflows.
+No exponential, no division and no sum over branches is needed, and every y_k is a mean of branches:
+it has room where they have. A branch ends at the range of sums; an instance for which that shows in
+y is refused (`format.saturates`).
 """
 
 from __future__ import annotations
@@ -36,8 +37,25 @@ def evaluate(
 
     By default the smallest unit of the format's bits is taken that can be the instance.
     """
+    for each in (codes,) if v is None else (codes, v):
+        _check_codes(each, f)
     unit = unit or unit_for(instance, bits=f.bits)
     return run(registers(instance, f, unit), codes, unit, v)
+
+
+def _check_codes(codes: Tensor, f: Format) -> None:
+    """Refuse what is no code of the format."""
+    if codes.is_floating_point() or codes.is_complex() or codes.dtype == torch.bool:
+        raise TypeError(
+            f"fixed_point.evaluate: codes are integers; got {codes.dtype}. Give quantise(x, "
+            f"{f.fraction}, {f.bits})."
+        )
+    end = 2 ** (f.bits - 1)
+    if codes.numel() and not (-end <= codes.min() and codes.max() < end):
+        raise ValueError(
+            f"fixed_point.evaluate: codes of {f} are from {-end} to {end - 1}; got "
+            f"{codes.min().item()} to {codes.max().item()}. `quantise` gives the nearest."
+        )
 
 
 def run(r: Registers, x: Tensor, unit: Unit, v: Tensor | None = None) -> Tensor:
