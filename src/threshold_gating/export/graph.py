@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import os
+import threading
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -33,6 +34,8 @@ from threshold_gating.primitive.graphs import GraphForm, holding
 
 GATE = torch.ops.threshold_gating.gate.default
 SOFTMAX = torch.ops.threshold_gating.softmax_gates.default
+
+ALONE = threading.RLock()  # one export at a time: torch's exporters change what all threads run
 
 
 class ExportError(ConversionError):
@@ -59,7 +62,7 @@ def graph(
     args, kwargs = arguments(inputs)
     shapes = _first_axes(kwargs or args) if dynamic else None
     said = warnings.catch_warnings()
-    with said, holding(form), kernels.use("auto"), evaluating(model), torch.no_grad():
+    with ALONE, said, holding(form), kernels.use("auto"), evaluating(model), torch.no_grad():
         try:
             warnings.simplefilter("ignore")  # of torch, about its own recurrent layers
             program = torch.export.export(model, args, kwargs, dynamic_shapes=shapes, strict=False)
