@@ -50,9 +50,10 @@ def graph(
     Args:
         model: a converted network.
         inputs: what it is called with: a tensor, a tuple of arguments or a dict of keyword ones.
-        form: "kept" has one node for each gate, which `run_decompositions` lowers; "steps" the
-            formulas of each gate in ATen ops, for tools that know no others; "native" torch's own
-            op where a frozen gate is exactly that, one node for each other gate.
+        form: "kept" keeps each gate as one node, beside those that unpack its numbers, which
+            `run_decompositions` lowers; "steps" the formulas of each gate in ATen ops, for tools
+            that know no others; "native" torch's own op where a frozen gate is exactly that, one
+            node for each other gate.
         dynamic: let the first axis of every input have any size, where the network does. One of
             size 1 has that size in the graph, for torch.export takes it for a broadcast.
     """
