@@ -27,7 +27,8 @@ from torch import Tensor, nn
 from threshold_gating._version import __version__
 from threshold_gating.conversion.plan import arguments, quantised_by_torchao
 from threshold_gating.export import graph as graphs
-from threshold_gating.export.formulas import Body, written
+from threshold_gating.export.body import Body
+from threshold_gating.export.formulas import written
 from threshold_gating.export.graph import ExportError, Gate
 from threshold_gating.instance import TG
 from threshold_gating.primitive.graphs import GraphForm

@@ -263,7 +263,7 @@ def _refuse_float(made: GraphModule, node: Node) -> None:
         place = list((node.meta.get("nn_module_stack") or {"": ("", None)}).values())[-1][0]
         raise ExportError(
             f"export: {word or node.name} in {place or 'the network itself'} "
-            f"{f'reads {weights[0]}, which' if weights else ''} is not written in whole numbers; "
+            f"{f'reads {weights[0]}, which ' if weights else ''}is not written in whole numbers; "
             "linear and convolution layers with fixed weights are (nn.Linear, nn.Conv1d to 3d). "
             "Use one of these, or export in float (export.onnx)."
         )
