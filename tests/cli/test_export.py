@@ -52,6 +52,7 @@ def test_native_where_exact_names_what_is_no_gate(folder, tg):
         (ASKED, "give a NETWORK and the file to write, or --read FILE"),
         (("export", "--read", "net.py"), "net.py is no ONNX file"),
         ((*ASKED, "net.pt2", "--bits", "4", "--inputs", "5,4"), "--bits is for every gate"),
+        (("export", "no.py:none", "net.onnx", "--bits", "99"), "--bits must be from 2 to 12"),
     ],
 )
 def test_what_cannot_be_done_is_said_in_a_line(folder, tg, words, said):
@@ -59,3 +60,11 @@ def test_what_cannot_be_done_is_said_in_a_line(folder, tg, words, said):
     assert (code, out) == (2, "")
     assert said in err
     assert len(err.splitlines()) == 1
+
+
+def test_tol_holds_a_network_of_integers(folder, tg):
+    pytest.importorskip("qonnx")
+    code, _, err = tg(*ASKED, "q.onnx", "--bits", "4", "--inputs", "5,4", "--tol", "1e-9")
+    assert code != 0
+    assert "1e-09 is allowed; nothing is written" in " ".join(err.split())
+    assert not (folder / "q.onnx").exists()

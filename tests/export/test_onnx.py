@@ -1,6 +1,7 @@
 """ONNX files of converted networks, run by onnxruntime."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -211,3 +212,42 @@ def test_without_onnx_it_is_said_how_to_get_it(monkeypatch, tmp_path):
     monkeypatch.setitem(__import__("sys").modules, "onnx", None)
     with pytest.raises(ExportError, match=r"onnx is not installed: pip install .*\[onnx\]"):
         exporting.read(tmp_path / "any.onnx")
+
+
+class Named(nn.Module):
+    def forward(self, x, Mask, state):  # noqa: N803 - names of files are in lower case
+        return torch.relu(x) + 2 * Mask + 3 * state["b"] + 4 * state["a"]
+
+
+def test_inputs_are_fed_by_their_names_whatever_their_order(tmp_path):
+    x, mask, a, b = torch.randn(4, 3, 5)
+    given = {"x": x, "Mask": mask, "state": {"b": b, "a": a}}
+    turned = {"state": {"a": a, "b": b}, "Mask": mask, "x": x}
+    gated = tg.convert(Named(), inputs=given)
+    for inputs, again in ((given, turned), ((x, mask, given["state"]), (x, mask, turned["state"]))):
+        exporting.export(gated, inputs, tmp_path / "net.onnx", dynamic=False)
+        runs = exporting.session(tmp_path / "net.onnx")
+        found = torch.as_tensor(runs.run(None, exporting.feed(runs, again))[0])
+        assert torch.allclose(found, gated(**given), atol=1e-5)  # sums of size 10
+    with pytest.raises(ExportError, match="does not name each of them once"):
+        exporting.feed(runs, {"x": x, "Mask": mask})
+
+
+@pytest.mark.parametrize("share", ["layer", "channel"])
+def test_an_empty_batch_gives_an_empty_output(tmp_path, share):
+    channels = 8 if share == "channel" else None
+    gate = tg.Activation("elu", share=share, channels=channels, train=("tau", "theta", "s"))
+    x = torch.randn(4, 8)
+    made = exporting.export(gate, x, tmp_path / "net.onnx")
+    assert "Softmax" in {n.op_type for f in onnx.load(made.path).functions for n in f.node}
+    runs = exporting.session(made.path)
+    assert runs.run(None, exporting.feed(runs, x[:0]))[0].shape == (0, 8)
+
+
+def test_exports_in_threads_wait_for_each_other(tmp_path):
+    x = torch.randn(2, 4)
+    gated = tg.convert(nn.Sequential(nn.Linear(4, 4), nn.SiLU()).eval(), inputs=x)
+    with ThreadPoolExecutor(3) as pool:
+        paths = [tmp_path / f"{k}.onnx" for k in range(3)]
+        made = list(pool.map(lambda path: exporting.export(gated, x, path), paths))
+    assert all(m.parity <= m.bound and m.path.is_file() for m in made)

@@ -140,6 +140,64 @@ def test_a_batchnorm_is_to_be_folded_first():
         exporting.quantised(tg.convert(net, inputs=x), x)
 
 
-def test_bits_are_few():
-    with pytest.raises(ValueError, match="bits is from 2 to 12; got 16"):
-        exporting.quantised(nn.ReLU(), torch.randn(2, 2), bits=16)
+@pytest.mark.parametrize("bits", [16, 1, 4.0, True, "4"])
+def test_bits_are_few_and_whole(bits):
+    with pytest.raises(ValueError, match="bits is a whole number from 2 to 12; got"):
+        exporting.quantised(nn.ReLU(), torch.randn(2, 2), bits=bits)
+
+
+class Product(nn.Module):
+    def __init__(self, call):
+        super().__init__()
+        self.w, self.call = nn.Parameter(torch.randn(4, 4)), call
+
+    def forward(self, x):
+        return torch.relu(self.call(x, self.w))
+
+
+@pytest.mark.parametrize(
+    ("net", "word"),
+    [
+        (Product(torch.matmul), "matmul"),
+        (Product(lambda x, w: torch.addmm(x, x, w)), "addmm"),
+        (Product(lambda x, w: torch.bmm(x[None], w[None])), "reads w"),
+        (Product(lambda x, w: (x[..., None] * w).sum(-2)), "mul in the network itself reads w"),
+        (Product(lambda x, w: x @ x.T), "matmul"),
+        (nn.Sequential(nn.LayerNorm(4), nn.ReLU()), "layer_norm in 0"),
+        (nn.Sequential(nn.ConvTranspose1d(4, 4, 2), nn.ReLU()), "conv_transpose1d in 0"),
+    ],
+)
+def test_a_product_that_is_not_rounded_is_refused_by_its_name(net, word):
+    x = torch.randn(4, 4)
+    with pytest.raises(ExportError, match=f"{word}.* is not written in whole numbers"):
+        exporting.quantised(tg.convert(net.eval(), inputs=x), x)
+
+
+def test_a_bias_beyond_its_bits_is_refused():
+    net, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).eval(), torch.randn(2, 4)
+    gated = tg.convert(net, inputs=x)
+    with pytest.raises(ExportError, match=r"the bias of linear is up to .* take fewer bits"):
+        exporting.quantised(gated, 1e-6 * x, bits=8)
+
+
+def test_other_types_and_numbers_are_refused():
+    net, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).eval(), torch.randn(2, 4)
+    with pytest.raises(ExportError, match="among the weights or in what enters"):
+        exporting.quantised(tg.convert(net, inputs=x), x * math.nan)
+    double = tg.convert(net.double(), inputs=x.double())
+    with pytest.raises(ExportError, match=r"0.weight is torch.float64, and QONNX .* model.float"):
+        exporting.quantised(double, x.double())
+
+
+def test_too_few_bits_are_refused_unless_any_error_is_accepted(tmp_path):
+    pytest.importorskip("qonnx")
+    torch.manual_seed(0)
+    net, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2)).eval(), torch.randn(3, 8)
+    gated = tg.convert(net, inputs=x)
+    with pytest.raises(ExportError, match=r"differs by .* 1e-05 is allowed; nothing is written"):
+        exporting.export(gated, x, tmp_path / "net.onnx", bits=4, tol=1e-5)
+    assert not list(tmp_path.iterdir())
+    made = exporting.export(gated, x, tmp_path / "net.onnx", bits=4, tol=math.inf)
+    assert made.error > 1e-5
+    assert "(any allowed)" in str(made)
+    assert "input 3 x 8; all axes are fixed in the file, the batch too" in str(made)

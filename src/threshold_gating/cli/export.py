@@ -30,6 +30,8 @@ def export(args: argparse.Namespace) -> int:
         raise UsageError(f"{args.out} cannot be written; give {kinds} in a directory.")
     if args.bits is not None and (args.native or args.out.suffix != ".onnx"):
         raise UsageError("--bits is for every gate as thresholds in an .onnx file.")
+    if args.bits is not None and not 2 <= args.bits <= 12:
+        raise UsageError(f"--bits must be from 2 to 12; got {args.bits}.")
     named = network(args)
     gated = _gated(args, named)
     if args.bits is not None:
@@ -80,7 +82,7 @@ def _quantised(args: argparse.Namespace, named: Network, gated: nn.Module) -> in
     from threshold_gating.export import qonnx
 
     with working("exporting, and running it with qonnx"):
-        made = qonnx.export(gated, named.inputs, args.out, bits=args.bits)
+        made = qonnx.export(gated, named.inputs, args.out, bits=args.bits, tol=args.tol)
     return _done(args, named, made.to_dict(), str(made))
 
 

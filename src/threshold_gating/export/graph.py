@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import os
+import threading
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -34,6 +35,8 @@ from threshold_gating.primitive.graphs import GraphForm, holding
 GATE = torch.ops.threshold_gating.gate.default
 SOFTMAX = torch.ops.threshold_gating.softmax_gates.default
 
+ALONE = threading.RLock()  # one export at a time: torch's exporters change what all threads run
+
 
 class ExportError(ConversionError):
     """A network that cannot be exported as asked; the message says what would work."""
@@ -47,9 +50,10 @@ def graph(
     Args:
         model: a converted network.
         inputs: what it is called with: a tensor, a tuple of arguments or a dict of keyword ones.
-        form: "kept" has one node for each gate, which `run_decompositions` lowers; "steps" the
-            formulas of each gate in ATen ops, for tools that know no others; "native" torch's own
-            op where a frozen gate is exactly that, one node for each other gate.
+        form: "kept" keeps each gate as one node, beside those that unpack its numbers, which
+            `run_decompositions` lowers; "steps" the formulas of each gate in ATen ops, for tools
+            that know no others; "native" torch's own op where a frozen gate is exactly that, one
+            node for each other gate.
         dynamic: let the first axis of every input have any size, where the network does. One of
             size 1 has that size in the graph, for torch.export takes it for a broadcast.
     """
@@ -59,7 +63,7 @@ def graph(
     args, kwargs = arguments(inputs)
     shapes = _first_axes(kwargs or args) if dynamic else None
     said = warnings.catch_warnings()
-    with said, holding(form), kernels.use("auto"), evaluating(model), torch.no_grad():
+    with ALONE, said, holding(form), kernels.use("auto"), evaluating(model), torch.no_grad():
         try:
             warnings.simplefilter("ignore")  # of torch, about its own recurrent layers
             program = torch.export.export(model, args, kwargs, dynamic_shapes=shapes, strict=False)

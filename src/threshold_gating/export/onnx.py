@@ -12,6 +12,7 @@ import json
 import logging
 import math
 import os
+import re
 import tempfile
 import time
 import warnings
@@ -124,9 +125,10 @@ def export(
     if form not in ("kept", "native"):
         raise ValueError(f"export: form is 'kept' or 'native'; got {form!r}.")
     _refuse_quantised(model)
-    program = graphs.graph(model, inputs, form=form, dynamic=dynamic)
-    proto, sites = translated(program, model)
-    worst = graphs.compared(model, inputs, _run(proto, inputs), tol)
+    with graphs.ALONE:
+        program = graphs.graph(model, inputs, form=form, dynamic=dynamic)
+        proto, sites = translated(program, model)
+        worst = graphs.compared(model, inputs, _run(proto, inputs), tol)
     _write(proto, Path(path))
     return Exported(
         Path(path),
@@ -339,13 +341,49 @@ def session(source: Any) -> Any:
 
 
 def feed(runs: Any, inputs: Any) -> dict[str, Any]:
-    """The inputs of a network by their names in a session, which has them in the same order."""
-    flat = [
-        t.detach().cpu().numpy()
-        for t in torch.utils._pytree.tree_leaves(arguments(inputs))
-        if isinstance(t, Tensor)
-    ]
-    return {i.name: t for i, t in zip(runs.get_inputs(), flat, strict=True)}
+    """The inputs of a network by their names in a session."""
+    return by_name([i.name for i in runs.get_inputs()], inputs)
+
+
+def by_name(names: Sequence[str], inputs: Any) -> dict[str, Any]:
+    """The tensors of inputs as arrays: those of a dict by its keys, others in the file's order."""
+    args, kwargs = arguments(inputs)
+    found: dict[str, Any] = {}
+    at = 0
+    for tree in args:
+        held = _paths(tree)
+        some = names[at : at + len(held)]
+        keyed = any(hasattr(e, "key") for path, _ in held for e in path)
+        for k, (path, t) in enumerate(held):  # the name of the argument itself the file has
+            fits = (
+                [n for n in some if n.endswith("_" + _joined(path))] if keyed else some[k : k + 1]
+            )
+            found.update(dict.fromkeys(fits if len(fits) == 1 else (), _array(t)))
+        at += len(held)
+    named = _paths(kwargs)
+    found |= {_joined(path): _array(t) for path, t in named if _joined(path) in names[at:]}
+    if len(found) != len(names) or at + len(named) != len(names):
+        raise ExportError(
+            f"export: the file has the inputs {', '.join(names)}, and what is given does not name "
+            "each of them once; give a dict with the keys that it was exported with, or a dict of "
+            "arrays by these names to the session itself."
+        )
+    return found
+
+
+def _paths(tree: Any) -> list[tuple[Any, Tensor]]:
+    every, _ = torch.utils._pytree.tree_flatten_with_path(tree)
+    return [(path, t) for path, t in every if isinstance(t, Tensor)]
+
+
+def _joined(path: Any) -> str:
+    """A path as torch.export writes it into a name."""
+    said = [next(getattr(e, k) for k in ("key", "idx", "name") if hasattr(e, k)) for e in path]
+    return re.sub(r"[^a-zA-Z0-9]", "_", "_".join(map(str, said))).lower()
+
+
+def _array(t: Tensor) -> Any:
+    return t.detach().cpu().numpy()
 
 
 def _run(proto: Any, inputs: Any) -> list[Tensor]:
@@ -370,7 +408,8 @@ def compared(
     model: nn.Module, path: str | os.PathLike[str], inputs: Any, repeats: int = 20
 ) -> Speed:
     """An exported file and the original network in onnxruntime, run in turn."""
-    original, _ = translated(graphs.graph(model, inputs, form="native"), model)
+    with graphs.ALONE:
+        original, _ = translated(graphs.graph(model, inputs, form="native"), model)
     runs = [session(original), session(path)]
     given = [feed(each, inputs) for each in runs]
     best = [math.inf, math.inf]

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,9 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Interpreter, Node
 
 from threshold_gating.conversion import outputs
+from threshold_gating.conversion.aten_ops import name as name_of_op
 from threshold_gating.conversion.plan import arguments
+from threshold_gating.conversion.verification import check_tol
 from threshold_gating.conversion.watch import fresh
 from threshold_gating.export import graph as graphs
 from threshold_gating.export import onnx as plain
@@ -39,6 +41,14 @@ _aten = torch.ops.aten
 _LAYERS = (
     *(_aten.linear.default, _aten.conv1d.default, _aten.conv2d.default, _aten.conv3d.default),
     *(_aten.conv1d.padding, _aten.conv2d.padding, _aten.conv3d.padding),
+)
+# What multiplies or divides by numbers that no `Quant` rounds.
+_FLOAT = (
+    *("matmul", "mm", "bmm", "addmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "vdot", "inner"),
+    *("einsum", "tensordot", "bilinear", "conv_transpose1d", "conv_transpose2d"),
+    *("conv_transpose3d", "convolution", "layer_norm", "group_norm", "instance_norm", "rms_norm"),
+    *("embedding", "embedding_bag", "scaled_dot_product_attention", "lstm", "gru"),
+    *("rnn_tanh", "rnn_relu", "native_layer_norm", "native_group_norm"),
 )
 _LIBRARY: Any = torch.library.Library("threshold_gating", "FRAGMENT")  # type: ignore[no-untyped-call]
 _LIBRARY.define("quant(Tensor x, float scale, int bits) -> Tensor")
@@ -66,7 +76,10 @@ QUANT, LEVELS = torch.ops.threshold_gating.quant.default, torch.ops.threshold_ga
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written: `error` is max|d|/max|y| of the integers against the gates in float."""
+    """What was written.
+
+    `error` is max|d|/max|y| of the integers against the gates in float, `bound` what it may be.
+    """
 
     path: Path
     bits: int
@@ -74,23 +87,33 @@ class Exported:
     thresholds: int
     layers: int
     sites: tuple[Site, ...]
+    shapes: Mapping[str, tuple[int | str, ...]]
     error: float
+    bound: float
 
     def to_dict(self) -> dict[str, Any]:
         sites = [site.to_dict() for site in self.sites]
         return {**vars(self), "path": str(self.path), "sites": sites, "gates": len(sites)}
 
     def __str__(self) -> str:
+        shapes = ", ".join(f"{k} {' x '.join(map(str, v))}" for k, v in self.shapes.items())
+        allowed = "any" if self.bound == math.inf else f"{self.bound:.2g}"
         return (
             f"{self.path.name}: {self.nodes} nodes, {len(self.sites)} gates with "
             f"{self.thresholds:,} thresholds in all, {self.layers} layers, {self.bits} bits\n"
+            f"inputs: {shapes}; all axes are fixed in the file, the batch too\n"
             "qonnx against the network of integers in torch: equal in every bit\n"
-            f"against the gates in float: max|d|/max|y| {self.error:.2e}"
+            f"against the gates in float: max|d|/max|y| {self.error:.2e} ({allowed} allowed)"
         )
 
 
 def export(
-    model: nn.Module, inputs: Any, path: str | os.PathLike[str], *, bits: int = 8
+    model: nn.Module,
+    inputs: Any,
+    path: str | os.PathLike[str],
+    *,
+    bits: int = 8,
+    tol: float | None = None,
 ) -> Exported:
     """Write a converted network as QONNX; refused where qonnx computes anything else.
 
@@ -99,15 +122,20 @@ def export(
         inputs: what it is called with; the ranges of its layers are those on these inputs.
         path: where the file is put, once it is proven.
         bits: of weights, of what enters a layer, and of a gate, which has 2^bits - 1 levels.
+        tol: the largest max|d|/max|y| against the gates in float that is allowed, math.inf for any.
+            By default two steps of rounding, 2^(2 - bits), for each layer and gate; at most 0.5.
     """
-    made = quantised(model, inputs, bits=bits)
-    sites: tuple[Site, ...] = made.meta["sites"]
-    proto = translated(made, inputs)
-    plain.say(proto, sites)
-    found = executed(proto, inputs)
-    args, kwargs = fresh(arguments(inputs))
-    with torch.no_grad():
-        want = [t for _, t in outputs.leaves(made(*args, **kwargs))]
+    check_bits(bits)
+    check_tol(tol, True)
+    with graphs.ALONE:
+        made = quantised(model, inputs, bits=bits)
+        sites: tuple[Site, ...] = made.meta["sites"]
+        proto = translated(made, inputs)
+        plain.say(proto, sites)
+        found = executed(proto, inputs)
+        args, kwargs = fresh(arguments(inputs))
+        with torch.no_grad():
+            want = [t for _, t in outputs.leaves(made(*args, **kwargs))]
     if [t.shape for t in want] != [t.shape for t in found] or not all(
         map(torch.equal, want, found)
     ):
@@ -116,13 +144,35 @@ def export(
             "nothing is written: a sum of more than 2^24 steps, or an op between layers that "
             "rounds. Take fewer bits, or a network of layers, gates, sums and max pooling."
         )
+    near = graphs.compared(model, inputs, want, math.inf).relative
+    layers = sum(n.target in _LAYERS for n in made.graph.nodes)
+    bound = _bound(layers + len(sites), bits) if tol is None else float(tol)
+    if bound < math.inf and not near <= bound:
+        raise ExportError(
+            f"export: in {bits} bits the network differs by {near:.3g} of its largest output, and "
+            f"{bound:.3g} is allowed; nothing is written. Take more bits, or inputs as large as "
+            "those the network meets; tol= sets a bound of your own (math.inf accepts any)."
+        )
     plain._write(proto, Path(path))
-    near = graphs.compared(model, inputs, want, math.inf)
     counts = [n.args[1] for n in made.graph.nodes if n.target == LEVELS]
     tables = [_held(made, c) for c in counts]
-    layers = sum(n.target in _LAYERS for n in made.graph.nodes)
     total = sum(t.numel() for t in tables)
-    return Exported(Path(path), bits, len(proto.graph.node), total, layers, sites, near.relative)
+    return Exported(
+        Path(path),
+        bits,
+        len(proto.graph.node),
+        total,
+        layers,
+        sites,
+        plain._shapes(proto),
+        near,
+        bound,
+    )
+
+
+def _bound(stages: int, bits: int) -> float:
+    """Two steps of rounding for each layer and gate; past a half little of the output is left."""
+    return min(0.5, stages * 2.0 ** (2 - bits))
 
 
 def executed(proto: Any, inputs: Any) -> list[Tensor]:
@@ -130,7 +180,7 @@ def executed(proto: Any, inputs: Any) -> list[Tensor]:
     onnx = plain._needed("onnx")
     wrapper = _needed("qonnx.core.modelwrapper").ModelWrapper
     execute = _needed("qonnx.core.onnx_exec").execute_onnx
-    given = {i.name: t.numpy() for i, t in zip(proto.graph.input, _tensors(inputs), strict=True)}
+    given = plain.by_name([i.name for i in proto.graph.input], inputs)
     # qonnx 1.0.0 has onnxruntime run each node as a model of the version that onnx writes, which
     # may be newer than what onnxruntime reads.
     newest, onnx.IR_VERSION = onnx.IR_VERSION, min(onnx.IR_VERSION, 13)
@@ -146,8 +196,10 @@ def _tensors(inputs: Any) -> list[Tensor]:
 
 
 def _held(made: GraphModule, node: Any) -> Tensor:
-    found: Tensor = getattr(made, node.target)
-    return found
+    found: Any = made
+    for part in node.target.split("."):
+        found = getattr(found, part)
+    return found  # type: ignore[no-any-return]
 
 
 # The network of integers
@@ -155,8 +207,8 @@ def _held(made: GraphModule, node: Any) -> Tensor:
 
 def quantised(model: nn.Module, inputs: Any, *, bits: int = 8) -> GraphModule:
     """A converted network in integers, bit by bit as the exported file computes it."""
-    if not 2 <= bits <= 12:
-        raise ValueError(f"quantised: bits is from 2 to 12; got {bits}.")
+    check_bits(bits)
+    _refuse_other_types(model, inputs)
     program = graphs.graph(model, inputs, form="kept", dynamic=False)
     ranges = _Ranges(program.module())
     args, kwargs = fresh(arguments(inputs))
@@ -174,10 +226,47 @@ def quantised(model: nn.Module, inputs: Any, *, bits: int = 8) -> GraphModule:
                 "export: a BatchNorm rounds between layers, which no thresholds are for; fold it "
                 "into the gates first, with tg.training.fold_batchnorm."
             )
+        else:
+            _refuse_float(made, node)
     made.graph.lint()
     made.recompile()
     made.meta["sites"] = tuple(Site(g.site, "MultiThreshold", tuple(g.instances)) for g in gates)
     return made  # type: ignore[no-any-return]
+
+
+def check_bits(bits: Any) -> None:
+    if isinstance(bits, bool) or not isinstance(bits, int) or not 2 <= bits <= 12:
+        raise ValueError(f"qonnx: bits is a whole number from 2 to 12; got {bits!r}.")
+
+
+def _refuse_other_types(model: nn.Module, inputs: Any) -> None:
+    given = [(f"input {k}", t) for k, t in enumerate(_tensors(inputs))]
+    for name, t in (*model.named_parameters(), *model.named_buffers(), *given):
+        if t.is_floating_point() and t.dtype != torch.float32:
+            raise ExportError(
+                f"export: {name} is {t.dtype}, and QONNX computes in float32; export "
+                "model.float() with inputs in float32."
+            )
+
+
+def _refuse_float(made: GraphModule, node: Node) -> None:
+    """Layers that no `Quant` is put before, and weights that anything else but a layer reads."""
+    if node.op != "call_function":
+        return
+    word = name_of_op(node.target) if isinstance(node.target, torch._ops.OpOverload) else ""
+    weights = [
+        n.target
+        for n in node.all_input_nodes
+        if n.op == "get_attr" and isinstance(_held(made, n), nn.Parameter)
+    ]
+    if word in _FLOAT or weights:
+        place = list((node.meta.get("nn_module_stack") or {"": ("", None)}).values())[-1][0]
+        raise ExportError(
+            f"export: {word or node.name} in {place or 'the network itself'} "
+            f"{f'reads {weights[0]}, which ' if weights else ''}is not written in whole numbers; "
+            "linear and convolution layers with fixed weights are (nn.Linear, nn.Conv1d to 3d). "
+            "Use one of these, or export in float (export.onnx)."
+        )
 
 
 class _Ranges(Interpreter):
@@ -196,6 +285,11 @@ class _Ranges(Interpreter):
 
 def _scale(largest: float, bits: int) -> float:
     """The power of two whose multiples of so many bits reach the largest."""
+    if not math.isfinite(largest):
+        raise ExportError(
+            f"export: {largest} is among the weights or in what enters a layer, which has no whole "
+            "number; give inputs on which the network is finite."
+        )
     return 2.0 ** math.ceil(math.log2((largest or 1.0) / (2 ** (bits - 1) - 1)))
 
 
@@ -207,8 +301,19 @@ def _put_layer(made: GraphModule, node: Node, largest: float, bits: int) -> None
         q = made.graph.call_function(QUANT, (x, of_x, bits))
         w = made.graph.call_function(QUANT, (weight, of_w, bits))
         if rest and rest[0] is not None:
+            _refuse_clamped(node, _parameter(made, rest[0]), of_x * of_w)
             rest[0] = made.graph.call_function(QUANT, (rest[0], of_x * of_w, 24))
     node.args = (q, w, *rest)
+
+
+def _refuse_clamped(node: Node, bias: Tensor, scale: float) -> None:
+    most = float(bias.detach().abs().max()) if bias.numel() else 0.0
+    if not most / scale <= 2**23 - 1:
+        raise ExportError(
+            f"export: the bias of {node.name} is up to {most:.3g}, and in steps of {scale:.3g}, "
+            "those of its inputs times its weights, that is more than 24 bits; nothing is written. "
+            "Give inputs as large as those the network meets, or take fewer bits."
+        )
 
 
 def _parameter(made: GraphModule, node: Any) -> Tensor:
@@ -217,10 +322,7 @@ def _parameter(made: GraphModule, node: Any) -> Tensor:
             f"export: the weights of {node.name} are computed as the network runs; whole numbers "
             "of them have no scale that is known. Export a network with fixed weights."
         )
-    found: Any = made
-    for part in node.target.split("."):
-        found = getattr(found, part)
-    return found  # type: ignore[no-any-return]
+    return _held(made, node)
 
 
 # Gates

@@ -290,8 +290,13 @@ def _many(b: Body, x: str, tau: Sequence[Any], theta: Sequence[Any]) -> Mean:
     def mean(w: Sequence[Any]) -> Value:
         if same(w):
             return w[0]  # type: ignore[no-any-return]
-        weighed = b.op("Mul", g, _last_axis(list(w)))
-        return b.op("ReduceSum", weighed, b.whole(-1), keepdims=0)
+        # no ReduceSum: of an empty batch onnxruntime's leaves the axis where it is
+        each = _last_axis(list(w))
+        if each.dim() == 1:
+            found = b.op("MatMul", g, each[:, None])
+        else:
+            found = b.op("MatMul", b.op("Mul", g, each), ones[:1].mT)
+        return b.op("Squeeze", found, b.whole(-1))
 
     return mean
 
