@@ -369,6 +369,8 @@ def _are_small(t: TG) -> bool:
     taus = t.tau if isinstance(t.tau, tuple) else (t.tau,)
     # so that no product overflows, and tau x - tau theta is tau (x - theta) to 16 * 2^-23 = 2e-6
     near = max(map(abs, (*t.s, *t.c))) <= 2 and max(taus) * max(map(abs, t.theta)) <= 16
+    # where a middle branch wins, gradients are differences of means: off by tau c 2^-23, no more
+    near = near and max(taus) * max(map(abs, t.c)) <= 16
     if not near or isinstance(t.tau, tuple):
         return near and t.K <= 6
     middle, exponent, step = sum(t.theta) / (t.K - 1), 0.0, 124 / (t.K - 1)

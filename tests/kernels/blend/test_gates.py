@@ -34,10 +34,6 @@ def test_the_kernels_of_triton_are_within_the_same_bound(step_by_step):
     step_by_step("interpret_gates.py", 4, 60)
 
 
-@pytest.mark.xfail(
-    reason="K >= 3 in Triton, probably the rounded y subtracted from a branch: thresholds out of order "
-    "and constants of 126 a gradient of 0.0074 is off by 2.6e-5, where a CPU has 6e-9"
-)
 def test_small_gradients_of_large_branches_keep_their_digits_in_triton(step_by_step):
     step_by_step("interpret_gates.py", 3, 60)
 

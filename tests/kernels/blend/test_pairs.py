@@ -335,6 +335,15 @@ def check_own_taus(device="cpu"):
     x = torch.linspace(90, 110, 1201, device=device)
     have, plain, want = kernels.blend(x, far), far(x), far(x.double())
     assert (have - want).abs().max() <= 1.5 * (plain - want).abs().max()
+    # gates so steep that in the middle, where y is flat, a difference of means would be 1e-4
+    for tau in (150.0, (150.0, 149.0)):
+        steep = TG(tau, (-0.1, 0.1), (0.0, 0.0, 1.0), (0.0, 1.7, 0.0))
+        assert not structure._are_small(steep)
+        x = torch.linspace(-0.02, 0.02, 101, device=device, requires_grad=True)
+        z = x.detach().double().requires_grad_()
+        slope = torch.autograd.grad(kernels.blend(x, steep).sum(), x)[0]
+        true = torch.autograd.grad(steep(z).sum(), z)[0]
+        torch.testing.assert_close(slope.double(), true, rtol=1e-4, atol=1e-8)
 
 
 def gated_unit(x, t, up):

@@ -172,7 +172,7 @@ def _gradient(
     The last two only if a parameter's gradient needs them (SUMMED).
     """
     g, found = (x,), (x,)
-    if GATE == ONE_TAU and WEIGHTS != OVERFLOWING and not SUMMED:
+    if GATE == ONE_TAU and WEIGHTS >= SMALL and not SUMMED:
         y, slope, turned = by_powers(x, v, tau, middle, w, ws, wc, C_CODE, K)
         turned = turned * dy
     elif GATE == OWN_TAUS and WEIGHTS >= SMALL and not SUMMED:
