@@ -32,6 +32,9 @@ _LONG = 5.0  # seconds: a change that only a longer test notices is one that sur
 # The tests of each file of the core.
 TESTS = {
     "primitive/__init__.py": ("primitive", "blend", "taxonomy", "gates"),
+    "primitive/arguments.py": ("primitive", "blend", "taxonomy", "gates"),
+    "primitive/branches.py": ("primitive", "blend", "taxonomy", "gates"),
+    "primitive/hard.py": ("primitive", "blend", "taxonomy", "gates"),
     "primitive/soft.py": ("primitive", "blend", "taxonomy", "gates"),
     "instance.py": ("instance", "taxonomy"),
     "conversion/sites.py": ("sites", "recognise", "plan", "apply", "audit"),
@@ -53,6 +56,7 @@ TESTS = {
     "kernels/blend/tiles.py": ("blend", "pairs", "gates"),
     "kernels/blend/function.py": ("blend", "pairs", "gates"),
     "kernels/lowering.py": ("lowering",),
+    "kernels/call.py": ("structure", "blend", "pairs", "gates"),
     "kernels/structure.py": ("structure", "blend", "pairs", "gates", "two_soft"),
     "training/folding.py": ("folding",),
 }

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from threshold_gating import kernels
-from threshold_gating.cli import COMMANDS, main, options, table
+from threshold_gating.cli import COMMANDS, main, options, shared, table
 from threshold_gating.conversion import perplexity
 from threshold_gating.conversion.enumeration import FORMATS, name_of
 from threshold_gating.hardware import physical
@@ -130,4 +130,4 @@ def test_old_spellings_are_not_in_the_help(capsys):
 @pytest.mark.parametrize("word", ["nan", "-1", "x"])
 def test_a_bound_is_a_number_from_0_on(word):
     with pytest.raises(argparse.ArgumentTypeError, match="E must be a number from 0 on, or inf"):
-        options._bound(word)
+        shared._bound(word)

@@ -38,7 +38,7 @@ from torch import Tensor
 
 from threshold_gating import kernels, primitive
 from threshold_gating.kernels.blend import steps
-from threshold_gating.kernels.structure import of_call
+from threshold_gating.kernels.call import of_call
 
 Array = np.ndarray[Any, Any]
 _DTYPES = (torch.float32, torch.float32, torch.float64, torch.float16, torch.bfloat16)

@@ -9,17 +9,8 @@ import pytest
 import torch
 
 from threshold_gating import TAXONOMY, TG, Activation, kernels
-from threshold_gating.kernels.structure import (
-    Gate,
-    Rows,
-    Structure,
-    Tensors,
-    Weights,
-    common_shape,
-    exact,
-    of_call,
-    whole,
-)
+from threshold_gating.kernels.call import common_shape, of_call, whole
+from threshold_gating.kernels.structure import Gate, Rows, Structure, Tensors, Weights, exact
 
 LEARNABLE = ("tau", "theta", "s", "c")
 

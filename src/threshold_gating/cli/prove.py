@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from threshold_gating import taxonomy
 from threshold_gating.cli import spec
-from threshold_gating.cli.options import SPECS
 from threshold_gating.cli.printing import UsageError, progress, say, show
+from threshold_gating.cli.shared import SPECS
 from threshold_gating.cli.spec import network
 from threshold_gating.conversion import Site, proof, sites
 from threshold_gating.conversion.checkpoint import files, schema

@@ -22,8 +22,8 @@ from torch import nn
 
 from threshold_gating import conversion
 from threshold_gating.cli.function import failure, from_file
-from threshold_gating.cli.options import SPECS
 from threshold_gating.cli.printing import UsageError
+from threshold_gating.cli.shared import SPECS
 from threshold_gating.conversion.aten_ops import tensors
 
 

@@ -1,8 +1,8 @@
 """What is known of a gate before any tensor is read, and the tensors that hold the rest.
 
 A `Structure` is made once from an instance and what is learned of it, or from the arguments of one
-call. Equal structures share compiled kernels and compiled graphs. `Tensors` are whole, as a module
-holds them: rows along the first axis, the sharing group behind it.
+call (`call`). Equal structures share compiled kernels and compiled graphs. `Tensors` are whole, as
+a module holds them: rows along the first axis, the sharing group behind it.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from threshold_gating.instance import TG
 from threshold_gating.kernels.lowering import Native, native_call
-from threshold_gating.primitive import Anchor, GateForm, Value, Values, are_huge
+from threshold_gating.primitive import Anchor, GateForm, Value, are_huge
 
 Numbers = tuple[float | None, ...]  # None stands for a row of a tensor
 Shape = tuple[int, ...]
@@ -280,7 +280,7 @@ def of_instance(t: TG, learned: tuple[str, ...] = ()) -> Structure:
         return tuple([x if f and not free else None for f, x in zip(fixed, w, strict=True)])
 
     taus = t.tau if isinstance(t.tau, tuple) else (t.tau,)
-    gate = _gate(t.hard, t.K, len(taus), Structure.is_centred(t))
+    gate = gate_of(t.hard, t.K, len(taus), Structure.is_centred(t))
     points = None if learned else t.anchor
     return Structure(
         gate,
@@ -296,7 +296,7 @@ def of_instance(t: TG, learned: tuple[str, ...] = ()) -> Structure:
         learned,
         t.hard and "theta" in learned and _has_jump(t),
         Weights.UNKNOWN if learned else _weights(t),
-        _is_fused(t.K, t.form, t.q, points, t.clamp),
+        is_fused(t.K, t.form, t.q, points, t.clamp),
         None if learned else native_call(t),
         _names(t.hard, learned),
         _steep(t) if anchored and "s" not in learned and "c" not in learned else (),
@@ -327,7 +327,7 @@ def exact(t: TG) -> Structure:
     return of_instance(t)._replace(tau=taus, theta=t.theta, s=t.s, c=t.c)
 
 
-def _is_fused(K: int, form: str, q: Any, anchor: Any, clamp: Any) -> bool:
+def is_fused(K: int, form: str, q: Any, anchor: Any, clamp: Any) -> bool:
     """Quadratic and anchored branches, clamps and product gates are frozen instances that mostly
     are torch's own ops: no kernel is kept for them."""
     anchored = anchor is not None and any(p is not None for p in anchor)
@@ -335,7 +335,7 @@ def _is_fused(K: int, form: str, q: Any, anchor: Any, clamp: Any) -> bool:
     return plain and 2 <= K <= MOST_BRANCHES and (form == "softmax" or K == 2)
 
 
-def _gate(hard: bool, K: int, taus: int, centred: bool) -> Gate:
+def gate_of(hard: bool, K: int, taus: int, centred: bool) -> Gate:
     if hard:
         return Gate.HARD
     if K <= 2:
@@ -384,7 +384,7 @@ def _are_small(t: TG) -> bool:
 def _are_mirrored(t: TG) -> bool:
     """Whether taus are the same from either end, for an instance whose weights are small.
 
-    Their bounds then leave less room (`formulas._mirrored`), which must still be 2^24.
+    Their bounds then leave less room (`parameters._mirrored`), which must still be 2^24.
     """
     if not isinstance(t.tau, tuple) or t.tau != t.tau[::-1]:
         return False
@@ -392,42 +392,6 @@ def _are_mirrored(t: TG) -> bool:
     gaps = [tau * (high - low) * math.log2(math.e) for tau, low, high in pairs]
     lower = gaps[: (t.K - 1) // 2]
     return min(lower) >= 0 and 124 - sum(lower) >= 24 * (t.K - 1)
-
-
-def of_call(
-    tau: Values,
-    theta: Values,
-    s: Values,
-    c: Values,
-    *,
-    form: GateForm = "softmax",
-    owner: Sequence[str] | None = None,
-    q: Values | None = None,
-    anchor: Any = None,
-    clamp: tuple[float, float] | None = None,
-    centred: bool | None = None,
-) -> tuple[Structure, Rows] | None:
-    """The arguments of `primitive.blend` as a structure and rows, or None where no kernel has it.
-
-    What no kernel computes, and what is no gate, is left to the reference, which has the words.
-    """
-    thetas, slopes, constants = _rows(theta), _rows(s), _rows(c)
-    K = len(thetas) + 1
-    own = isinstance(tau, Tensor) and isinstance(theta, Tensor) and tau.dim() == theta.dim()
-    taus = _rows(tau) if own or isinstance(tau, Sequence) else [tau]
-    fits = len(slopes) == K and len(constants) == K and len(taus) in (1, K - 1)
-    if not fits or form not in get_args(GateForm) or not _is_fused(K, form, q, anchor, clamp):
-        return None
-    rows = Rows(taus, thetas, slopes, constants)
-    tau_n, theta_n, s_n, c_n = [_numbers(row) for row in rows]
-    known = [w for row in (theta_n, s_n, c_n) for w in row if w is not None]
-    if not all(map(math.isfinite, known)) or not _is_regular(tau_n, theta_n):
-        return None
-    about = _about_midpoint(centred, s_n, c_n)
-    gate = _gate(tau_n[0] == math.inf, K, len(taus), about)
-    owners = tuple(owner) if owner else None
-    huge = are_huge(slopes, constants)
-    return Structure(gate, tau_n, theta_n, s_n, c_n, owners, huge=huge), rows
 
 
 def viewed(rows: Rows, shape: Shape) -> Rows:
@@ -440,61 +404,3 @@ def viewed(rows: Rows, shape: Shape) -> Rows:
         return w.view(shape) if w.numel() == count else w.expand(count).view(shape)
 
     return Rows(*[[view(w) for w in row] for row in rows])
-
-
-def common_shape(rows: Rows, dim: int) -> Shape | None:
-    """The shape in which all rows broadcast against an input of `dim` axes; None for several."""
-    shape: Shape = ()
-    for w in [w for row in rows for w in row if isinstance(w, Tensor) and w.numel() > 1]:
-        padded = (1,) * (dim - w.dim()) + tuple(w.shape)
-        if shape and padded != shape:
-            return None
-        shape = padded
-    return shape
-
-
-def whole(rows: Rows, shape: Shape) -> Tensors:
-    """Rows of one call as whole tensors, one column for each element of `shape`."""
-    tau, theta, s, c = [_stacked(row, math.prod(shape)) for row in rows]
-    return Tensors(s=s, c=c, tau0=tau, theta0=theta)
-
-
-def _stacked(row: Sequence[Any], group: int) -> Tensor | None:
-    """Rows as one tensor (rows, group); None if all of them are numbers."""
-    tensors = [w for w in row if isinstance(w, Tensor)]
-    if not tensors:
-        return None
-    if len(row) == 1:
-        return tensors[0].reshape(1, -1).expand(1, group)
-    # a number keeps its digits beside a tensor of fewer
-    like, dtype = tensors[0], torch.promote_types(tensors[0].dtype, torch.float32)
-    each = [
-        w.reshape(-1) if isinstance(w, Tensor) else like.new_full((1,), w, dtype=dtype) for w in row
-    ]
-    return torch.stack([w.expand(group) for w in each])
-
-
-def _rows(w: Values) -> list[Any]:
-    each = w.unbind(0) if isinstance(w, Tensor) and w.dim() else w
-    return list(each) if isinstance(each, Sequence) else [each]
-
-
-def _numbers(row: Sequence[Any]) -> Numbers:
-    return tuple([None if isinstance(w, Tensor) else float(w) for w in row])
-
-
-def _is_regular(taus: Numbers, thetas: Numbers) -> bool:
-    """Whether numbers are what the reference takes; it has the words for those that are not."""
-    sharp = [t for t in taus if t is not None]
-    if not all(t > 0 for t in sharp) or len({t == math.inf for t in taus}) > 1:
-        return False
-    known = [t for t in thetas if t is not None]
-    return sharp[0] != math.inf or known == sorted(known) if sharp else True
-
-
-def _about_midpoint(centred: bool | None, slopes: Numbers, constants: Numbers) -> bool:
-    if centred is not None or len(slopes) != 2 or None in (*slopes, *constants):
-        return bool(centred)
-    pairs = (slopes, constants)
-    opposite = all(abs(lo or 0.0) == abs(hi or 0.0) for lo, hi in pairs)
-    return opposite and any(lo != hi for lo, hi in pairs)

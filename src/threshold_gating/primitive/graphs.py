@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Literal
 
 import torch
@@ -22,24 +22,24 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-@contextmanager
-def holding(form: GraphForm) -> Iterator[None]:
+def holding(form: GraphForm) -> AbstractContextManager[None]:
     """Let graphs that are exported inside hold gates in this form."""
-    before, _thread.form = _thread.form, form
-    try:
-        yield
-    finally:
-        _thread.form = before
+    return _having("form", form)
+
+
+def at_site(name: str) -> AbstractContextManager[None]:
+    """Let nodes of gates that are made inside bear this name."""
+    return _having("site", name)
 
 
 @contextmanager
-def at_site(name: str) -> Iterator[None]:
-    """Let nodes of gates that are made inside bear this name."""
-    before, _thread.site = _thread.site, name
+def _having(what: str, value: str) -> Iterator[None]:
+    before = getattr(_thread, what)
+    setattr(_thread, what, value)
     try:
         yield
     finally:
-        _thread.site = before
+        setattr(_thread, what, before)
 
 
 def site() -> str:

@@ -13,8 +13,6 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-AUDITED_AS = "gates"  # see conversion.audit
-
 Value = float | Tensor
 # The ops themselves: whoever intercepts torch.sigmoid and its like in a network around us must not
 # see the gate's own arithmetic.

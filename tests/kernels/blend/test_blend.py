@@ -15,8 +15,9 @@ from threshold_gating import Activation, Linear, kernels, primitive
 from threshold_gating.instance import TG
 from threshold_gating.kernels import layout, runtime
 from threshold_gating.kernels.blend import cpu, function, steps
+from threshold_gating.kernels.call import of_call
 from threshold_gating.kernels.lowering import native
-from threshold_gating.kernels.structure import Role, of_call
+from threshold_gating.kernels.structure import Role
 from threshold_gating.taxonomy import (
     ROWS,
     TAXONOMY,

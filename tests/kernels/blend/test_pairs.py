@@ -16,6 +16,7 @@ from threshold_gating.kernels import runtime, structure
 from threshold_gating.kernels.attention import function as attending
 from threshold_gating.kernels.blend import cpu, gpu, steps
 from threshold_gating.kernels.blend import function as blending
+from threshold_gating.kernels.call import of_call
 from threshold_gating.kernels.product import formula, function
 
 ROOT = Path(__file__).parents[3]
@@ -134,7 +135,7 @@ def traced(pair):
     gates = pair.kernel.__self__
 
     def run(w):
-        call = structure.of_call(*gates.values(w), **gates.options())
+        call = of_call(*gates.values(w), **gates.options())
         return steps.steps(w["x"], None, *call)
 
     return run

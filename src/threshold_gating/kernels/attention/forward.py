@@ -216,6 +216,78 @@ def joined(
 
 
 @triton.jit
+def swept(
+    q, k_base, k_row, v_base, v_row, rows, block, queries, keys,
+    mask, mask_row, mask_column, factor, unit,
+    CAUSAL: tl.constexpr, MASK: tl.constexpr, VALUES: tl.constexpr, STATISTICS: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """The state of `sweep` after all keys: first those that every row sees, then those at an edge;
+    and where the keys end."""
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    m1 = tl.full([BLOCK_M], -INF, tl.float32)
+    total = tl.zeros([BLOCK_M, LANES, 1], tl.float32)
+    rest, place, tile = total, total, tl.zeros([BLOCK_M], tl.int32)
+    second = total - INF
+    full, end = key_range(block, keys, CAUSAL, BLOCK_M, BLOCK_N)
+    for edge in tl.static_range(2):
+        acc, m1, total, rest, second, tile, place = sweep(
+            acc, m1, total, q, k_base, k_row, v_base, v_row, rows,
+            full if edge else 0, end if edge else full, queries, keys,
+            mask, mask_row, mask_column, factor, unit, rest, second, tile, place,
+            edge, CAUSAL, MASK, VALUES, STATISTICS,
+            D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, PRECISION, DOT,
+        )  # fmt: skip
+    return acc, m1, total, rest, second, tile, place, end
+
+
+@triton.jit
+def statistics(
+    m1, rest, second, tile, place, inside, q, k_base, k_row, rows, end, queries, keys,
+    mask, mask_row, mask_column, factor, unit,
+    CAUSAL: tl.constexpr, MASK: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """(m1, i1, m2, T, sum of all, what m1 is in exponents) of the state of `sweep`; where a row is
+    rare, by a second pass."""
+    T, i1, m2, whole, level, rare = joined(
+        m1, unit, rest, second, tile, place, MASK == NONE, BLOCK_M, BLOCK_N
+    )
+    if tl.max(tl.where(inside & rare, 1, 0)) > 0:
+        m1, i1, m2, T = merge_tiles(
+            tl.full([BLOCK_M], -INF, tl.float32), tl.zeros([BLOCK_M], tl.int32),
+            tl.full([BLOCK_M], -INF, tl.float32), tl.zeros([BLOCK_M], tl.float32),
+            q, k_base, k_row, rows, 0, end, queries, keys,
+            mask, mask_row, mask_column, factor, unit,
+            CAUSAL, MASK, D, BLOCK_D, BLOCK_N, PRECISION, DOT,
+        )  # fmt: skip
+    return m1, i1, m2, T, whole, level
+
+
+@triton.jit
+def store_statistics(
+    levels, index, row, plane, m1, i1, m2, T, empty, inside, unit, VALUES: tl.constexpr
+):
+    """m1, m2, T and i1 of each row; the second pass, without VALUES, wants the bare products."""
+    told = unit * (1.0 / LOG2E) if VALUES else 1.0
+    tl.store(levels + row, m1 * told, mask=inside)
+    tl.store(levels + plane + row, m2 * told, mask=inside)
+    tl.store(levels + 2 * plane + row, T, mask=inside)
+    tl.store(index + row, tl.where(empty, 0, i1), mask=inside)
+
+
+@triton.jit
+def store_lse(lse, row, plane, level, spread, empty, inside, MASK: tl.constexpr):
+    """+inf for a row without keys: the backward finds exp2(z - inf) = 0 there. A large mask would
+    swallow the second term, so both are kept then."""
+    level = level if MASK == ADD else level + spread
+    tl.store(lse + row, tl.where(empty, INF, level), mask=inside)
+    if MASK == ADD:
+        tl.store(lse + plane + row, spread, mask=inside)
+
+
+@triton.jit
 def forward(
     q, k, v, mask, tau, out, lse, levels, index,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
@@ -237,41 +309,22 @@ def forward(
     k_base = k + batch * k_batch + head // group * k_head
     v_base = v + batch * v_batch + head // group * v_head
     mask_base = mask + batch * mask_batch + head * mask_head if MASK != NONE else mask
-    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    m1 = tl.full([BLOCK_M], -INF, tl.float32)
-    total = tl.zeros([BLOCK_M, LANES, 1], tl.float32)
-    rest, place, tile = total, total, tl.zeros([BLOCK_M], tl.int32)
-    second = total - INF
-    full, end = key_range(block, keys, CAUSAL, BLOCK_M, BLOCK_N)
-    for edge in tl.static_range(2):
-        acc, m1, total, rest, second, tile, place = sweep(
-            acc, m1, total, q_tile, k_base, k_row, v_base, v_row, rows,
-            full if edge else 0, end if edge else full, queries, keys,
-            mask_base, mask_row, mask_column, factor, unit, rest, second, tile, place,
-            edge, CAUSAL, MASK, VALUES, STATISTICS,
-            D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, PRECISION, DOT,
-        )  # fmt: skip
+    acc, m1, total, rest, second, tile, place, end = swept(
+        q_tile, k_base, k_row, v_base, v_row, rows, block, queries, keys,
+        mask_base, mask_row, mask_column, factor, unit, CAUSAL, MASK, VALUES, STATISTICS,
+        D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, PRECISION, DOT,
+    )  # fmt: skip
     inside = rows < queries
     empty = m1 == -INF
     plane = tl.num_programs(1).to(tl.int64) * queries
     row = at * queries + rows
     if STATISTICS:
-        T, i1, m2, whole, level, rare = joined(
-            m1, unit, rest, second, tile, place, MASK == NONE, BLOCK_M, BLOCK_N
-        )
-        if tl.max(tl.where(inside & rare, 1, 0)) > 0:
-            m1, i1, m2, T = merge_tiles(
-                tl.full([BLOCK_M], -INF, tl.float32), tl.zeros([BLOCK_M], tl.int32),
-                tl.full([BLOCK_M], -INF, tl.float32), tl.zeros([BLOCK_M], tl.float32),
-                q_tile, k_base, k_row, rows, 0, end, queries, keys,
-                mask_base, mask_row, mask_column, factor, unit,
-                CAUSAL, MASK, D, BLOCK_D, BLOCK_N, PRECISION, DOT,
-            )  # fmt: skip
-        told = unit * (1.0 / LOG2E) if VALUES else 1.0  # the second pass wants the bare products
-        tl.store(levels + row, m1 * told, mask=inside)
-        tl.store(levels + plane + row, m2 * told, mask=inside)
-        tl.store(levels + 2 * plane + row, T, mask=inside)
-        tl.store(index + row, tl.where(empty, 0, i1), mask=inside)
+        m1, i1, m2, T, whole, level = statistics(
+            m1, rest, second, tile, place, inside, q_tile, k_base, k_row, rows, end, queries, keys,
+            mask_base, mask_row, mask_column, factor, unit,
+            CAUSAL, MASK, D, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION, DOT,
+        )  # fmt: skip
+        store_statistics(levels, index, row, plane, m1, i1, m2, T, empty, inside, unit, VALUES)
     else:
         whole = tl.sum(tl.reshape(total, [BLOCK_M, LANES]), 1)  # (BLOCK_M,)
         level = finite(m1) * unit
@@ -283,9 +336,4 @@ def forward(
             out + batch * o_batch + head * o_head, o_row, block * BLOCK_M, queries, acc,
             BLOCK_M, DV, BLOCK_DV,
         )  # fmt: skip
-    # +inf for a row without keys: the backward finds exp2(z - inf) = 0 there. A large mask would
-    # swallow the second term, so both are kept then.
-    level = level if MASK == ADD else level + spread
-    tl.store(lse + row, tl.where(empty, INF, level), mask=inside)
-    if MASK == ADD:
-        tl.store(lse + plane + row, spread, mask=inside)
+    store_lse(lse, row, plane, level, spread, empty, inside, MASK)

@@ -19,6 +19,7 @@ from threshold_gating.kernels.blend import cpu, gpu
 from threshold_gating.kernels.blend.graph import Graph
 from threshold_gating.kernels.blend.kept import kept
 from threshold_gating.kernels.blend.steps import plain, steps
+from threshold_gating.kernels.call import common_shape, of_call, whole
 from threshold_gating.kernels.lowering import Op, lowered, native_call, overwritten
 from threshold_gating.kernels.structure import (
     Gate,
@@ -28,11 +29,8 @@ from threshold_gating.kernels.structure import (
     Structure,
     Tensors,
     Wanted,
-    common_shape,
     exact,
-    of_call,
     viewed,
-    whole,
 )
 from threshold_gating.primitive.graphs import keeps_gates
 
@@ -204,7 +202,7 @@ def _parsed(
         shape = common_shape(rows, x.dim())
         if shape is not None:
             return _gates(x, structure, rows, shape, v, up, name)
-    y = (primitive.evaluated if known else primitive.blend)(x, *given, v=v, **options)
+    y = primitive.blend(x, *given, v=v, known=known, **options)
     return y if up is None else y * up
 
 

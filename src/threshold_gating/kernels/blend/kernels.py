@@ -20,6 +20,17 @@ import triton
 import triton.language as tl
 
 from threshold_gating.kernels.blend.formulas import (
+    by_powers,
+    hard_gates,
+    mean,
+    soft_gates,
+    turned_from_below,
+    turns,
+    two_gates,
+    two_means,
+    value,
+)
+from threshold_gating.kernels.blend.parameters import (
     ALONE,
     BOUND,
     CENTRED,
@@ -37,19 +48,10 @@ from threshold_gating.kernels.blend.formulas import (
     ZERO,
     added,
     anchored,
-    by_powers,
     folded,
-    hard_gates,
-    mean,
     middle_of,
     rows_of,
     sharpened,
-    soft_gates,
-    turned_from_below,
-    turns,
-    two_gates,
-    two_means,
-    value,
 )
 
 

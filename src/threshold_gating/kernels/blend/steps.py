@@ -57,19 +57,20 @@ def plain(x: Tensor, v: Any, structure: Structure, rows: Rows) -> Tensor:
         parts = zip(structure.steep, Structure.nearest(theta), strict=True)
         anchor = [None if known is None else (at, 0.0) for known, at in parts]
         s = [w if known is None else known for known, w in zip(structure.steep, s, strict=True)]
-    return primitive.evaluated(
+    return primitive.blend(
         x,
         tau if len(tau) > 1 else tau[0],
         theta,
         s,
         c,
-        v,
-        structure.form,
-        structure.owner,
-        structure.q,
-        anchor,
-        structure.clamp,
-        structure.gate == Gate.CENTRED,
+        v=v,
+        form=structure.form,
+        owner=structure.owner,
+        q=structure.q,
+        anchor=anchor,
+        clamp=structure.clamp,
+        centred=structure.gate == Gate.CENTRED,
+        known=True,
     )
 
 

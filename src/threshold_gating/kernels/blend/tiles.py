@@ -93,7 +93,7 @@ def _by_reference(x: Tensor, v: Tensor, structure: Structure, p: Rows) -> Tensor
     tau = math.inf if structure.hard else p.tau if len(p.tau) > 1 else p.tau[0]
     theta = [torch.as_tensor(t, dtype=x.dtype) for t in p.theta]  # data, which may have crossed
     other = None if v is x else v
-    return primitive.evaluated(x, tau, theta, p.s, p.c, other, owner=structure.owner)
+    return primitive.blend(x, tau, theta, p.s, p.c, v=other, owner=structure.owner, known=True)
 
 
 def _two_means(x: Tensor, p: Rows, room: Scratch) -> tuple[Value, Value]:

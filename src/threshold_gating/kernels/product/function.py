@@ -15,17 +15,10 @@ from torch import Tensor
 from threshold_gating import primitive
 from threshold_gating.kernels.backend import backend, is_memory, no_native_op, runs_triton
 from threshold_gating.kernels.blend.function import differentiated, wrong_call
+from threshold_gating.kernels.call import common_shape, of_call, whole
 from threshold_gating.kernels.product import one_vector, two_soft
 from threshold_gating.kernels.product.formula import Conv, Formula, Grads, Operands, Plan
-from threshold_gating.kernels.structure import (
-    Gate,
-    Rows,
-    Structure,
-    Tensors,
-    common_shape,
-    of_call,
-    whole,
-)
+from threshold_gating.kernels.structure import Gate, Rows, Structure, Tensors
 from threshold_gating.primitive import GateForm
 
 AUDITED_AS = "gates"  # see conversion.audit

@@ -12,7 +12,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from threshold_gating.kernels.blend.formulas import BOUND, two_gates
+from threshold_gating.kernels.blend.formulas import two_gates
+from threshold_gating.kernels.blend.parameters import BOUND
 
 
 @triton.jit

@@ -1,0 +1,142 @@
+"""The parameters of a gate as a tile reads them, as Triton functions, and the names of its codes.
+
+Parameters are (1, 1), (1, columns) or (rows, 1), a tuple of them for the rows of a parameter; what
+is computed of them alone is computed once for a tile.
+"""
+
+# mypy: ignore-errors
+# Constants of a kernel are capitals; tuples grow by +, which Triton understands.
+# ruff: noqa: N803, RUF005
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from threshold_gating.kernels.instructions import LOG2E, constants, exp2
+from threshold_gating.kernels.layout import Layout
+from threshold_gating.kernels.structure import Gate, Role, Weights, rho_bound
+
+TWO, CENTRED, ONE_TAU, OWN_TAUS, HARD = constants(Gate)
+ALONE, READ, TIMES = constants(Role)
+ONE, COLUMNS, ROWS = constants(Layout)
+# what is not known is hoped to fit float32 until it is seen that a weight overflows
+FITTING, OVERFLOWING, SMALL, MIRRORED = constants(Weights)
+# digits of a code (base 4, one for each row): in memory, or a number of `structure.DIGITS`
+IN_MEMORY, ZERO, PLUS_ONE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+
+BOUND = tl.constexpr(rho_bound())
+_LARGEST_EXPONENT = tl.constexpr(60.0)  # of the weights' exponents, see `tiles`
+
+
+@triton.jit
+def rows_of(pointer, G, at, CODE: tl.constexpr, COUNT: tl.constexpr):
+    """The rows of a parameter (COUNT, G) at the groups `at`, as a tuple."""
+    found = ()
+    for k in tl.static_range(COUNT):
+        if (CODE // (4**k)) % 4 == IN_MEMORY:
+            found = found + (tl.load(pointer + k * G + at),)  # as `at`: (1, 1), (1, CB) or (RB, 1)
+        elif (CODE // (4**k)) % 4 == ZERO:
+            found = found + (tl.full(at.shape, 0.0, tl.float32),)
+        elif (CODE // (4**k)) % 4 == PLUS_ONE:
+            found = found + (tl.full(at.shape, 1.0, tl.float32),)
+        else:
+            found = found + (tl.full(at.shape, -1.0, tl.float32),)
+    return found
+
+
+@triton.jit
+def sharpened(tau, rho):
+    """tau0 exp(rho) row by row, exactly tau0 at 0."""
+    found = ()
+    for k in tl.static_range(len(tau)):
+        found = found + (tau[k] * tl.exp(tl.minimum(tl.maximum(rho[k], -BOUND), BOUND)),)
+    return found
+
+
+@triton.jit
+def added(a, b):
+    """Two tuples, row by row."""
+    found = ()
+    for k in tl.static_range(len(a)):
+        found = found + (a[k] + b[k],)
+    return found
+
+
+@triton.jit
+def anchored(v, s, theta, S_CODE: tl.constexpr, K: tl.constexpr):
+    """Constants of branches that have the value v at their threshold; see `structure`."""
+    found = ()
+    for k in tl.static_range(K):
+        if (S_CODE // (4**k)) % 4 == ZERO:
+            found = found + (v[k],)
+        else:
+            found = found + (v[k] - s[k] * theta[k - 1 if k > 0 else 0],)
+    return found
+
+
+@triton.jit
+def middle_of(theta, K: tl.constexpr):
+    middle = theta[0]
+    for k in tl.static_range(1, K - 1):
+        middle = middle + theta[k]
+    return middle / (K - 1)
+
+
+@triton.jit
+def _mirrored(tau, theta, s, c, K: tl.constexpr):
+    """(stops, w, w s, w c) for `_rises` if taus are the same from either end.
+
+    The exponential of a threshold in the upper half is that of its mirror image times a ratio,
+    which is put into the weights of all branches above; its bound leaves the same room for all of
+    the upper half, and their product below 2^124.
+    """
+    gaps, room = (), tl.full(tau[0].shape, 124.0, tl.float32)
+    weight = tl.full(tau[0].shape, 1.0, tl.float32)
+    w, ws, wc = (weight,), (s[0],), (c[0],)
+    for k in tl.static_range(K - 1):
+        gap = (theta[K - 2 - k] - theta[k]) * (tau[k] * LOG2E)
+        gaps = gaps + (gap,)
+        if 2 * k < K - 2:
+            room = room - gap
+        elif 2 * k > K - 2:
+            weight = weight * exp2(gap)
+        w, ws, wc = w + (weight,), ws + (s[k + 1] * weight,), wc + (c[k + 1] * weight,)
+    room = room / (K - 1)
+    stops = (theta[K - 2] + room / (tau[K - 2] * LOG2E),)
+    for k in tl.static_range(K - 1):
+        stops = stops + (room + gaps[k],)
+    return stops, w, ws, wc
+
+
+@triton.jit
+def folded(tau, theta, s, c, K: tl.constexpr, GATE: tl.constexpr, WEIGHTS: tl.constexpr):
+    """(middle, w, w s, w c, whether a weight leaves float32) for K >= 3.
+
+    With a tau per threshold, and if weights are known to be small, the middle is where things stop:
+    the gates to change, then each exponential to grow; see `_rises`.
+    """
+    if GATE == OWN_TAUS and WEIGHTS == MIRRORED:
+        middle, w, ws, wc = _mirrored(tau, theta, s, c, K)
+        overflows = False
+    elif GATE == OWN_TAUS:
+        bound = tl.full(tau[0].shape, 124.0 / (K - 1), tl.float32)
+        middle = (theta[K - 2] + bound / (tau[K - 2] * LOG2E),)
+        w, ws, wc, overflows = (tl.full(tau[0].shape, 1.0, tl.float32),), s, c, False
+        for _k in tl.static_range(1, K):
+            middle, w = middle + (bound,), w + (w[0],)
+    elif GATE == ONE_TAU:
+        middle = middle_of(theta, K)
+        exponent = (middle - theta[0]) * (tau[0] * LOG2E)
+        largest = tl.abs(exponent)
+        w, ws, wc = (tl.full(tau[0].shape, 1.0, tl.float32),), (s[0],), (c[0],)
+        for k in tl.static_range(1, K - 1):
+            weight = exp2(exponent)
+            w, ws, wc = w + (weight,), ws + (s[k] * weight,), wc + (c[k] * weight,)
+            exponent = exponent + (middle - theta[k]) * (tau[0] * LOG2E)
+            largest = tl.maximum(largest, tl.abs(exponent))
+        w, ws, wc = w + (w[0],), ws + (s[K - 1],), wc + (c[K - 1],)
+        large = tl.max(tl.max(largest, 1), 0) > _LARGEST_EXPONENT
+        overflows = large if WEIGHTS == FITTING else False
+    else:
+        middle, w, ws, wc, overflows = tau[0], (tau[0],), (tau[0],), (tau[0],), False
+    return middle, w, ws, wc, overflows
