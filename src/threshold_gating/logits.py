@@ -144,7 +144,11 @@ def mixed(
 ) -> Tensor:
     """The values weighed by the gates of logits `z`, in the dtype of the query."""
     p = softmax(z, masked=0.0)
-    p = F.dropout(p, dropout_p) if dropout_p else p
+    return weighed(F.dropout(p, dropout_p) if dropout_p else p, query, value, enable_gqa)
+
+
+def weighed(p: Tensor, query: Tensor, value: Tensor, enable_gqa: bool = False) -> Tensor:
+    """The values weighed by p, in the dtype of the query."""
     v = wide(value)
     return _product(p, _repeat_heads(v, query) if enable_gqa else v).to(query.dtype)
 
@@ -186,9 +190,7 @@ class AttentionCall(NamedTuple):
 
     def mixed(self, p: Tensor) -> Tensor:
         """The values weighed by p, in the dtype of the query."""
-        v = wide(self.value)
-        v = _repeat_heads(v, self.query) if self.enable_gqa else v
-        return _product(p, v).to(self.query.dtype)
+        return weighed(p, self.query, self.value, self.enable_gqa)
 
 
 class _Gates(torch.autograd.Function):

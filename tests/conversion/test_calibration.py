@@ -253,7 +253,7 @@ def test_a_network_without_an_approximate_site_is_refused_with_its_exact_ones():
     with pytest.raises(ConversionError, match=text):
         quick(model)
     many = nn.Sequential(*(nn.ReLU() for _ in range(9)))
-    with pytest.raises(ConversionError, match=r"4 \(relu\), 5 \(relu\), 3 more\.$"):
+    with pytest.raises(ConversionError, match=r"4 \(relu\), 5 \(relu\) and 3 more\.$"):
         quick(many)
     with pytest.raises(ConversionError, match=r"ran in Linear, nor any other nonlinearity\.$"):
         quick(nn.Linear(8, 4))

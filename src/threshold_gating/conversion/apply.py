@@ -134,10 +134,6 @@ def _check_arguments(caller: str, model: Any, sites: Any, inputs: Any) -> None:
             f"{caller}: sites must be a dict from site names to choices, such as "
             f"{{'act': 'gelu_k3'}}; got {type(sites).__name__}."
         )
-    if bad := [name for name in sites or {} if not isinstance(name, str)]:
-        raise TypeError(
-            f"{caller}: names of sites must be strings, as `tg.audit` prints them; got {bad[0]!r}."
-        )
     if isinstance(inputs, str):
         raise TypeError(
             f"{caller}: inputs must be a tensor, a tuple of arguments or a dict of keyword "

@@ -29,7 +29,7 @@ from threshold_gating import taxonomy
 from threshold_gating.conversion import aten_ops
 from threshold_gating.conversion.answering import LEAVE, Answering, answer
 from threshold_gating.conversion.site import Site
-from threshold_gating.conversion.text import WIDTH, columns
+from threshold_gating.conversion.text import WIDTH, columns, some
 from threshold_gating.conversion.watch import Run, Running, check_weights, evaluating, fresh
 from threshold_gating.nn import rnn
 from threshold_gating.nn.activation import Activation
@@ -109,8 +109,7 @@ class Audit:
         """What ran in numbers, in which 0 left cannot be read as linear."""
         said = f"{len(self.sites)} sites, {len(self.left)} left, {len(self.other)} other"
         if bent := _counted(self.bending):
-            some = ", ".join(bent[:3]) + (", ..." if len(bent) > 3 else "")
-            said += f", of which {len(self.bending)} not linear ({some})"
+            said += f", of which {len(self.bending)} not linear ({some(bent)})"
         return said + (f", {len(self.unseen)} not looked at" if self.unseen else "")
 
     def to_dict(self) -> dict[str, Any]:
@@ -282,9 +281,8 @@ class _Reader(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _lost(self, what: str) -> None:
         """Something is made of the data that is not followed."""
-        where = self.running.stack[-1].where if self.running.stack else ""
         self.trail.left_torch = True
-        self.unseen[f"{what} in {where or 'the network itself'}"] = None
+        self.unseen[f"{what} in {self.running.where or 'the network itself'}"] = None
 
     def _elsewhere(self, frame: FrameType, event: str, called: Any) -> None:
         if event == "c_call":
@@ -313,8 +311,7 @@ class _Reader(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if live and aten_ops.is_nonlinear(func) and _role(_module_of(caller.first)) != "gates":
                 self.native.add(site)
         elif found is not None:
-            where = self.running.stack[-1].where if self.running.stack else ""
-            self.found.append((where, self._asked(frame), found))
+            self.found.append((self.running.where, self._asked(frame), found))
         return out
 
     def _gate(self) -> Run | None:

@@ -20,7 +20,7 @@ from threshold_gating.conversion.choices import instance_at
 from threshold_gating.conversion.plan import refuse
 from threshold_gating.conversion.sampling import Sampled, Sampler
 from threshold_gating.conversion.site import ConversionError
-from threshold_gating.conversion.text import columns
+from threshold_gating.conversion.text import columns, some
 from threshold_gating.conversion.watch import evaluating
 from threshold_gating.fitting import Fit, fit, match
 from threshold_gating.instance import TG
@@ -235,8 +235,7 @@ def _listed(exact: Mapping[str, str]) -> str:
     if not exact:
         return ", nor any other nonlinearity."
     names = [f"{name} ({kind})" for name, kind in exact.items()]
-    more = [f"{len(names) - 6} more"] if len(names) > 6 else []
-    return f"; these are exact already, so convert it as it is: {', '.join(names[:6] + more)}."
+    return f"; these are exact already, so convert it as it is: {some(names, 6)}."
 
 
 def _fitted(name: str, site: Sampled, o: _Options) -> SiteFit:

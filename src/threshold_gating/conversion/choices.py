@@ -77,6 +77,14 @@ class Choices:
             )
         return self.leaves_alone(name)
 
+    def check_free(self, name: str, what: str, why: str) -> None:
+        """Refuse a choice for a site that has to stay as it is."""
+        if (key := self.deciding(name)) is not None:
+            raise ConversionError(
+                f"{what} was given {self.given[key]!r} and has to stay as it is: {why}; give None.",
+                name,
+            )
+
     def deciding(self, name: str) -> str | None:
         """The name or pattern among the caller's that decides about a site, which is met."""
         self.used.update(self._patterns(name))

@@ -153,7 +153,10 @@ def _pairs(sites: Any) -> tuple[tuple[str, Choice], ...]:
 def _check_name(caller: str, name: Any) -> None:
     """Refuse what is no name of a site and no pattern of names."""
     if not isinstance(name, str):
-        raise TypeError(f"{caller}: names of sites must be strings; got {name!r:.60}.")
+        raise TypeError(
+            f"{caller}: names of sites must be strings, as `tg.audit` prints them; got "
+            f"{name!r:.60}."
+        )
     try:
         re.compile(name.removeprefix("re:") if name.startswith("re:") else "")
     except re.error as error:

@@ -297,19 +297,18 @@ def elementwise_of_dict(t: TG, data: Mapping[str, Any]) -> GateSpec:
 
 def spec_of_dict(kind: str, t: TG | None, data: Mapping[str, Any]) -> Spec:
     """What a call of this kind learns, as `spec_to_dict` has described it."""
+    shared = data["share"], group_of(data["share"], data["channels"]), data["axis"]
     if kind in ATTENTION and t is None:
         if data["train"] != ["tau"]:
             raise ValueError(f"{kind} learns tau; got {data['train']}.")
-        group = group_of(data["share"], data["channels"])
-        return Temperature(data["share"], group, data["axis"])
+        return Temperature(*shared)
     if kind in RECURRENT and t is None:
         gates = tuple(rnn.SITES[kind.removesuffix("_cell")].items())
         names = learned(gates[0][1], data["train"])
         layers = data["layers"]
         if type(layers) is not int or layers < 1:
             raise ValueError(f"'layers' has to be a whole number from 1 on; got {layers!r:.40}.")
-        group = group_of(data["share"], data["channels"])
-        return Units(gates, names, layers, data["share"], group, data["axis"])
+        return Units(gates, names, layers, *shared)
     if t is None and kind not in _STARTS:
         raise ValueError(f"calls of the kind {kind!r} learn nothing.")
     return elementwise_of_dict(t or TAXONOMY[_STARTS[kind]], data)

@@ -129,39 +129,36 @@ def run(model: nn.Module, inputs: Any) -> Any:
 
 def refuse(model: nn.Module) -> None:
     for name, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule):
-            raise ConversionError(
-                f"{name or 'the network'} is a scripted module, whose inside cannot be changed; "
-                "convert the network it was scripted from.",
-                name,
+        if why := _closed(name or "the network", module):
+            raise ConversionError(why, name)
+
+
+def _closed(what: str, module: nn.Module) -> str:
+    """Why no gate can stand inside of a module, and what to do instead; "" if one can."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return (
+            f"{what} is a scripted module, whose inside cannot be changed; convert the network it "
+            "was scripted from."
+        )
+    attention = getattr(getattr(module, "config", None), "_attn_implementation", None) or ""
+    if attention.startswith(_CLOSED) or "/" in attention:
+        return (
+            f"the attention of {what} is {attention!r}, with no call of torch that could be "
+            "answered; convert after model.set_attn_implementation('sdpa')."
+        )
+    kind = type(module).__name__
+    if kind == "OptimizedModule":
+        return f"{what} is compiled; convert it first, and call torch.compile on what comes out."
+    if "quantized" in type(module).__module__.split("."):
+        return f"{what} is quantised ({kind}); convert the network before it is quantised."
+    for key, t in module.named_parameters(recurse=False):
+        if quantised_by_torchao(t):
+            return (
+                f"{key} of {what} is quantised by torchao ({type(t).__name__}), and a conversion "
+                "compares weights, which such tensors do not; convert first, and call quantize_ "
+                "on what comes out."
             )
-        attention = getattr(getattr(module, "config", None), "_attn_implementation", None) or ""
-        if attention.startswith(_CLOSED) or "/" in attention:
-            raise ConversionError(
-                f"the attention of {name or 'the network'} is {attention!r}, with no call of torch "
-                "that could be answered; convert after model.set_attn_implementation('sdpa').",
-                name,
-            )
-        if type(module).__name__ == "OptimizedModule":
-            raise ConversionError(
-                f"{name or 'the network'} is compiled; convert it first, and call torch.compile "
-                "on what comes out.",
-                name,
-            )
-        if "quantized" in type(module).__module__.split("."):
-            raise ConversionError(
-                f"{name or 'the network'} is quantised ({type(module).__name__}); convert the "
-                "network before it is quantised.",
-                name,
-            )
-        for key, t in module.named_parameters(recurse=False):
-            if quantised_by_torchao(t):
-                raise ConversionError(
-                    f"{name}.{key} is quantised by torchao ({type(t).__name__}), and a conversion "
-                    "compares weights, which such tensors do not; convert first, and call "
-                    "quantize_ on what comes out.",
-                    name,
-                )
+    return ""
 
 
 def quantised_by_torchao(t: Tensor) -> bool:
@@ -199,13 +196,8 @@ def module_sites(
         if alike not in known or alike is None:
             known[alike] = _judged(module)
         judged = known[alike]
-        if judged.left and (key := chosen.deciding(name)) is not None:
-            raise ConversionError(
-                f"{what} was given {chosen.given[key]!r} and has to stay as it is: "
-                f"{judged.left}; give None.",
-                name,
-            )
         if judged.left:
+            chosen.check_free(name, what, judged.left)
             found[module] = []
             notes.append(f"{what} stays as it is: {judged.left}")
         elif judged.known is not None:
@@ -347,12 +339,7 @@ def _call_site(visit: Visit, chosen: Choices, notes: list[str]) -> Site | None:
         known = sites.of_call(kind, parameters)
     except ValueError as error:
         why = str(error).partition("; ")[0]
-        if (key := chosen.deciding(name)) is not None:
-            raise ConversionError(
-                f"{name} was given {chosen.given[key]!r} and has to stay as it is: {why}; "
-                "give None.",
-                name,
-            ) from error
+        chosen.check_free(name, name, why)
         notes.append(f"{name} stays as it is: {why}")
         return None
     what = chosen.at(name, known, visit.function)

@@ -156,11 +156,8 @@ def recognise(f: Function, *, fit: bool = True) -> Recognised:
         for t in (*(found.t for found, _ in mapped if found.exact), *_read_off(f)):
             if seen.agree(t(x)):
                 return Recognised(t, True, 0.0)
-        for found, values in rows:
+        for found, values in (*rows, *mapped):
             if not found.exact and seen.agree(values):
-                return found
-        for found, made in mapped:
-            if not found.exact and seen.agree(made):
                 return found
         for t in (*_two_branches(f, seen), *_lines(f)):
             if seen.agree(t(x)):

@@ -26,6 +26,7 @@ from threshold_gating.conversion.checkpoint import card
 from threshold_gating.conversion.learn import moved, started
 from threshold_gating.conversion.site import instead
 from threshold_gating.conversion.site_error import RELATIVE, Error, Local
+from threshold_gating.conversion.text import some
 from threshold_gating.conversion.watch import INTERNAL, evaluating, fresh
 from threshold_gating.nn.spec import gate_names
 
@@ -59,7 +60,7 @@ def verify(
     rows = _rows(ran.errors, ran.seen, distances)
     missing, changed = _weights(model, converted, ran.held)
     trained = _trained(distances, changed)
-    wide = functools.cache(lambda: _wide(model, args, kwargs, plain))
+    wide = functools.cache(lambda: outputs.in_wider_type(model, args, kwargs, plain))
     exact, worst = all(row.exact for row in rows if row.ok is not None), _worst(rows)
     bound = math.inf if trained else tol
     compared = outputs.compare(plain, ran.have, exact, bound, wide)
@@ -99,19 +100,16 @@ class _Ran(NamedTuple):
 def _both(
     model: nn.Module, converted: nn.Module, args: Any, kwargs: Any, tol: float | None
 ) -> _Ran:
-    """Run both networks; each starts from the same random numbers, should it draw any."""
+    """Run both networks; each starts from the same random numbers, should it draw any (a run leaves
+    those to come as they were)."""
     name, local = type(model).__name__, Local(model, converted, tol or 0.0)
     with kernels.use("reference"):
         plain, held = _plain_run(model, args, kwargs)
         given, named = fresh((args, kwargs))
-        with (
-            torch.random.fork_rng(devices=[]),
-            evaluating(model),
-            local.watch,
-            instead(f"{name} runs, but not where its sites are compared", f". {_HIDDEN}"),
-        ):
+        unlike = f"{name} runs, but not where its sites are compared"
+        with evaluating(model), local.watch, instead(unlike, f". {_HIDDEN}"):
             watched = model(*given, **named)
-        with torch.random.fork_rng(devices=[]), instead(*_UNLIKE, ValueError):
+        with instead(*_UNLIKE, ValueError):
             have, seen = execute(converted, args, kwargs)
     return _Ran(plain, held, watched, local.errors, have, seen)
 
@@ -156,9 +154,10 @@ def _nothing_compared(rows: tuple[Row, ...]) -> dict[str, str]:
 
 def _as_it_started(model: nn.Module, converted: nn.Module, args: Any, kwargs: Any) -> Any:
     """The output of a trained network before it was trained."""
-    new, given = started(model, converted), fresh((args, kwargs))
-    with kernels.use("reference"), torch.random.fork_rng(devices=[]), evaluating(new):
-        return new(*given[0], **given[1])
+    new = started(model, converted)
+    given, named = fresh((args, kwargs))
+    with kernels.use("reference"), evaluating(new):
+        return new(*given, **named)
 
 
 _WATCHING = (
@@ -172,10 +171,10 @@ _WATCHING = (
 def _plain_run(model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, dict[str, Tensor]]:
     """The output of a network as it is used, with nobody looking, and the tensors that its modules
     hold besides weights and buffers and did not change."""
-    given = fresh((args, kwargs))
-    with torch.random.fork_rng(devices=[]), evaluating(model):
+    given, named = fresh((args, kwargs))
+    with evaluating(model):
         before = {name: (t, t._version) for name, t in _held(model)}
-        output = model(*given[0], **given[1])
+        output = model(*given, **named)
         after = dict(_held(model))
         same = {
             name: t
@@ -197,11 +196,6 @@ def check_tol(tol: float | None, used: bool = True) -> None:
         raise ValueError(
             f"tol={tol:g} needs inputs= and strict=True: nothing is compared without them."
         )
-
-
-def _wide(model: nn.Module, args: Any, kwargs: Any, want: Any) -> Any:
-    with torch.random.fork_rng(devices=[]):
-        return outputs.in_wider_type(model, args, kwargs, want)
 
 
 def _check_modules(model: nn.Module, converted: nn.Module) -> None:
@@ -355,8 +349,8 @@ def _weights(
     changed = [
         n for n in names if n in other and not own[n].is_meta and not _same(own[n], other[n])
     ]
-    said = [f"converted has no {', '.join(lost[:3])}, which model has."] if lost else []
-    said += [f"converted has {', '.join(more[:3])}, which model does not have."] if more else []
+    said = [f"converted has no {some(lost)}, which model has."] if lost else []
+    said += [f"converted has {some(more)}, which model does not have."] if more else []
     return said, changed
 
 

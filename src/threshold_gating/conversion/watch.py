@@ -259,6 +259,11 @@ class Running:
             if len(kwargs_and_output) == 2:  # where the call failed, torch gives no kwargs
                 self.after(run, kwargs_and_output[1])
 
+    @property
+    def where(self) -> str:
+        """The name of the innermost module; "" for the network itself."""
+        return self.stack[-1].where if self.stack else ""
+
     def name_call(self, kind: str) -> str:
         """The name of the next call of this kind by the innermost module."""
         if not self.stack:

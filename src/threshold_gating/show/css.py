@@ -1,4 +1,10 @@
-"""Style sheet of a report: one column of text, light or dark as the reader's system is."""
+"""A report as an HTML document: one column of text, light or dark as the reader's system is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from html import escape
+from typing import Any
 
 STYLE = """
 :root { --paper: #fbfaf8; --card: #ffffff; --ink: #1d2330; --quiet: #606978; --rule: #e3e2de;
@@ -70,3 +76,20 @@ svg .gate { stroke-width: 1.6; }
   dl { grid-template-columns: 1fr; gap: 2px; } dd { margin-bottom: 8px; }
 }
 """
+
+
+def document(title: str, *body: str) -> str:
+    """The whole document, which needs no other file and no network."""
+    head = (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        '<meta name="color-scheme" content="light dark">',
+        f"<title>{escape(title)}</title><style>{STYLE}</style></head><body><main>",
+    )
+    return "\n".join([*head, *body, "</main></body></html>\n"])
+
+
+def listed(facts: Mapping[str, Any]) -> str:
+    """Facts with their names, as an HTML list."""
+    items = "".join(f"<dt>{escape(k)}</dt><dd>{escape(str(v))}</dd>" for k, v in facts.items())
+    return f"<dl>{items}</dl>"

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from html import escape
 
 from threshold_gating.hardware.digital.coverify import Report, Row
-from threshold_gating.show.css import STYLE
-from threshold_gating.show.simulation import listed, table
+from threshold_gating.show.css import document, listed
+from threshold_gating.show.simulation import table
 
 HEADER = ("site", "kind", "format", "error (LSB)", "codes seen", "compared", "differ", "settings")
 LEGEND = {
@@ -59,17 +59,11 @@ def page(name: str, report: Report, facts: Mapping[str, str]) -> str:
     """The whole document."""
     title = f"{name} in {report.bits}-bit gates"
     said = "".join(f"<p>{escape(text)}</p>" for text in summary(report))
-    return "\n".join(
-        [
-            '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            '<meta name="color-scheme" content="light dark">',
-            f"<title>{escape(title)}</title><style>{STYLE}</style></head><body><main>",
-            f"<header><h1>{escape(title)}</h1>{said}</header>",
-            f"<section><h2>Sites</h2>{table(HEADER, [cells(row) for row in report.rows])}",
-            f"<details><summary>What the columns mean</summary>{listed(LEGEND)}</details>",
-            "</section>",
-            f"<section><h2>How this page was made</h2>{listed(facts)}</section>",
-            "</main></body></html>\n",
-        ]
+    return document(
+        title,
+        f"<header><h1>{escape(title)}</h1>{said}</header>",
+        f"<section><h2>Sites</h2>{table(HEADER, [cells(row) for row in report.rows])}",
+        f"<details><summary>What the columns mean</summary>{listed(LEGEND)}</details>",
+        "</section>",
+        f"<section><h2>How this page was made</h2>{listed(facts)}</section>",
     )

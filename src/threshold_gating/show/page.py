@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from html import escape
 from itertools import groupby
 
-from threshold_gating.show.css import STYLE
+from threshold_gating.show.css import document, listed
 from threshold_gating.show.svg import Panel, draw
 
 # Units in the last place of the largest score (float32) that exact gates may move any score by.
@@ -142,20 +142,14 @@ def _listed(words: Sequence[str]) -> str:
 def page(report: Report) -> str:
     """The whole document."""
     paragraphs = "".join(f"<p>{escape(text)}</p>" for text in meaning(report))
-    legend = f"<details><summary>What the columns mean</summary>{_list(LEGEND)}</details>"
-    return "\n".join(
-        [
-            '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            '<meta name="color-scheme" content="light dark">',
-            f"<title>{_TITLE}</title><style>{STYLE}</style></head><body><main>",
-            f'<header><h1>{_TITLE}</h1><p class="lead">{_LEAD}</p>{_tiles(report)}</header>',
-            f"<section><h2>What was done</h2>{_STEPS}{_digits(report)}</section>",
-            f"<section><h2>Before and after</h2>{_table(report)}{paragraphs}{legend}</section>",
-            f"<section><h2>Every gate, one by one</h2>{_KEY}{_curves(report)}</section>",
-            f"<section><h2>How this page was made</h2>{_list(report.facts)}</section>",
-            "</main></body></html>\n",
-        ]
+    legend = f"<details><summary>What the columns mean</summary>{listed(LEGEND)}</details>"
+    return document(
+        _TITLE,
+        f'<header><h1>{_TITLE}</h1><p class="lead">{_LEAD}</p>{_tiles(report)}</header>',
+        f"<section><h2>What was done</h2>{_STEPS}{_digits(report)}</section>",
+        f"<section><h2>Before and after</h2>{_table(report)}{paragraphs}{legend}</section>",
+        f"<section><h2>Every gate, one by one</h2>{_KEY}{_curves(report)}</section>",
+        f"<section><h2>How this page was made</h2>{listed(report.facts)}</section>",
     )
 
 
@@ -231,11 +225,6 @@ def _table(report: Report) -> str:
         pairs = zip(HEADER[1:], rest, strict=True)
         body += "".join(f'<td data-label="{k}">{escape(v)}</td>' for k, v in pairs) + "</tr>"
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-
-
-def _list(facts: Mapping[str, str]) -> str:
-    items = "".join(f"<dt>{escape(k)}</dt><dd>{escape(v)}</dd>" for k, v in facts.items())
-    return f"<dl>{items}</dl>"
 
 
 def _curves(report: Report) -> str:

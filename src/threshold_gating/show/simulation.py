@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from html import escape
-from typing import Any
 
 from threshold_gating.hardware.report import (
     LAYER_HEADER,
@@ -15,7 +14,7 @@ from threshold_gating.hardware.report import (
     layer_cells,
     site_cells,
 )
-from threshold_gating.show.css import STYLE
+from threshold_gating.show.css import document, listed
 
 LEGEND = {
     "gates": "physical gates on one chip; errors are drawn once for each",
@@ -59,10 +58,6 @@ def page(
     title = f"{name} on {report.preset}"
     said = "".join(f"<p>{escape(text)}</p>" for text in summary(report, chips))
     parts = [
-        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">',
-        '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        '<meta name="color-scheme" content="light dark">',
-        f"<title>{escape(title)}</title><style>{STYLE}</style></head><body><main>",
         f"<header><h1>{escape(title)}</h1>{said}</header>",
         "<section><h2>Chips</h2><p>Error of the output of each simulated chip.</p>",
         bars({f"chip {row.chip}": row.error for row in chips}),
@@ -86,9 +81,8 @@ def page(
     parts += [
         f"<section><h2>What is not simulated</h2>{_left(report)}</section>",
         f"<section><h2>How this page was made</h2>{listed(facts)}</section>",
-        "</main></body></html>\n",
     ]
-    return "\n".join(parts)
+    return document(title, *parts)
 
 
 def bars(values: Mapping[str, float]) -> str:
@@ -128,9 +122,3 @@ def _left(report: Report) -> str:
     }
     facts = {what: ", ".join(names) for what, names in groups.items() if names}
     return listed({**facts, "never": "normalisation, pooling, additions, products of activations"})
-
-
-def listed(facts: Mapping[str, Any]) -> str:
-    """Facts with their names, as an HTML list."""
-    items = "".join(f"<dt>{escape(k)}</dt><dd>{escape(str(v))}</dd>" for k, v in facts.items())
-    return f"<dl>{items}</dl>"

@@ -145,9 +145,7 @@ def _site(a: Any, b: Any) -> str:
     """How what stands at a site differs."""
     if a == b:
         return ""
-    if not isinstance(a, dict) or not isinstance(b, dict):
-        return f"{_word(a)} in the first and {_word(b)} in the second"
-    if _word(a) != _word(b):
+    if not isinstance(a, dict) or not isinstance(b, dict) or _word(a) != _word(b):
         return f"{_word(a)} in the first and {_word(b)} in the second"
     one, two = a.get("instance") or {}, b.get("instance") or {}
     keys = [k for k in {**one, **two} if one.get(k) != two.get(k)]

@@ -256,6 +256,10 @@ def _part(data: Any, key: str, kind: type) -> Any:
     return value
 
 
+def _if_there(data: Any, key: str, kind: type) -> Any:
+    return None if data.get(key) is None else _part(data, key, kind)
+
+
 def _texts(data: Any, key: str) -> list[str]:
     texts: list[str] = _part(data, key, list)
     if wrong := [text for text in texts if not isinstance(text, str)]:
@@ -279,8 +283,7 @@ def _call_of_json(data: Any) -> Site:
     site = _site_of_json(data)
     if site.kind not in (sites.WHOLE if site.t is None else sites.KINDS):
         raise ValueError(f"calls of the kind {site.kind!r} are not known here.")
-    if data.get("learns") is not None:
-        learns = _part(data, "learns", dict)
+    if (learns := _if_there(data, "learns", dict)) is not None:
         _check_make(learns)
         site = replace(site, learns=learn.spec_of_dict(site.kind, site.t, learns))
     return site if site.t is None else replace(site, op=kernels.native(site.t))
@@ -320,7 +323,7 @@ def read(directory: Path) -> Checkpoint:
             structure={kind: data[kind] for kind in STRUCTURE},
             original=_original(data),
             pretrained=_pretrained(data),
-            report=None if data.get("report") is None else _part(data, "report", dict),
+            report=_if_there(data, "report", dict),
         )
         _check_once(found)
     return found
@@ -344,19 +347,17 @@ def _json(path: Path) -> Any:
 
 
 def _original(data: Any) -> dict[str, str] | None:
-    if data.get("original") is None:
-        return None
-    original: dict[str, str] = _part(data, "original", dict)
-    for name in original:
+    original: dict[str, str] | None = _if_there(data, "original", dict)
+    for name in original or ():
         _part(original, name, str)
     return original
 
 
 def _pretrained(data: Any) -> dict[str, Any] | None:
     """What is said of a model's own files, which stand beside the config and nowhere else."""
-    if data.get("pretrained") is None:
+    about = _if_there(data, "pretrained", dict)
+    if about is None:
         return None
-    about = _part(data, "pretrained", dict)
     names = _texts(about, "files")
     if wrong := [n for n in names if Path(n).name != n or not n.endswith(".safetensors")]:
         raise ValueError(
@@ -364,9 +365,8 @@ def _pretrained(data: Any) -> dict[str, Any] | None:
         )
     if data["weights"] is None or data.get("original") is None or not data["gates_only"]:
         raise ValueError(f"the hashes of {files.BESIDE} and of the weights are not in it.")
-    variant = None if about.get("variant") is None else _part(about, "variant", str)
     made = _part(about, "made", dict) if "made" in about else {}
-    return {"files": names, "variant": variant, "made": made}
+    return {"files": names, "variant": _if_there(about, "variant", str), "made": made}
 
 
 def _weights(about: Any) -> dict[str, Any]:
@@ -426,7 +426,7 @@ def _module(path: Path, data: Any) -> Entry:
         for site, make in calls:
             if site is not None:
                 spec(site, make)  # it can be made
-        return Entry(names, calls, None if data.get("was") is None else _part(data, "was", list))
+        return Entry(names, calls, _if_there(data, "was", list))
 
 
 def _owner(path: Path, data: Any) -> Entry:
