@@ -232,8 +232,8 @@ class Bench:
 
     def simulated(self, ask: Ask) -> Simulation:
         simulation = simulate(self.gated, inputs=self.net.inputs, draws=ask.chips, **ask.options)
-        if ask.chips > 1:
-            simulation.runs_by = self.way  # once found it is the same for all
+        if ask.chips > 1 and "crossbar" not in ask.options:
+            simulation.runs_by = self.way  # once found it is the same for all without a crossbar
         return simulation
 
     def measured(self, ask: Ask) -> Row:
@@ -247,7 +247,7 @@ class Bench:
             cancel(simulation, ask.trim)
             found |= storage(simulation, ask.trim)._asdict()
         values = self.net.figures(simulation)
-        if ask.chips > 1:
+        if ask.chips > 1 and "crossbar" not in ask.options:
             self.way = simulation.runs_by
         return {
             "what": ask.what,
