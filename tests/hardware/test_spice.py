@@ -126,3 +126,14 @@ def test_without_ngspice_it_is_said_how_to_get_it(monkeypatch):
     assert spice.ngspice() is None
     with pytest.raises(SpiceError, match="apt-get install ngspice"):
         run(DIVIDER, Analysis("op", ("v(out)",)))
+
+
+@pytest.mark.parametrize("copies", [1, 20, 21, 100])
+def test_many_cells_are_several_netlists_with_a_seed_each(copies):
+    parts = spice.batches(copies, seed=3)
+    sizes, seeds = zip(*parts, strict=True)
+    assert sum(sizes) == copies
+    assert max(sizes) <= 20
+    assert seeds[0] == 3
+    near = {seed for user in range(1, 1000) for _, seed in spice.batches(copies, user)}
+    assert len(near) == 999 * len(parts)  # no draw of one seed is a draw of another

@@ -220,6 +220,20 @@ def run(netlist: Netlist, *analyses: Analysis, timeout: float = 1800) -> list[Pl
 _AT_ONCE = 200  # vectors; `write` refuses a thousand
 
 
+def batches(copies: int, seed: int) -> list[tuple[int, int]]:
+    """Copies of a whole cell as netlists of at most 20: how many each has, and its seed.
+
+    ngspice's time grows with the square of such a netlist, or faster; 20 cells are near the least
+    time a cell.
+    """
+    sizes = [min(_CELLS_AT_ONCE, copies - n) for n in range(0, copies, _CELLS_AT_ONCE)]
+    return [(size, seed + k * _NEXT_SEED) for k, size in enumerate(sizes)]
+
+
+_CELLS_AT_ONCE = 20
+_NEXT_SEED = 100_003  # from batch to batch: no seed near the user's own is drawn twice
+
+
 def _run(program: str, folder: Path, deck: str, title: str, timeout: float) -> str:
     (folder / "deck.cir").write_text(deck, "utf-8")
     words = [program, "-n", "-b", "deck.cir"]
