@@ -150,6 +150,8 @@ def test_tau_is_turned_into_a_tail_and_what_no_pair_has_is_refused(monkeypatch):
         (["silu", "--draws", "1"], "--draws must be from 2 to 10000; got 1"),
         (["silu", "--corner", "zz"], "tg spice: models sky130 have no corner 'zz'; there are tt"),
         (["silu", "--plot", "a.svg"], "give --run too"),
+        (["pair", "--run", "--plot", "no/a.svg"], "--plot no/a.svg cannot be written; give a file"),
+        (["presets", "--run", "-o", "no/a.json"], "--out no/a.json cannot be written; give a file"),
         (["silu", "--draws", "99999999999999999999"], "--draws must be from 2 to 10000; got 9999"),
         (["silu", "--seed", "99999999999999999999"], "--seed must be from 1 to 1000000000; got 99"),
         (["presets", "--bias", "1u"], "--bias has no effect on presets, which takes --draws"),

@@ -41,6 +41,9 @@ def spice(args: argparse.Namespace) -> int:
     for name in ("swing", "supply", "tau"):
         if getattr(args, name) is not None and getattr(args, name) <= 0:
             raise UsageError(f"--{name} must be above 0; got {getattr(args, name):g}.")
+    for option, path in (("--out", args.out), ("--plot", args.plot)):
+        if path is not None and (path.is_dir() or not path.parent.is_dir()):
+            raise UsageError(f"{option} {path} cannot be written; give a file in a directory.")
     _check_options(args)
     try:
         netlist, run = _task(args)

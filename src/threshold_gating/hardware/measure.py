@@ -14,7 +14,7 @@ from torch.func import jacfwd
 from threshold_gating.hardware import models as pdk
 from threshold_gating.hardware.cells import Pair, pair
 from threshold_gating.hardware.devices import LOGISTIC, Shape, curve
-from threshold_gating.hardware.spice import Analysis, Netlist, Plot, Wave, follows, run
+from threshold_gating.hardware.spice import Analysis, Netlist, Plot, SpiceError, Wave, follows, run
 
 aten = torch.ops.aten
 SWING = 0.4  # volts to either side of a sweep
@@ -249,7 +249,7 @@ def edges(
         if span / 8 < max(up, down) < span / 2:
             return up, down
         span = span / 3 if max(up, down) <= span / 8 else span * 2
-    raise RuntimeError(f"a step did not settle within {span:g} s.")
+    raise SpiceError(f"a step did not settle within {span:g} s.")
 
 
 def timed(current: float) -> str:
