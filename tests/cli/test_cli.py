@@ -304,8 +304,8 @@ def test_what_cannot_be_explained_ends_with_2_and_no_traceback(tg, what, message
 WRONG_OPTIONS = [
     (["-K", "1"], "argument -K: the number of branches must be from 2 to 8; got '1'"),
     (["-K", "two"], "argument -K: the number of branches must be from 2 to 8; got 'two'"),
-    (["--at", "nan"], "argument --at: X must be a finite number; got 'nan'"),
-    (["--at", "left"], "argument --at: X must be a finite number; got 'left'"),
+    (["--at", "nan"], "argument --at: a finite number is needed, without a unit; got 'nan'"),
+    (["--at", "left"], "argument --at: a finite number is needed, without a unit; got 'left'"),
     (["--out", "mish.jpg"], "argument -o/--out: FILE must end in .png or .svg; got 'mish.jpg'"),
 ]
 

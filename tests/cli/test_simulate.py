@@ -79,7 +79,10 @@ def test_the_page_is_whole_and_says_what_is_not_simulated(folder, tg):
         (("--preset", "sky130-weak", "--rail", "0.01"), "does not hold the swing of sky130-weak"),
         (("--preset", "sky130-weak", "--celsius", "900"), "sky130-weak was measured from"),
         (("--preset", "sky130-weak", "--adc-bits", "1"), "adc_bits must be from 2 to 24"),
-        (("--preset", "sky130-weak", "--draws", "0"), "from 1 on; got 0"),
+        (("--preset", "sky130-weak", "--draws", "0"), "from 1 to 100000 chips; got 0"),
+        (("--preset", "sky130-weak", "--draws", "1000000000"), "--draws must be from 1 to 100000"),
+        (("--preset", "sky130-weak", "--rail", "-inf"), "--rail: a finite number is needed"),
+        (("--preset", "sky130-weak", "--rows", "1.5"), "--rows: a whole number is needed; got"),
         (("--preset", "sky130-weak", "--html", "no/page.html"), "give a file in a directory"),
     ],
 )

@@ -143,13 +143,17 @@ def test_tau_is_turned_into_a_tail_and_what_no_pair_has_is_refused(monkeypatch):
     [
         (["silu", "--swing", "0.9"], "a swing of 0.9 V does not fit between the rails"),
         (["silu", "--supply", "1.0"], "a supply of 1 V leaves no room"),
-        (["silu", "--bias", "lots"], "a number such as 10n"),
+        (["silu", "--bias", "lots"], "--bias is a current above 0 in amperes, as 10n or 1e-8; got"),
         (["silu", "--models", "gf180"], "cells are made of sky130 transistors"),
         (["silu", "--tau", "20"], "--tau is of a pair"),
         (["silu", "--corner", "xx"], "no corner 'xx'"),
-        (["silu", "--draws", "1"], "--draws must be 2 or more"),
+        (["silu", "--draws", "1"], "--draws must be from 2 to 10000; got 1"),
         (["silu", "--corner", "zz"], "tg spice: models sky130 have no corner 'zz'; there are tt"),
         (["silu", "--plot", "a.svg"], "give --run too"),
+        (["pair", "--run", "--plot", "no/a.svg"], "--plot no/a.svg cannot be written; give a file"),
+        (["presets", "--run", "-o", "no/a.json"], "--out no/a.json cannot be written; give a file"),
+        (["silu", "--draws", "99999999999999999999"], "--draws must be from 2 to 10000; got 9999"),
+        (["silu", "--seed", "99999999999999999999"], "--seed must be from 1 to 1000000000; got 99"),
         (["presets", "--bias", "1u"], "--bias has no effect on presets, which takes --draws"),
         (["tradeoff", "--celsius", "85"], "--celsius has no effect on tradeoff"),
         (["families", "--corner", "ss"], "--corner has no effect on families"),
@@ -157,9 +161,9 @@ def test_tau_is_turned_into_a_tail_and_what_no_pair_has_is_refused(monkeypatch):
         (["silu", "--swing", "0"], "--swing must be above 0; got 0"),
         (["pair", "--supply", "0"], "--supply must be above 0; got 0"),
         (["pair", "--tau", "-5"], "--tau must be above 0; got -5"),
-        (["silu", "--seed", "-1"], "--seed must be 1 or more; got -1"),
+        (["silu", "--seed", "-1"], "--seed must be from 1 to 1000000000; got -1"),
         (["silu", "--celsius", "1000"], "hold from -55 to 150 C; got 1000 C"),
-        (["silu", "--class-ab", "0"], "--class-ab needs a current at rest, as 10n; got 0"),
+        (["silu", "--class-ab", "0"], "--class-ab is a current above 0 in amperes"),
         (["tanh", "--class-ab", "10n"], "makes x times one gate (silu, gelu_k2, relu); tanh"),
         (["silu", "--class-ab", "10n", "--transistor", "npn"], "nfet pairs with real tails"),
         (["pair", "--class-ab", "10n"], "--class-ab has no effect on pair"),
@@ -176,6 +180,44 @@ def test_what_cannot_be_is_refused_in_one_line_with_what_can(tg, words, said):
     assert (code, out) == (2, "")
     assert said in err
     assert len(err.splitlines()) == 1
+
+
+CURRENTS = (("silu", "bias"), ("silu", "class-ab"), ("pair", "bias"), ("lse", "bias"))
+
+
+@pytest.mark.parametrize(("what", "name"), CURRENTS)
+@pytest.mark.parametrize(
+    "given", ["-1n", "0n", "nan", "-inf", "", "1.2.3n", "10nV", "10x", "10 n", "10µ", "٣n"]
+)
+def test_a_current_that_is_none_is_refused_with_one_that_would_do(tg, what, name, given):
+    code, out, err = tg("spice", what, f"--{name}", given)
+    assert (code, out) == (2, "")
+    said = f"--{name} is a current above 0 in amperes, as 10n or 1e-8; got {given!r}."
+    assert err == f"tg spice: {said}\n"
+
+
+@pytest.mark.parametrize("given", ["10nA", "1E-8", "+10N", ".01u", "10.n"])
+def test_a_current_may_have_its_unit_and_any_form_of_a_number(tg, given):
+    assert tg("spice", "pair", "--bias", given)[1] == tg("spice", "pair", "--bias", "10n")[1]
+
+
+def test_a_current_at_a_limit_is_within_it(tg):
+    code, _, err = tg("spice", "silu", "--class-ab", "100n")  # 100 x 1e-9 is above 1e-7
+    assert code == 0, err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--swing", "0.2V"], "--swing: a finite number is needed, without a unit; got '0.2V'"),
+        (["--celsius", "-inf"], "--celsius: a finite number is needed, without a unit"),
+        (["--draws", "1e3"], "--draws: a whole number is needed; got '1e3'"),
+    ],
+)
+def test_a_word_that_is_no_number_is_refused_with_the_word(tg, words, said):
+    code, out, err = tg("spice", "silu", *words)
+    assert (code, out) == (2, "")
+    assert said in err
 
 
 def test_presets_are_written_as_the_library_reads_them(tg, monkeypatch, tmp_path):

@@ -85,6 +85,22 @@ def test_mismatch_moves_every_cell_another_way_and_repeats_with_its_seed(pdk):
     assert 0.001 < (first[0] - first[1]).abs().max() / cell.span < 0.15
 
 
+def test_more_cells_than_one_netlist_holds_are_all_drawn_anew(monkeypatch):
+    asked = []
+
+    def response(cell, copies, seed, **conditions):
+        asked.append((copies, seed, conditions))
+        return cell_error.Response(torch.zeros(2), torch.full((copies, 2), float(seed)), 0.0)
+
+    monkeypatch.setattr(cell_error, "response", response)
+    found = cell_error.mismatched(SILU, 45, 2, celsius=85.0)
+    assert sum(len(part.y) for part in found) == 45
+    assert len({seed for _, seed, _ in asked}) == len(found) == 3
+    assert all(conditions == {"celsius": 85.0} for _, _, conditions in asked)
+    with pytest.raises(ValueError, match="2 cells or more; got 1"):
+        cell_error.mismatched(SILU, 1)
+
+
 def test_a_class_ab_branch_needs_no_bias_and_draws_less_at_rest(pdk):
     found = []
     for quiet in (0.0, 10e-9):

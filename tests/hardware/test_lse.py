@@ -1,10 +1,13 @@
 """log sum exp of transistors on one tail, alone and as a tree."""
 
+import math
+
 import pytest
 import torch
 
 from threshold_gating.hardware import lse
 from threshold_gating.hardware.lse import Tree
+from threshold_gating.hardware.spice import batches
 
 
 def test_the_law_that_was_put_in_is_found_again():
@@ -82,6 +85,25 @@ def test_mismatch_moves_every_tree_another_way_and_repeats_with_its_seed(pdk):
     assert perfect.gates < max(law.gates for law in first.built) < 0.15
     with pytest.raises(ValueError, match="2 trees or more; got 1"):
         lse.mismatch(tree, 1)
+
+
+def test_every_tree_of_several_netlists_is_in_the_spread(monkeypatch):
+    """Outputs tell seed and copy; a law of its own is read off them in place of a fit."""
+    v = torch.zeros(4, 2, dtype=torch.float64)
+
+    def answers(tree, vectors, copies=1, seed=0, **conditions):
+        names = torch.arange(copies, dtype=torch.float64) + 1000 * seed
+        return lse.Answers(v, names[:, None].expand(-1, 4), v.expand(copies, -1, -1))
+
+    monkeypatch.setattr(lse, "answers", answers)
+    monkeypatch.setattr(lse, "law", lambda v, out, gates: lse.Law(1.0, 1.0, out[0].item(), 0, 0))
+    found = lse.mismatch(Tree(2), 50, 1)
+    wanted = [1000 * seed + k for n, seed in batches(50, 1) for k in range(n)]
+    assert [law.shift for law in found.trimmed] == wanted
+    assert len(set(wanted)) == 50
+    # Built: against the tree without mismatch, whose output is that of two equal inputs.
+    off = [name - math.log(2) for name in wanted]
+    assert [law.error for law in found.built] == pytest.approx(off, rel=1e-12)
 
 
 def test_a_tree_settles_to_a_percent_of_the_step_of_its_input(monkeypatch):

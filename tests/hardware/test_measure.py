@@ -11,7 +11,7 @@ import torch
 
 from threshold_gating.hardware import devices, measure
 from threshold_gating.hardware.cells import Pair, pair
-from threshold_gating.hardware.spice import Analysis, Netlist, run
+from threshold_gating.hardware.spice import Analysis, Netlist, SpiceError, run
 
 V = torch.linspace(-0.4, 0.4, 201, dtype=torch.float64)
 
@@ -189,3 +189,22 @@ def test_causes_of_mismatch_add_up_as_squares_and_only_the_threshold_is_left_in_
     assert strong["voff"].sigma_theta < weak["voff"].sigma_theta / 4
     assert strong["toxe"].sigma_theta > 0.9 * weak["toxe"].sigma_theta
     assert measure.mismatch_parts(Pair("gf180")) == {}
+
+
+def test_a_step_that_never_settles_is_an_error_of_the_simulation(monkeypatch):
+    def stuck(netlist, analysis):
+        """Half of the tail, whatever the wave asks for."""
+        return [{"scale": netlist, "level": torch.full_like(netlist, 0.5)}]
+
+    def driven(wave):
+        return torch.linspace(0, wave[-1][0] * 1.5, 100, dtype=torch.float64)
+
+    monkeypatch.setattr(measure, "run", stuck)
+    ends = iter((0.0, 1.0))
+
+    def level(plot):
+        value = next(ends, None)
+        return plot["level"] if value is None else torch.tensor(value)
+
+    with pytest.raises(SpiceError, match="did not settle within"):
+        measure.edges(driven, ("level",), level, 1e-9)

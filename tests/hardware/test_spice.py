@@ -1,6 +1,7 @@
 """Netlists: what they may hold, and what ngspice answers."""
 
 import math
+import re
 import shutil
 
 import pytest
@@ -64,15 +65,16 @@ def test_our_cells_are_of_transistors_r_c_and_independent_sources():
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [("10n", 1e-8), ("2.5MEG", 2.5e6), ("1e-7", 1e-7), ("5m", 5e-3), ("1uA", 1e-6)],
+    [("10n", 1e-8), ("2.5MEG", 2.5e6), ("1e-7", 1e-7), ("5m", 5e-3), ("1uA", 1e-6), ("100n", 1e-7)],
 )
 def test_numbers_are_read_as_spice_writes_them(text, value):
-    assert number(text) == pytest.approx(value, rel=1e-12)
+    assert number(text, "A") == value
 
 
-def test_what_is_no_number_is_refused():
-    with pytest.raises(ValueError, match=r"such as 10n.*got 'ten'"):
-        number("ten")
+@pytest.mark.parametrize("text", ["ten", "nan", "", "1.2.3", "1e", "10x", "10nV", "٣n", "-", "."])
+def test_what_is_no_number_of_the_unit_is_refused(text):
+    with pytest.raises(ValueError, match=rf"such as 10n.*, in A; got {re.escape(repr(text))}"):
+        number(text, "A")
 
 
 def test_the_text_is_whole_and_the_seed_turns_mismatch_on():
@@ -126,3 +128,14 @@ def test_without_ngspice_it_is_said_how_to_get_it(monkeypatch):
     assert spice.ngspice() is None
     with pytest.raises(SpiceError, match="apt-get install ngspice"):
         run(DIVIDER, Analysis("op", ("v(out)",)))
+
+
+@pytest.mark.parametrize("copies", [1, 20, 21, 100])
+def test_many_cells_are_several_netlists_with_a_seed_each(copies):
+    parts = spice.batches(copies, seed=3)
+    sizes, seeds = zip(*parts, strict=True)
+    assert sum(sizes) == copies
+    assert max(sizes) <= 20
+    assert seeds[0] == 3
+    near = {seed for user in range(1, 1000) for _, seed in spice.batches(copies, user)}
+    assert len(near) == 999 * len(parts)  # no draw of one seed is a draw of another

@@ -7,6 +7,7 @@ is written, `-K` a number of branches.
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -30,6 +31,7 @@ from threshold_gating.cli.shared import (
     site,
     tol,
     weights,
+    whole,
 )
 
 STDOUT = "-"  # no `Path`: that of "-" is that of "./-", which is a file
@@ -60,9 +62,16 @@ def parser() -> argparse.ArgumentParser:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors say what `--json` takes: it once took nothing."""
+    """A parser that takes -1n and -inf for values, and whose errors say what `--json` takes.
+
+    argparse takes -1 for a value but -1n for an option, and would answer that one is lacking.
+    """
 
     _words: Sequence[str] = ()
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._negative_number_matcher = re.compile(r"-(\.?\d|inf|nan)", re.IGNORECASE)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         self._words = list(args or ())
@@ -294,7 +303,7 @@ def _energy(commands: Any) -> None:
     parser = of_network(commands, "energy", words)
     option(parser, "--plot", "stacked bars, .svg or .png", type=Path, metavar="FILE")
     for name, (default, words) in BUDGET.items():
-        kind = finite if isinstance(default, float) else type(default)
+        kind = {float: finite, int: whole, str: str}[type(default)]
         metavar = "NAME" if isinstance(default, str) else "X"
         option(parser, f"--{name}", words, default, type=kind, metavar=metavar)
 

@@ -43,7 +43,7 @@ def option(parser: Any, name: str, words: str, default: Any = None, **more: Any)
 
 
 def count(parser: Any, name: str, words: str, default: int | None = None) -> None:
-    option(parser, name, words, default, type=int, metavar="N")
+    option(parser, name, words, default, type=whole, metavar="N")
 
 
 def flag(parser: Any, name: str, words: str) -> None:
@@ -119,7 +119,16 @@ def _number_of_branches(word: str) -> int:
 
 def finite(word: str) -> float:
     value = _number(word)
-    return value if math.isfinite(value) else refuse("X must be a finite number", word)
+    if math.isfinite(value):
+        return value
+    refuse("a finite number is needed, without a unit", word)
+
+
+def whole(word: str) -> int:
+    try:
+        return int(word)
+    except ValueError:
+        refuse("a whole number is needed", word)
 
 
 def _bound(word: str) -> float:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from threshold_gating.hardware.analog import Simulation
 
 PHASE_CHANGE = {"drift": 0.05, "drift_sigma": 0.02}  # aihwkit has these for its PCM cells
+DRAWS = 100_000  # chips are simulated side by side: more would fill any memory
 _CELLS = ("rows", "columns", "adc_bits", "dac_bits", "programming", "seconds", "levels", "wire")
 
 
@@ -30,6 +31,8 @@ def simulate(args: argparse.Namespace) -> int:
     """`tg simulate`."""
     if args.html is not None and (args.html.is_dir() or not args.html.parent.is_dir()):
         raise UsageError(f"--html {args.html} cannot be written; give a file in a directory.")
+    if not 1 <= args.draws <= DRAWS:
+        raise UsageError(f"--draws must be from 1 to {DRAWS} chips; got {args.draws}.")
     options = _options(args)
     named = network(args)
     notes: list[str] = []

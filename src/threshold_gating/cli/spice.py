@@ -12,6 +12,7 @@ from threshold_gating.cli.printing import UsageError, missing, progress, say, sh
 from threshold_gating.cli.spice_tables import (
     Answer,
     Row,
+    amperes,
     cell_of,
     conditions,
     families,
@@ -22,21 +23,27 @@ from threshold_gating.cli.spice_tables import (
 from threshold_gating.hardware import lse, steering
 from threshold_gating.hardware import models as pdk
 from threshold_gating.hardware.cells import pair
-from threshold_gating.hardware.spice import INSTALL, Netlist, SpiceError, ngspice, number
+from threshold_gating.hardware.spice import INSTALL, Netlist, SpiceError, ngspice
 from threshold_gating.taxonomy import key_of
+
+DRAWS = 10_000  # hours of simulation
+SEEDS = 10**9  # batches of a cell count on from there
 
 
 def spice(args: argparse.Namespace) -> int:
     """`tg spice`."""
-    if args.draws is not None and args.draws < 2:
-        raise UsageError(f"--draws must be 2 or more; got {args.draws}.")
+    for name, low, high in (("draws", 2, DRAWS), ("seed", 1, SEEDS)):
+        value = getattr(args, name)
+        if value is not None and not low <= value <= high:
+            raise UsageError(f"--{name} must be from {low} to {high}; got {value}.")
     if args.plot and not args.run:
         raise UsageError("--plot draws what was measured: give --run too.")
     for name in ("swing", "supply", "tau"):
         if getattr(args, name) is not None and getattr(args, name) <= 0:
             raise UsageError(f"--{name} must be above 0; got {getattr(args, name):g}.")
-    if args.seed < 1:
-        raise UsageError(f"--seed must be 1 or more; got {args.seed}.")
+    for option, path in (("--out", args.out), ("--plot", args.plot)):
+        if path is not None and (path.is_dir() or not path.parent.is_dir()):
+            raise UsageError(f"{option} {path} cannot be written; give a file in a directory.")
     _check_options(args)
     try:
         netlist, run = _task(args)
@@ -97,7 +104,7 @@ def _task(args: argparse.Namespace) -> tuple[Netlist | None, Callable[[Any], Ans
         cell_of(args, "silu")  # what cannot be is refused before anything runs
         return None, lambda tell: families(args, tell)
     if args.what == "lse":
-        tree = lse.Tree(tail=number(args.bias or "10n"), supply=args.supply or 1.8)
+        tree = lse.Tree(tail=amperes(args, "bias", 10e-9), supply=args.supply or 1.8)
         return lse.netlist(tree, **conditions(args)), lambda tell: log_sum_exp(args, tree, tell)
     if args.what == "pair":
         spec = spice_pair.asked(args)

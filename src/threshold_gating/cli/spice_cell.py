@@ -28,7 +28,7 @@ class _Found(NamedTuple):
     match: Match
     warm: dict[str, Match]
     corners: dict[str, Match]
-    many: Response
+    many: list[Response]
     spread: list[Match]
     steps: cell_error.Steps
     noise: float
@@ -48,7 +48,8 @@ def answer(args: argparse.Namespace, cell: steering.Cell, tell: Any) -> Answer:
 
     def draw(axes: Any) -> None:
         x, (y,) = found.answer.x, found.answer.y
-        axes[0].plot(found.many.x, found.many.y.T, color="0.8", lw=0.5)
+        for part in found.many:
+            axes[0].plot(part.x, part.y.T, color="0.8", lw=0.5)
         axes[0].plot(x, y, label="cell")
         axes[0].plot(x, cell.instance(x), "k--", label=cell.name)
         axes[0].set(xlabel="x", ylabel="y")
@@ -67,8 +68,8 @@ def _measured(args: argparse.Namespace, cell: steering.Cell, tell: Any) -> _Foun
     others = [c for c in pdk.chosen(cell.models).corners if c != (args.corner or "tt")]
     corners = cell_error.over_corners(cell, others, celsius=args.celsius)
     tell("mismatch", 0.2)
-    many = cell_error.response(cell, args.draws or DRAWS, seed=args.seed, **at)
-    spread = cell_error.matches(cell, many)
+    many = cell_error.mismatched(cell, args.draws or DRAWS, args.seed, **at)
+    spread = [m for part in many for m in cell_error.matches(cell, part)]
     tell("settling and noise", 0.6)
     steps = cell_error.steps(cell, **at)
     noise = cell_error.noise(cell, characterise.bandwidth(max(steps)), **at)

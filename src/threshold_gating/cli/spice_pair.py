@@ -9,11 +9,18 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from threshold_gating.cli.spice_tables import CELSIUS, DRAWS, TAILS, Answer, Row, conditions
+from threshold_gating.cli.spice_tables import (
+    CELSIUS,
+    DRAWS,
+    TAILS,
+    Answer,
+    Row,
+    amperes,
+    conditions,
+)
 from threshold_gating.hardware import characterise, devices, measure
 from threshold_gating.hardware import models as pdk
 from threshold_gating.hardware.cells import Pair, describe
-from threshold_gating.hardware.spice import number
 
 
 def asked(args: argparse.Namespace) -> Pair:
@@ -21,7 +28,7 @@ def asked(args: argparse.Namespace) -> Pair:
     # The binned models have no other transistor and no mirror of every size.
     plain = args.transistor == "nfet" and args.tail != "real"
     set_of = args.models or ("sky130-binned" if plain else "sky130")
-    tail = number(args.bias or "10n")
+    tail = amperes(args, "bias", 10e-9)
     spec = Pair(
         set_of, args.transistor, tail=tail, real=args.tail == "real", supply=args.supply or 0
     )

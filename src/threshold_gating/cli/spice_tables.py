@@ -58,19 +58,27 @@ def cell_of(args: argparse.Namespace, key: str, instance: TG | None = None) -> s
     return steering.Cell(
         key,
         instance or TAXONOMY[key],
-        bias=number(args.bias or "100n"),
+        bias=amperes(args, "bias", 100e-9),
         swing=args.swing or 0.2,
         real=args.tail != "ideal",
         device=args.transistor,
         supply=args.supply or 1.8,
-        quiet=_quiet(args.class_ab),
+        quiet=amperes(args, "class_ab", 0.0),
     )
 
 
-def _quiet(text: str | None) -> float:
-    current = number(text) if text is not None else 0.0
-    if text is not None and not current:
-        raise ValueError("--class-ab needs a current at rest, as 10n; got 0.")
+def amperes(args: argparse.Namespace, name: str, default: float) -> float:
+    """The current that an option gives; zero, a negative one and another unit are refused."""
+    text = getattr(args, name)
+    if text is None:
+        return default
+    option = f"--{name.replace('_', '-')}"
+    try:
+        current = number(text, "A")
+    except ValueError:
+        current = 0.0
+    if not current > 0:
+        raise ValueError(f"{option} is a current above 0 in amperes, as 10n or 1e-8; got {text!r}.")
     return current
 
 
@@ -122,7 +130,7 @@ def families(args: argparse.Namespace, tell: Any) -> Answer:
         result[-1] |= {"area": steering.area(made), "current": answer.current, **m._asdict()}
     tails = "real" if args.tail != "ideal" else "ideal"
     title = (
-        f"Table 3 as circuits, {tails} tails, I_b = {args.bias or '100n'}A, "
+        f"Table 3 as circuits, {tails} tails, I_b = {cell.bias * 1e9:g} nA, "
         f"swing {args.swing or 0.2:g} V"
     )
     return Answer([(title, rows)], {"families": result})

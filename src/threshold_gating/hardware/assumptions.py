@@ -50,7 +50,7 @@ class Assumptions:
             if not (low <= value <= high and whole):
                 kind = "whole and from" if isinstance(low, int) else "from"
                 raise ValueError(
-                    f"energy: {name} must be {kind} {low:g} to {high:g}; got {value:g}."
+                    f"energy: {name} must be {kind} {low:g} to {high:.7g}; got {value:.7g}."
                 )
         adc.energy(self.adc_bits, self.adc_rate, self.node)
         adc.survey(self.adc_bits)

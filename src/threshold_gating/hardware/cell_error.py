@@ -13,7 +13,7 @@ from torch.func import jacfwd, vmap
 
 from threshold_gating.hardware.cells import Pair
 from threshold_gating.hardware.measure import edges, least_squares, over_tails, settling, timed
-from threshold_gating.hardware.spice import Analysis, Netlist, Plot, Wave, run
+from threshold_gating.hardware.spice import Analysis, Netlist, Plot, Wave, batches, run
 from threshold_gating.hardware.steering import DEPTH, RAMP, Cell, netlist
 
 aten = torch.ops.aten
@@ -60,6 +60,13 @@ def response(cell: Cell, copies: int = 1, **conditions: Any) -> Response:
     # Outputs end at the supply through sources of their own; what these carry is counted by vdd.
     drawn = -plot["i(vdd)"] / copies
     return Response(x, y, drawn.mean().item(), drawn[x.abs().argmin()].item())
+
+
+def mismatched(cell: Cell, copies: int, seed: int = 1, **conditions: Any) -> list[Response]:
+    """Sweeps of that many cells, each transistor with its own draw; a few cells a response."""
+    if copies < 2:
+        raise ValueError(f"a spread needs 2 cells or more; got {copies}.")
+    return [response(cell, n, seed=each, **conditions) for n, each in batches(copies, seed)]
 
 
 def _outputs(cell: Cell, tag: str = "") -> tuple[str, ...]:

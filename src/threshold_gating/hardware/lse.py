@@ -15,7 +15,7 @@ from torch import Tensor
 
 from threshold_gating.hardware.cells import LENGTHS, MIRROR, WIDTHS, device, within
 from threshold_gating.hardware.measure import edges, least_squares, timed
-from threshold_gating.hardware.spice import Analysis, Netlist, Plot, Wave, follows, run
+from threshold_gating.hardware.spice import Analysis, Netlist, Plot, Wave, batches, follows, run
 
 LEVEL = 0.65  # volts about which the inputs stand
 SPREAD = 0.1  # volts that they go to either side
@@ -225,15 +225,16 @@ class Spread(NamedTuple):
 def mismatch(
     tree: Tree, copies: int = 100, seed: int = 1, vectors: int = 8, **conditions: Any
 ) -> Spread:
-    """Monte Carlo: that many trees in one netlist, each transistor with its own draw."""
+    """Monte Carlo: that many trees, each transistor with its own draw."""
     if copies < 2:
         raise ValueError(f"a spread needs 2 trees or more; got {copies}.")
     known = measure(tree, **conditions)
-    found = answers(tree, vectors, copies=copies, seed=seed, **conditions)
-    rows = list(zip(found.out, found.gates, strict=True))
-    return Spread(
-        [against(known, found.v, *row) for row in rows], [law(found.v, *row) for row in rows]
-    )
+    parts = [
+        answers(tree, vectors, copies=n, seed=each, **conditions)
+        for n, each in batches(copies, seed)
+    ]
+    rows = [(a.v, *row) for a in parts for row in zip(a.out, a.gates, strict=True)]
+    return Spread([against(known, *row) for row in rows], [law(*row) for row in rows])
 
 
 def settling(tree: Tree, **conditions: Any) -> float:

@@ -14,7 +14,7 @@ from torch.func import jacfwd
 from threshold_gating.hardware import models as pdk
 from threshold_gating.hardware.cells import Pair, pair
 from threshold_gating.hardware.devices import LOGISTIC, Shape, curve
-from threshold_gating.hardware.spice import Analysis, Netlist, Plot, Wave, follows, run
+from threshold_gating.hardware.spice import Analysis, Netlist, Plot, SpiceError, Wave, follows, run
 
 aten = torch.ops.aten
 SWING = 0.4  # volts to either side of a sweep
@@ -171,8 +171,10 @@ class Spread(NamedTuple):
     sigma_tau: float
 
 
-def mismatch(spec: Pair, pairs: int = 200, seed: int = 1, **conditions: Any) -> Spread:
-    """Monte Carlo: that many pairs in one netlist, each transistor with its own draw."""
+def mismatched(
+    spec: Pair, pairs: int = 200, seed: int = 1, **conditions: Any
+) -> tuple[Tensor, Tensor]:
+    """The curves of that many pairs in one netlist, each transistor with its own draw."""
     if pairs < 2:
         raise ValueError(f"a spread needs 2 pairs or more; got {pairs}.")
     tags = [str(k) if k else "" for k in range(pairs)]
@@ -180,7 +182,12 @@ def mismatch(spec: Pair, pairs: int = 200, seed: int = 1, **conditions: Any) -> 
     names = tuple(name for tag in tags for name in sides(tag))
     # Fewer points than for one pair: a hundred pairs are swept at once, and two numbers fitted.
     (plot,) = run(netlist, Analysis(sweep(points=81), names))
-    taus, thetas = fits(plot["scale"], torch.stack([shares(plot, tag) for tag in tags]))
+    return plot["scale"], torch.stack([shares(plot, tag) for tag in tags])
+
+
+def mismatch(spec: Pair, pairs: int = 200, seed: int = 1, **conditions: Any) -> Spread:
+    """Monte Carlo: the spread of theta and tau of that many pairs."""
+    taus, thetas = fits(*mismatched(spec, pairs, seed, **conditions))
     return Spread(pairs, thetas.std().item(), (taus.std() / taus.mean()).item())
 
 
@@ -242,7 +249,7 @@ def edges(
         if span / 8 < max(up, down) < span / 2:
             return up, down
         span = span / 3 if max(up, down) <= span / 8 else span * 2
-    raise RuntimeError(f"a step did not settle within {span:g} s.")
+    raise SpiceError(f"a step did not settle within {span:g} s.")
 
 
 def timed(current: float) -> str:

@@ -9,6 +9,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from decimal import Decimal
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ from threshold_gating.hardware.models import Size
 # A floor of 1e-15 S and 1e-16 A: the currents of weak inversion are nanoamperes.
 OPTIONS = "reltol=1e-5 gmin=1e-15 abstol=1e-16 method=gear"
 CELSIUS = (-55.0, 150.0)
+SEEDS = 2**31 - 1  # ngspice has 32 bits for one
 INSTALL = "ngspice is not installed: apt-get install ngspice (Debian), brew install ngspice (macOS)"
 
 
@@ -49,8 +51,8 @@ class Netlist:
             raise ValueError(
                 f"transistor models hold from {low:g} to {high:g} C; got {self.celsius:g} C."
             )
-        if self.seed is not None and self.seed < 1:
-            raise ValueError(f"a seed of mismatch must be 1 or more; got {self.seed}.")
+        if self.seed is not None and not 1 <= self.seed <= SEEDS:
+            raise ValueError(f"a seed of mismatch must be from 1 to {SEEDS}; got {self.seed}.")
 
     @property
     def at(self) -> str:
@@ -85,7 +87,8 @@ class Netlist:
         for line in self.elements:
             if line[0] in "xX":
                 size = dict(re.findall(r"\b(w|l|nf)=([-+.\dea-z]+)", line))
-                length, width, fingers = (number(size.get(key, "1")) for key in ("l", "w", "nf"))
+                given = (number(size.get(key, "1"), "m") for key in ("l", "w", "nf"))
+                length, width, fingers = given
                 found.add(Size(_device(line), width * unit / fingers, length * unit))
         return frozenset(found)
 
@@ -98,16 +101,23 @@ class Netlist:
         return {kind: kinds.count(kind) for kind in sorted({*kinds})}
 
 
-def number(text: str) -> float:
-    """A number as SPICE writes it: 10n, 1.5meg, 5u."""
-    found = re.fullmatch(r"([-+]?[\d.]+(?:e[-+]?\d+)?)(t|g|meg|k|m|u|n|p|f)?[a-z]*", text.lower())
+def number(text: str, unit: str = "") -> float:
+    """A number as SPICE writes it (10n, 1.5meg, 5u), with or without the letter of its unit.
+
+    SPICE itself reads past any letters, so that 10x is 10 and 10nV a current of 10 nA.
+    """
+    found = re.fullmatch(rf"{_DECIMAL}({'|'.join(_POWER)})?(?:{unit.lower()})?", text.lower())
     if not found:
-        raise ValueError(f"a number such as 10n, 2.5meg or 1e-7 was expected; got {text!r}.")
-    return float(found[1]) * _SUFFIX[found[2]]
+        raise ValueError(
+            f"a number such as 10n, 2.5meg or 1e-7 was expected{f', in {unit}' * bool(unit)}; got "
+            f"{text!r}."
+        )
+    # Decimal: 100 * 1e-9 would be a little more than 1e-7, and beyond a limit of 1e-7.
+    return float(Decimal(found[1]).scaleb(_POWER.get(found[2], 0)))
 
 
-_SUFFIX = {None: 1, "t": 1e12, "g": 1e9, "meg": 1e6, "k": 1e3}
-_SUFFIX |= {"m": 1e-3, "u": 1e-6, "n": 1e-9, "p": 1e-12, "f": 1e-15}
+_DECIMAL = r"([-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[-+]?[0-9]{1,3})?)"
+_POWER = {"t": 12, "g": 9, "meg": 6, "k": 3, "m": -3, "u": -6, "n": -9, "p": -12, "f": -15}
 
 
 # Sources that move
@@ -218,6 +228,20 @@ def run(netlist: Netlist, *analyses: Analysis, timeout: float = 1800) -> list[Pl
 
 
 _AT_ONCE = 200  # vectors; `write` refuses a thousand
+
+
+def batches(copies: int, seed: int) -> list[tuple[int, int]]:
+    """Copies of a whole cell as netlists of at most 20: how many each has, and its seed.
+
+    ngspice's time grows with the square of such a netlist, or faster; 20 cells are near the least
+    time a cell.
+    """
+    sizes = [min(_CELLS_AT_ONCE, copies - n) for n in range(0, copies, _CELLS_AT_ONCE)]
+    return [(size, seed + k * _NEXT_SEED) for k, size in enumerate(sizes)]
+
+
+_CELLS_AT_ONCE = 20
+_NEXT_SEED = 100_003  # from batch to batch: no seed near the user's own is drawn twice
 
 
 def _run(program: str, folder: Path, deck: str, title: str, timeout: float) -> str:
