@@ -15,13 +15,9 @@ from threshold_gating.conversion.watch import evaluating, fresh
 from threshold_gating.hardware import cell_error, models
 from threshold_gating.hardware.digital import bench
 from threshold_gating.hardware.digital.format import Unit
-from threshold_gating.hardware.digital.network import (
-    FixedGate,
-    FixedKeys,
-    FixedPoint,
-    Kept,
-    convert,
-)
+from threshold_gating.hardware.digital.keys import FixedKeys
+from threshold_gating.hardware.digital.network import FixedPoint, convert
+from threshold_gating.hardware.digital.site import FixedGate, Kept
 from threshold_gating.hardware.report import compared
 from threshold_gating.hardware.spice import SpiceError
 from threshold_gating.hardware.steering import Cell
