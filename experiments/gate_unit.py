@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from threshold_gating.hardware import fixed_point as fp
-from threshold_gating.hardware.digital import bench, search, synthesis, verilog
+from threshold_gating.hardware.digital import search, synthesis, verilog
 from threshold_gating.hardware.digital.format import CHOSEN, GATE, Unit
 from threshold_gating.taxonomy import TAXONOMY
 
@@ -155,7 +155,7 @@ def main() -> None:
         text = verilog.text(unit)
         flat = synthesis.synthesise(text, "tg_unit", verilog.parameters(unit, pipeline=False))
         piped = synthesis.synthesise(text, "tg_unit", verilog.parameters(unit))
-        small = synthesis.synthesise(text, "tg_unit_small", bench.small_parameters(unit, 4))
+        small = synthesis.synthesise(text, "tg_unit_small", verilog.small_parameters(unit, 4))
         fpga = synthesis.on_ice40(text, "tg_unit", verilog.parameters(unit))
         print(
             f"{name}: no stages {flat.area:.0f} um^2 {flat.delay:.1f} ns; pipeline "

@@ -74,6 +74,7 @@ HELD_BY = {
     "hardware/digital/synthesis.py": "hardware/test_rtl.py",
     "hardware/digital/unit.py": "hardware/test_fixed_point.py",
     "hardware/digital/verilog.py": "hardware/test_rtl.py",
+    "hardware/digital/walk.py": "hardware/digital/test_digital_network.py",
     "hardware/drawn.py": "hardware/test_analog.py",
     "hardware/energy_text.py": "hardware/test_energy.py",
     "hardware/lightning.py": "hardware/test_analog.py",

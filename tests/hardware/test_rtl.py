@@ -50,7 +50,10 @@ def test_a_wrong_code_is_counted():
     right = bench.case("silu", fp.registers(t, fp.format_for(t, 8), unit), fp.every_code(8), unit)
     y = right.y.clone()
     y[[7, 99]] += 1
-    assert [o.differ for o in bench.check(unit, [right, right._replace(y=y)])] == [0, 2]
+    assert [o.differ for o in bench.check(rtl.circuit(unit), [right, right._replace(y=y)])] == [
+        0,
+        2,
+    ]
 
 
 @needs_iverilog
@@ -58,9 +61,10 @@ def test_branches_read_v():
     t, f = TAXONOMY["silu"], fp.Format(8, 4, 4)
     unit = unit_for(t, bits=8)
     x, v = torch.randint(-128, 128, (2, 400))
-    case = bench.case("glu", fp.registers(t, f, unit), x, unit, v)
-    assert bench.check(unit, [case])[0] == ("glu", 400, 0)
-    assert not torch.equal(case.y, bench.case("silu", case.registers, x, unit).y)
+    r = fp.registers(t, f, unit)
+    case = bench.case("glu", r, x, unit, v)
+    assert bench.check(rtl.circuit(unit), [case])[0] == ("glu", 400, 0)
+    assert not torch.equal(case.y, bench.case("silu", r, x, unit).y)
 
 
 @pytest.mark.slow

@@ -203,18 +203,35 @@ def test_branches_of_a_glu_have_room_though_its_gates_are_nearly_shut():
 def test_verilog_gives_what_the_integers_gave_at_every_site(gated):
     report = coverify(gated, X, 8, analog=False)
     assert report.exact
-    assert len(report.rows) == 12
+    assert len(report.rows) == 12 + 2  # and the trees of attention and of the softmax
+    assert {row.name for row in report.rows if row.kind == "pair"} == {
+        "attention:multi_head_attention_forward#0/tree",
+        ":softmax#0/tree",
+    }
     assert all(row.codes > 0 and row.seen > 0 for row in report.rows)
     assert max(row.error for row in report.rows) < 6
 
 
 @pytest.mark.skipif(shutil.which("iverilog") is None, reason="iverilog is not installed")
-def test_the_report_says_how_many_channels_the_verilog_had():
+def test_every_channel_has_every_code_in_the_verilog_or_it_is_said():
     act = tg.Activation("silu", share="channel", channels=100, train=("theta",))
     with torch.no_grad():
         act.dtheta.copy_(torch.linspace(-2, 2, 100).expand_as(act.dtheta))
-    report = coverify(nn.Sequential(act).eval(), torch.randn(3, 100), 12, analog=False)
+    net, x = nn.Sequential(act).eval(), torch.randn(3, 100)
+    report = coverify(net, x, 6, analog=False)
     (row,) = report.rows
-    assert row.settings == 100
-    assert 0 < row.simulated <= row.codes == 64
-    assert f"{row.simulated} of 100 settings of their registers" in summary(report)[0]
+    assert report.exact
+    assert row.codes == 64 * row.settings
+    assert row.simulated == row.settings == len(set(written(net, x, 6)))
+    assert "Every setting had every code." in summary(report)
+    report = coverify(net, x, 12, codes=10, analog=False)
+    (row,) = report.rows
+    assert report.exact
+    assert (row.simulated, row.settings, row.codes) == (100, 100, 1000)
+    assert "Not every code of every setting: 0 (10 of 4,096)." in summary(report)
+
+
+def written(net, x, bits):
+    """The registers of a network's only site."""
+    (gate,) = fp.convert(net, bits, inputs=x).gates()
+    return gate.written
