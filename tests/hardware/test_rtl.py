@@ -43,6 +43,19 @@ def test_verilog_and_integers_agree_in_odd_widths_and_lean_units():
 
 
 @needs_iverilog
+@needs_verilator
+@pytest.mark.parametrize("small", [0, 1, 3])
+def test_registers_of_shifts_may_be_narrower_than_the_shift_of_a_gate(small):
+    """One bit of shift, where a gate of 7 bits needs three."""
+    rows = {name: TAXONOMY[name] for name in ("sigmoid", "gelu_k3")}
+    formats = dict.fromkeys(rows, fp.Format(8, -2, 2))
+    unit = unit_for(*rows.values(), bits=8, shift=1)
+    found = rtl.verify(rows, unit=unit, formats=formats, simulators=("iverilog",), small=small)
+    assert found.exact
+    assert found.lint == ""
+
+
+@needs_iverilog
 def test_a_wrong_code_is_counted():
     """The bench compares: one y that is off by one is found."""
     t = TAXONOMY["silu"]
