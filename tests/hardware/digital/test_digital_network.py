@@ -187,6 +187,19 @@ def test_a_softmax_of_many_keys_in_few_bits_says_what_it_loses():
 
 
 @torch.no_grad()
+def test_rows_that_are_longer_than_in_calibration_say_that_they_leave_the_range():
+    net, z = tg.convert(nn.Sequential(nn.Softmax(-1)), inputs=X), 0.1 * torch.randn(4, 600)
+    made = fp.convert(net, 16, inputs=z[:, :6])
+    assert made(z[:, :6]).isfinite().all()
+    assert made.notes() == []
+    with pytest.warns(UserWarning, match=r"0.*: log-sums of a row leave .* inputs whose rows"):
+        made(z)
+    assert len(made.notes()) == 1
+    made.fix(12)  # another format, which nothing has left yet
+    assert made.notes() == []
+
+
+@torch.no_grad()
 def test_branches_of_a_glu_have_room_though_its_gates_are_nearly_shut():
     class Glu(nn.Module):
         def forward(self, x):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -30,9 +31,11 @@ class FixedKeys(FixedGate, KeyGates):
     def __init__(self, name: str, kind: str, chip: Chip) -> None:
         FixedGate.__init__(self, name, kind, _SIGMOID, chip)
         self.pairs = Pairs()
+        self.ended = False  # whether a threshold left the range
 
     def fix(self, wanted: Format | int, units: Mapping[str, Any] | None = None) -> None:
         log = unit_for(_THREE, bits=bits_of(wanted)).log
+        self.ended = False
         super().fix(wanted, {"branches": 3, "log": log, **(units or {})})
 
     def lost(self) -> float:
@@ -63,6 +66,7 @@ class FixedKeys(FixedGate, KeyGates):
             code = code - code.amax(-1, keepdim=True)
             code = codes.saturated(code, f.bits).where(live, lowest)
             theta = tree.thresholds(code << finer, tree.off(self.unit), self.pair)
+            self._check_ends(theta)
             r = self.written[0]._replace(theta=(theta,))  # type: ignore[arg-type]
             y = unit.run(r, code, self.unit)
             if self.kept is not None:
@@ -74,6 +78,24 @@ class FixedKeys(FixedGate, KeyGates):
             return (
                 p.where(~rows.isnan().any(-1, keepdim=True), torch.nan).movedim(-1, dim).to(z.dtype)
             )
+
+    def _check_ends(self, theta: Tensor) -> None:
+        """Say once that thresholds leave the range: more keys than in calibration, or flatter rows.
+
+        They end there, and every gate of such a row is too far open.
+        """
+        top = 2 ** (tree.width(self.unit) - 1) - 1
+        if not self.ended and bool((theta == top).any()):
+            self.ended = True
+            warnings.warn(f"fixed_point: {self.ends()}.", stacklevel=2)
+
+    def ends(self) -> str:
+        """What it means that thresholds left the range."""
+        return (
+            f"{self.name}: log-sums of a row leave |z| < {self.format.reach:g}, the range that "
+            "calibration chose, so that weights are too large; convert with inputs whose rows are "
+            "as long as these"
+        )
 
     def pair(self, a: Tensor, b: Tensor) -> Tensor:
         """One cell of the tree; what comes to it is noted where it is to be compared."""

@@ -67,12 +67,14 @@ class FixedPoint(nn.Module):
 
     def notes(self) -> list[str]:
         """What the formats do that a reader of widths would not think of."""
-        return [
+        keys = [g for g in self.gates() if isinstance(g, FixedKeys)]
+        lost = [
             f"{g.name}: the weights of the softmax are so small that rounding to {g.format.bits} "
             f"bits moves {g.lost():.0%} of their sum; give it more bits"
-            for g in self.gates()
-            if isinstance(g, FixedKeys) and g.lost() > MOVED
+            for g in keys
+            if g.lost() > MOVED
         ]
+        return [*lost, *(g.ends() for g in keys if g.ended)]
 
     def sites(self) -> list[SiteRow]:
         """One row for each site, in the order of the network."""
