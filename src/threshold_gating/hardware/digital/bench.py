@@ -6,7 +6,7 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
@@ -89,12 +89,30 @@ def write(folder: Path, made: Circuit, cases: Sequence[Case]) -> None:
     digits = (sum(made.registers.values()) + 3) // 4
     lines = "".join(f"{c.word:0{digits}x}\n" for c in cases)
     (folder / "registers.hex").write_text(lines)
-    for name in ("x", "v", "y"):
-        every = torch.cat([getattr(c, name) for c in cases]) & (2**made.bits - 1)
-        (folder / f"{name}.hex").write_text("".join(f"{code:x}\n" for code in every.tolist()))
-    (folder / "starts.hex").write_text(
-        "".join(f"{n:x}\n" for n in accumulate([0, *(len(c.x) for c in cases)]))
-    )
+    given, origins = _given(cases)
+    parts = {"x": [c.x for c in given], "v": [c.v for c in given], "y": [c.y for c in cases]}
+    for name, codes in parts.items():
+        _write(folder / f"{name}.hex", (torch.cat(codes) & (2**made.bits - 1)).tolist())
+    _write(folder / "starts.hex", accumulate([0, *(len(c.x) for c in cases)]))
+    _write(folder / "origins.hex", origins)
+
+
+def _given(cases: Sequence[Case]) -> tuple[list[Case], list[int]]:
+    """Cases whose inputs are written, and where those of each begin: many have the same ones."""
+    first: dict[tuple[int, int], int] = {}
+    given, origins, end = [], [], 0
+    for c in cases:
+        key = (id(c.x), id(c.v))
+        if key not in first:
+            first[key] = end
+            given.append(c)
+            end += len(c.x)
+        origins.append(first[key])
+    return given, origins
+
+
+def _write(path: Path, numbers: Iterable[int]) -> None:
+    path.write_text("".join([f"{n:x}\n" for n in numbers]))
 
 
 def bench(made: Circuit, cases: Sequence[Case]) -> str:
@@ -106,6 +124,7 @@ def bench(made: Circuit, cases: Sequence[Case]) -> str:
         second=second,
         cases=len(cases),
         codes=sum(len(c.x) for c in cases),
+        inputs=sum(len(c.x) for c in _given(cases)[0]),
         word=sum(made.registers.values()) - 1,
         declared="\n".join(f"    wire [{w - 1}:0] {n};" for n, w in made.registers.items()),
         names=", ".join(made.registers),
@@ -121,19 +140,21 @@ _BENCH = """module bench;
     wire done;
     reg signed [{bits}:0] {first}, {second};
     wire signed [{bits}:0] y;
-    reg [{bits}:0] xs [0:{codes} - 1], vs [0:{codes} - 1], ys [0:{codes} - 1];
+    reg [{bits}:0] xs [0:{inputs} - 1], vs [0:{inputs} - 1], ys [0:{codes} - 1];
     reg [{word}:0] words [0:{cases} - 1], now;
-    reg [31:0] starts [0:{cases}];
-    integer n, i, bad;
+    reg [31:0] starts [0:{cases}], origins [0:{cases} - 1];
+    integer n, i, at, bad;
 {declared}
     assign {{{names}}} = now;
     {instance}
     initial begin
         $readmemh("x.hex", xs); $readmemh("v.hex", vs); $readmemh("y.hex", ys);
         $readmemh("registers.hex", words); $readmemh("starts.hex", starts);
+        $readmemh("origins.hex", origins);
         for (n = 0; n < {cases}; n = n + 1) begin
             now = words[n];
             bad = 0;
+            at = origins[n] - starts[n];
 {turn}
             $display("case %0d %0d %0d", n, starts[n + 1] - starts[n], bad);
         end
@@ -143,14 +164,14 @@ _BENCH = """module bench;
 endmodule
 """
 _PIPELINE = """            for (i = starts[n]; i < starts[n + 1] + {latency}; i = i + 1) begin
-                if (i < starts[n + 1]) begin {first} = xs[i]; {second} = vs[i]; end
+                if (i < starts[n + 1]) begin {first} = xs[i + at]; {second} = vs[i + at]; end
                 #1 clk = 1; #1 clk = 0;
                 if (i + 1 >= starts[n] + {latency} && i + 1 < starts[n + 1] + {latency} &&
                     y !== ys[i + 1 - {latency}])
                     bad = bad + 1;
             end"""
 _SMALL = """            for (i = starts[n]; i < starts[n + 1]; i = i + 1) begin
-                {first} = xs[i]; {second} = vs[i]; start = 1;
+                {first} = xs[i + at]; {second} = vs[i + at]; start = 1;
                 #1 clk = 1; #1 clk = 0; start = 0;
                 #1;
                 while (!done) begin #1 clk = 1; #1 clk = 0; #1; end
