@@ -8,6 +8,7 @@ from torch import nn
 
 import threshold_gating as tg
 from threshold_gating.hardware import fixed_point as fp
+from threshold_gating.hardware.digital import bench
 from threshold_gating.hardware.digital.coverify import coverify
 from threshold_gating.show.digital import summary
 
@@ -223,6 +224,9 @@ def test_verilog_gives_what_the_integers_gave_at_every_site(gated):
     }
     assert all(row.codes > 0 and row.seen > 0 for row in report.rows)
     assert max(row.error for row in report.rows) < 6
+    rows = {row.name: row for row in report.rows}
+    assert rows["p"][-4:] == (5, 5, True, "all 256 codes")  # a slope of its own for each channel
+    assert all(row.simulated == row.settings for row in report.rows)  # few came
 
 
 @pytest.mark.skipif(shutil.which("iverilog") is None, reason="iverilog is not installed")
@@ -242,6 +246,20 @@ def test_every_channel_has_every_code_in_the_verilog_or_it_is_said():
     assert report.exact
     assert (row.simulated, row.settings, row.codes) == (100, 100, 1000)
     assert "Not every code of every setting: 0 (10 of 4,096)." in summary(report)
+
+
+@pytest.mark.skipif(shutil.which("iverilog") is None, reason="iverilog is not installed")
+def test_one_channel_that_is_another_in_the_verilog_is_found(monkeypatch):
+    act = tg.Activation("silu", share="channel", channels=5, train=("theta",))
+    with torch.no_grad():
+        act.dtheta.copy_(torch.linspace(-2, 2, 5).expand_as(act.dtheta))
+    net, x, right = nn.Sequential(act).eval(), torch.randn(3, 5), bench.word
+    middle = written(net, x, 8)[2]
+    wrong = middle._replace(theta=(middle.theta[0] + 16,))
+    monkeypatch.setattr(bench, "word", lambda r, u: right(wrong if r == middle else r, u))
+    report = coverify(net, x, 8, analog=False)
+    assert not report.exact
+    assert 0 < report.rows[0].differ <= 256
 
 
 def written(net, x, bits):

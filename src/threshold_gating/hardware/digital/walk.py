@@ -3,26 +3,27 @@
 Instances differ in their registers alone, so circuits of one unit share one simulation, which walks
 through all of their settings. A setting has every code of x, or codes evenly chosen where there are
 too many. Where branches read another input, or registers are data as the thresholds of keys, there
-is no end of them: elements that came are taken.
+is no end of them: different elements that came are taken.
 """
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from threshold_gating.hardware.digital import bench, codes, tree
 from threshold_gating.hardware.digital.format import Registers
 from threshold_gating.hardware.digital.keys import FixedKeys
-from threshold_gating.hardware.digital.site import FixedGate, Kept
+from threshold_gating.hardware.digital.site import FixedGate
 from threshold_gating.hardware.digital.verilog import Circuit, cell, circuit, word
 
-ELEMENTS = 4096  # of a site, where they are chosen from those that came
+ELEMENTS = 2**14  # of a site, where they are chosen from those that came
 MANY = 2**19  # codes, from which on verilator is faster, which compiles for ten seconds
 MOST = 2**22  # codes of all settings together, where nothing else is asked for
 
@@ -120,17 +121,11 @@ def _instances(gate: FixedGate) -> list[Registers] | None:
 def _settings(r: Registers) -> Iterator[Registers]:
     """The different rows of registers that are tensors, as numbers."""
     leaves, form = tree_flatten(r)
-    at = [k for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-    if not at:
-        yield r
-        return
-    columns = torch.broadcast_tensors(*(leaves[k] for k in at))  # type: ignore[no-untyped-call]
-    for row in torch.unique(torch.stack([c.flatten() for c in columns], -1), dim=0).tolist():
-        own = dict(zip(at, row, strict=True))
-        written: Registers = tree_unflatten(
-            [own.get(k, leaf) for k, leaf in enumerate(leaves)], form
-        )
-        yield written
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    if not tensors:
+        return iter([r])
+    own = [c.flatten().cpu() for c in torch.broadcast_tensors(*tensors)]  # type: ignore[no-untyped-call]
+    return _written(leaves, form, own, _distinct(own, own[0].numel()))
 
 
 def _sweep(gate: FixedGate, settings: Sequence[Registers], most: int) -> Walk:
@@ -148,54 +143,60 @@ def _sweep(gate: FixedGate, settings: Sequence[Registers], most: int) -> Walk:
 
 
 def _elements(gate: FixedGate) -> Walk:
-    """Some of the elements that came, each with its registers, and what the network had for y."""
+    """Different elements that came, each with its registers, and what the network had for y."""
     calls = gate.kept or []
     share = max(ELEMENTS // len(calls), 64)
     grouped: dict[Registers, list[Tensor]] = {}
-    came: set[tuple[Any, ...]] = set()
+    came: set[Registers] = set()
+    total = 0
     for kept in calls:
-        came |= _all_settings(kept)
-        for r, row in _some(kept, share):
+        leaves, form = tree_flatten(kept.registers)
+        own = [_flat(w, kept.x) for w in leaves if isinstance(w, Tensor)]
+        flows = torch.stack([_flat(t, kept.x) for t in (kept.x, kept.v, kept.y)])
+        came |= set(_written(leaves, form, own, _distinct(own, flows[0].numel())))
+        at = _distinct([*own, flows[0], flows[1]], flows[0].numel())
+        total += len(at)
+        at = at[_evenly(len(at), share)]
+        for r, row in zip(_written(leaves, form, own, at), flows.T[at], strict=True):
             grouped.setdefault(r, []).append(row)
     cases = []
     for k, (r, rows) in enumerate(grouped.items()):
-        x, v, y = torch.unique(torch.stack(rows), dim=0).unbind(-1)
+        x, v, y = torch.stack(rows).unbind(-1)
         cases.append(bench.Case(f"{gate.name}/{k}", word(r, gate.unit), x, v, y))
-    said = f"{sum(len(c.x) for c in cases):,} elements that came"
+    said = f"{sum(len(c.x) for c in cases):,} of {total:,} elements that came"
     return Walk(circuit(gate.unit), cases, _row(gate, len(cases), len(came), False, said))
 
 
-def _some(kept: Kept, most: int) -> Iterator[tuple[Registers, Tensor]]:
-    """Elements evenly chosen: registers, and x, v, y."""
-    leaves, form = tree_flatten(kept.registers)
-    at = _evenly(kept.x.numel(), most)
-    own = [
-        leaf.broadcast_to(kept.x.shape).flatten()[at].tolist()
-        if isinstance(leaf, Tensor)
-        else [leaf] * len(at)
+def _flat(t: Tensor, x: Tensor) -> Tensor:
+    return t.broadcast_to(x.shape).flatten().cpu()
+
+
+def _distinct(columns: Sequence[Tensor], n: int) -> Tensor:
+    """The places of one element for each different row, in the order of the columns."""
+    key = torch.zeros(n, dtype=torch.long)
+    for column in columns:
+        values, place = torch.unique(column, return_inverse=True)
+        key = torch.unique(key * len(values) + place, return_inverse=True)[1]
+    found = torch.zeros(int(key.max()) + 1 if n else 0, dtype=torch.long)
+    return found.scatter_(0, key, torch.arange(n))
+
+
+def _written(
+    leaves: Sequence[Any], form: Any, own: Sequence[Tensor], at: Tensor
+) -> Iterator[Registers]:
+    """The registers of some elements, as numbers."""
+    columns = iter([column[at].tolist() for column in own])
+    every = [
+        next(columns) if isinstance(leaf, Tensor) else itertools.repeat(leaf, len(at))
         for leaf in leaves
     ]
-    flows = (kept.x, kept.v.expand_as(kept.x), kept.y)
-    rows = torch.stack([t.flatten()[at] for t in flows], -1)
-    for values, row in zip(zip(*own, strict=True), rows, strict=True):
-        yield tree_unflatten(list(values), form), row
-
-
-def _all_settings(kept: Kept) -> set[tuple[Any, ...]]:
-    """Register values that came: of keys, of channels, of slopes."""
-    leaves = tree_leaves(kept.registers)
-    rows = [w.broadcast_to(kept.x.shape).flatten() for w in leaves if isinstance(w, Tensor)]
-    plain = tuple(w for w in leaves if not isinstance(w, Tensor))
-    if len(rows) == 1:  # many times faster, and what a softmax has
-        return {(plain, value) for value in torch.unique(rows[0]).tolist()}
-    each = torch.unique(torch.stack(rows, -1), dim=0).tolist() if rows else [()]
-    return {(plain, *row) for row in each}
+    return (tree_unflatten(list(values), form) for values in zip(*every, strict=True))
 
 
 def _pairs(gate: FixedKeys) -> Walk:
     """The cell of a tree, at pairs that came."""
     a, b = gate.pairs.distinct()
-    at = _evenly(len(a), 16 * ELEMENTS)
+    at = _evenly(len(a), 4 * ELEMENTS)
     r, f = tree.lowered(gate.format, gate.unit), gate.format
     case = bench.pairs(f"{gate.name}/tree", a[at], b[at], r, gate.unit)
     fraction, lowest = f.fraction + gate.unit.finer, tree.off(gate.unit)
