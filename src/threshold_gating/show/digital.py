@@ -45,11 +45,13 @@ def summary(report: Report) -> list[str]:
     """The outcome in sentences."""
     codes = sum(row.codes for row in report.rows)
     word = "exact" if report.exact else f"{sum(r.differ for r in report.rows):,} codes differ"
+    trees = sum(row.kind == "pair" for row in report.rows)
     had, came = (sum(getattr(r, name) for r in report.rows) for name in ("simulated", "settings"))
     said = [
         f"Integers and Verilog ({report.simulator}): {word}, {codes:,} codes at "
-        f"{len(report.rows)} sites with {had:,} of {came:,} settings of their registers, "
-        f"{report.bits} bits.",
+        f"{len(report.rows) - trees} {'site' if len(report.rows) - trees == 1 else 'sites'}"
+        f"{f' and {trees} trees of softmax' if trees else ''}, {had:,} of {came:,} settings of "
+        f"their registers, {report.bits} bits.",
         *_sampled(report),
         f"Float and integers: the RMS error of the output over its RMS is {report.output:.3%}"
         + (

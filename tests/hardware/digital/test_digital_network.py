@@ -225,7 +225,12 @@ def test_verilog_gives_what_the_integers_gave_at_every_site(gated):
     assert all(row.codes > 0 and row.seen > 0 for row in report.rows)
     assert max(row.error for row in report.rows) < 6
     rows = {row.name: row for row in report.rows}
-    assert rows["p"][-4:] == (5, 5, True, "all 256 codes")  # a slope of its own for each channel
+    assert rows["p:prelu#0"][-4:] == (
+        5,
+        5,
+        True,
+        "all 256 codes",
+    )  # a slope of its own for each channel
     assert all(row.simulated == row.settings for row in report.rows)  # few came
 
 
