@@ -1,9 +1,9 @@
-"""What a digital gate costs: the sigmoid by segments, the whole unit, and units of one activation.
+"""What a digital gate costs: the sigmoid by segments, the unit, a softmax cell, and rivals.
 
     TG_PDK=... PYTHONPATH=src python -m experiments.gate_unit [--out docs/images/segments.svg]
 
 Every area is that of yosys and abc on sky130_fd_sc_hd cells at 25 C and 1.8 V, without wires; every
-error is the largest over all codes of x against float64. Takes about ten minutes of one core.
+error is the largest over all codes of x against float64. Takes about fifteen minutes of one core.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from threshold_gating.hardware import fixed_point as fp
-from threshold_gating.hardware.digital import bench, search, synthesis, verilog
+from threshold_gating.hardware.digital import search, synthesis, verilog
 from threshold_gating.hardware.digital.format import CHOSEN, GATE, Unit
 from threshold_gating.taxonomy import TAXONOMY
 
@@ -155,7 +155,7 @@ def main() -> None:
         text = verilog.text(unit)
         flat = synthesis.synthesise(text, "tg_unit", verilog.parameters(unit, pipeline=False))
         piped = synthesis.synthesise(text, "tg_unit", verilog.parameters(unit))
-        small = synthesis.synthesise(text, "tg_unit_small", bench.small_parameters(unit, 4))
+        small = synthesis.synthesise(text, "tg_unit_small", verilog.small_parameters(unit, 4))
         fpga = synthesis.on_ice40(text, "tg_unit", verilog.parameters(unit))
         print(
             f"{name}: no stages {flat.area:.0f} um^2 {flat.delay:.1f} ns; pipeline "
@@ -163,11 +163,22 @@ def main() -> None:
             f"{small.delay:.1f} ns; {fpga}; {worst(unit)}",
             flush=True,
         )
+    for bits, (gate, log) in CHOSEN.items():
+        keys = Unit(bits, branches=3, gate=gate, log=log)
+        flat, piped = (_cell(keys, pipeline) for pipeline in (False, True))
+        print(f"softmax cell, {bits} bits: no stages {flat}; pipeline {piped}", flush=True)
     for name in ALONE:
         made = synthesis.synthesise(alone(name), "alone")
         print(f"{name} alone: {made.area:.0f} um^2, {made.delay:.1f} ns", flush=True)
     made = synthesis.synthesise(TABLE, "rewritten")
     print(f"table of 256, rewritten: {made.area:.0f} um^2, {made.flops} flip-flops", flush=True)
+
+
+def _cell(unit: Unit, pipeline: bool) -> str:
+    made = verilog.cell(unit, pipeline)
+    found = synthesis.synthesise(made.text, made.top, made.parameters)
+    fpga = synthesis.on_ice40(made.text, made.top, made.parameters)
+    return f"{found.area:.0f} um^2 {found.delay:.1f} ns, {fpga}"
 
 
 def draw(

@@ -43,6 +43,19 @@ def test_verilog_and_integers_agree_in_odd_widths_and_lean_units():
 
 
 @needs_iverilog
+@needs_verilator
+@pytest.mark.parametrize("small", [0, 1, 3])
+def test_registers_of_shifts_may_be_narrower_than_the_shift_of_a_gate(small):
+    """One bit of shift, where a gate of 7 bits needs three."""
+    rows = {name: TAXONOMY[name] for name in ("sigmoid", "gelu_k3")}
+    formats = dict.fromkeys(rows, fp.Format(8, -2, 2))
+    unit = unit_for(*rows.values(), bits=8, shift=1)
+    found = rtl.verify(rows, unit=unit, formats=formats, simulators=("iverilog",), small=small)
+    assert found.exact
+    assert found.lint == ""
+
+
+@needs_iverilog
 def test_a_wrong_code_is_counted():
     """The bench compares: one y that is off by one is found."""
     t = TAXONOMY["silu"]
@@ -50,7 +63,10 @@ def test_a_wrong_code_is_counted():
     right = bench.case("silu", fp.registers(t, fp.format_for(t, 8), unit), fp.every_code(8), unit)
     y = right.y.clone()
     y[[7, 99]] += 1
-    assert [o.differ for o in bench.check(unit, [right, right._replace(y=y)])] == [0, 2]
+    assert [o.differ for o in bench.check(rtl.circuit(unit), [right, right._replace(y=y)])] == [
+        0,
+        2,
+    ]
 
 
 @needs_iverilog
@@ -58,9 +74,10 @@ def test_branches_read_v():
     t, f = TAXONOMY["silu"], fp.Format(8, 4, 4)
     unit = unit_for(t, bits=8)
     x, v = torch.randint(-128, 128, (2, 400))
-    case = bench.case("glu", fp.registers(t, f, unit), x, unit, v)
-    assert bench.check(unit, [case])[0] == ("glu", 400, 0)
-    assert not torch.equal(case.y, bench.case("silu", case.registers, x, unit).y)
+    r = fp.registers(t, f, unit)
+    case = bench.case("glu", r, x, unit, v)
+    assert bench.check(rtl.circuit(unit), [case])[0] == ("glu", 400, 0)
+    assert not torch.equal(case.y, bench.case("silu", r, x, unit).y)
 
 
 @pytest.mark.slow

@@ -284,9 +284,9 @@ def _rtl(commands: Any) -> None:
     count(parser, "--small", "digit of the small unit's multiplier, instead of the pipeline", 0)
     count(parser, "--slope", "bits of a slope's mantissa; 2 for powers of two")
     count(parser, "--tau", "bits of a tau's mantissa; 1 for powers of two")
-    words = "by default both, for --check iverilog"
+    words = "by default both, for --check the faster one"
     parser.add_argument("--simulator", choices=("iverilog", "verilator", "both"), help=words)
-    count(parser, "--codes", "--check: most codes of a site, 0 for all", 2000)
+    count(parser, "--codes", "--check: most codes of an instance, 0 for all")
 
 
 _RTL_EXAMPLES = """

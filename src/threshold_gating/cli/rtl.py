@@ -12,7 +12,7 @@ from threshold_gating.cli.printing import UsageError, progress, say, show, worki
 from threshold_gating.cli.spec import network
 from threshold_gating.hardware import fixed_point
 from threshold_gating.hardware import rtl as digital
-from threshold_gating.hardware.digital.bench import SIMULATORS, ToolError, instance
+from threshold_gating.hardware.digital.bench import SIMULATORS, ToolError
 from threshold_gating.hardware.digital.coverify import coverify
 from threshold_gating.hardware.fixed_point import Format, FormatError, Unit
 from threshold_gating.hardware.models import ModelsMissingError
@@ -37,7 +37,7 @@ def rtl(args: argparse.Namespace) -> int:
             f"--small must be from 1 to the {args.bits} bits of x, or 0 for the pipeline; got "
             f"{args.small}."
         )
-    if args.codes < 0:
+    if args.codes is not None and args.codes < 0:
         raise UsageError(f"--codes must be 1 or more, or 0 for all; got {args.codes}.")
     try:
         return _check(args) if args.check else _activation(args)
@@ -64,7 +64,7 @@ def _activation(args: argparse.Namespace) -> int:
         for n, t in instances.items()
     }
     written = _registers(instances, formats, unit)
-    text = f"{written}\n// {instance(unit, args.small)}\n\n{digital.text(unit)}"
+    text = f"{written}\n// {digital.circuit(unit, args.small).instance}\n\n{digital.text(unit)}"
     if args.out is not None:
         args.out.write_text(text, "utf-8")
         say(f"wrote {args.out}")
@@ -161,7 +161,7 @@ def _check(args: argparse.Namespace) -> int:
             gated,
             named.inputs,
             args.bits,
-            simulator=args.simulator or "iverilog",
+            simulator=args.simulator,
             codes=args.codes,
             tell=tell,
         )

@@ -13,30 +13,19 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
+from threshold_gating.hardware.digital.codes import every_code, quantise, real, room
 from threshold_gating.hardware.digital.format import CHOSEN as CHOSEN
 from threshold_gating.hardware.digital.format import Format, FormatError, Unit, saturates
 from threshold_gating.hardware.digital.format import Registers as Registers
 from threshold_gating.hardware.digital.format import registers as registers
 from threshold_gating.hardware.digital.format import unit_for as unit_for
-from threshold_gating.hardware.digital.network import (
-    COARSER,
-    FixedPoint,
-    convert,
-    narrowest,
-    quantise,
-    room,
-)
-from threshold_gating.hardware.digital.network import real_of as real
+from threshold_gating.hardware.digital.narrow import narrowest
+from threshold_gating.hardware.digital.network import FixedPoint, convert
 from threshold_gating.hardware.digital.segments import Segments as Segments
+from threshold_gating.hardware.digital.site import COARSER
 from threshold_gating.hardware.digital.unit import evaluate
 from threshold_gating.instance import TG
-
-
-def every_code(bits: int) -> Tensor:
-    """All codes of x, from the lowest."""
-    return torch.arange(-(2 ** (bits - 1)), 2 ** (bits - 1))
 
 
 def format_for(t: TG, bits: int = 16, reach: float = 8.0) -> Format:

@@ -8,6 +8,7 @@ from torch import nn
 
 import threshold_gating as tg
 from threshold_gating.hardware import fixed_point as fp
+from threshold_gating.hardware.digital import bench
 from threshold_gating.hardware.digital.coverify import coverify
 from threshold_gating.show.digital import summary
 
@@ -187,6 +188,19 @@ def test_a_softmax_of_many_keys_in_few_bits_says_what_it_loses():
 
 
 @torch.no_grad()
+def test_rows_that_are_longer_than_in_calibration_say_that_they_leave_the_range():
+    net, z = tg.convert(nn.Sequential(nn.Softmax(-1)), inputs=X), 0.1 * torch.randn(4, 600)
+    made = fp.convert(net, 16, inputs=z[:, :6])
+    assert made(z[:, :6]).isfinite().all()
+    assert made.notes() == []
+    with pytest.warns(UserWarning, match=r"0.*: log-sums of a row leave .* inputs whose rows"):
+        made(z)
+    assert len(made.notes()) == 1
+    made.fix(12)  # another format, which nothing has left yet
+    assert made.notes() == []
+
+
+@torch.no_grad()
 def test_branches_of_a_glu_have_room_though_its_gates_are_nearly_shut():
     class Glu(nn.Module):
         def forward(self, x):
@@ -203,18 +217,57 @@ def test_branches_of_a_glu_have_room_though_its_gates_are_nearly_shut():
 def test_verilog_gives_what_the_integers_gave_at_every_site(gated):
     report = coverify(gated, X, 8, analog=False)
     assert report.exact
-    assert len(report.rows) == 12
+    assert len(report.rows) == 12 + 2  # and the trees of attention and of the softmax
+    assert {row.name for row in report.rows if row.kind == "pair"} == {
+        "attention:multi_head_attention_forward#0/tree",
+        ":softmax#0/tree",
+    }
     assert all(row.codes > 0 and row.seen > 0 for row in report.rows)
     assert max(row.error for row in report.rows) < 6
+    rows = {row.name: row for row in report.rows}
+    assert rows["p:prelu#0"][-4:] == (
+        5,
+        5,
+        True,
+        "all 256 codes",
+    )  # a slope of its own for each channel
+    assert all(row.simulated == row.settings for row in report.rows)  # few came
 
 
 @pytest.mark.skipif(shutil.which("iverilog") is None, reason="iverilog is not installed")
-def test_the_report_says_how_many_channels_the_verilog_had():
+def test_every_channel_has_every_code_in_the_verilog_or_it_is_said():
     act = tg.Activation("silu", share="channel", channels=100, train=("theta",))
     with torch.no_grad():
         act.dtheta.copy_(torch.linspace(-2, 2, 100).expand_as(act.dtheta))
-    report = coverify(nn.Sequential(act).eval(), torch.randn(3, 100), 12, analog=False)
+    net, x = nn.Sequential(act).eval(), torch.randn(3, 100)
+    report = coverify(net, x, 6, analog=False)
     (row,) = report.rows
-    assert row.settings == 100
-    assert 0 < row.simulated <= row.codes == 64
-    assert f"{row.simulated} of 100 settings of their registers" in summary(report)[0]
+    assert report.exact
+    assert row.codes == 64 * row.settings
+    assert row.simulated == row.settings == len(set(written(net, x, 6)))
+    assert "Every setting had every code." in summary(report)
+    report = coverify(net, x, 12, codes=10, analog=False)
+    (row,) = report.rows
+    assert report.exact
+    assert (row.simulated, row.settings, row.codes) == (100, 100, 1000)
+    assert "Not every code of every setting: 0 (10 of 4,096)." in summary(report)
+
+
+@pytest.mark.skipif(shutil.which("iverilog") is None, reason="iverilog is not installed")
+def test_one_channel_that_is_another_in_the_verilog_is_found(monkeypatch):
+    act = tg.Activation("silu", share="channel", channels=5, train=("theta",))
+    with torch.no_grad():
+        act.dtheta.copy_(torch.linspace(-2, 2, 5).expand_as(act.dtheta))
+    net, x, right = nn.Sequential(act).eval(), torch.randn(3, 5), bench.word
+    middle = written(net, x, 8)[2]
+    wrong = middle._replace(theta=(middle.theta[0] + 16,))
+    monkeypatch.setattr(bench, "word", lambda r, u: right(wrong if r == middle else r, u))
+    report = coverify(net, x, 8, analog=False)
+    assert not report.exact
+    assert 0 < report.rows[0].differ <= 256
+
+
+def written(net, x, bits):
+    """The registers of a network's only site."""
+    (gate,) = fp.convert(net, bits, inputs=x).gates()
+    return gate.written

@@ -6,7 +6,7 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
@@ -14,9 +14,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from threshold_gating.hardware.digital import tree
 from threshold_gating.hardware.digital import unit as integers
 from threshold_gating.hardware.digital.format import Registers, Unit
-from threshold_gating.hardware.digital.verilog import latency, parameters, ports, text, word
+from threshold_gating.hardware.digital.verilog import Circuit, word
 
 SIMULATORS = ("iverilog", "verilator")
 INSTALL = "apt-get install iverilog verilator yosys (Debian), brew install icarus-verilog (macOS)"
@@ -35,19 +36,24 @@ def tool(name: str) -> str:
 
 
 class Case(NamedTuple):
-    """Register values, codes of x and of what branches read, and the codes of y to come out."""
+    """A word of registers, two codes that come in at a time, and the codes of y to come out."""
 
     name: str
-    registers: Registers
+    word: int
     x: Tensor
     v: Tensor
     y: Tensor
 
 
 def case(name: str, r: Registers, x: Tensor, unit: Unit, v: Tensor | None = None) -> Case:
-    """With the codes that the integers give."""
+    """Of a unit, with the codes that the integers give."""
     v = x if v is None else v
-    return Case(name, r, x, v, integers.run(r, x, unit, v))
+    return Case(name, word(r, unit), x, v, integers.run(r, x, unit, v))
+
+
+def pairs(name: str, a: Tensor, b: Tensor, r: int, unit: Unit) -> Case:
+    """Of a cell of a softmax tree."""
+    return Case(name, r, a, b, tree.pair(a, b, r, unit))
 
 
 class Outcome(NamedTuple):
@@ -58,15 +64,13 @@ class Outcome(NamedTuple):
     differ: int
 
 
-def check(
-    unit: Unit, cases: Sequence[Case], simulator: str = "iverilog", small: int = 0
-) -> list[Outcome]:
-    """Run every case in a simulator; `small` is the digit of the small unit, 0 for the pipeline."""
+def check(made: Circuit, cases: Sequence[Case], simulator: str = "iverilog") -> list[Outcome]:
+    """Run every case in a simulator, which is compiled once."""
     if simulator not in SIMULATORS:
         raise ValueError(f"simulator is one of {', '.join(SIMULATORS)}; got {simulator!r}.")
     with tempfile.TemporaryDirectory(prefix="tg-rtl-") as name:
         folder = Path(name)
-        write(folder, unit, cases, small)
+        write(folder, made, cases)
         said = _RUN[simulator](folder)
     found = [line.split() for line in said.splitlines() if line.startswith("case ")]
     if len(found) != len(cases) or "finished" not in said:
@@ -78,78 +82,79 @@ def check(
     return done
 
 
-def write(folder: Path, unit: Unit, cases: Sequence[Case], small: int = 0) -> None:
-    """The unit, the bench and its data, as a simulator reads them."""
-    (folder / "unit.v").write_text(text(unit), "utf-8")
-    (folder / "bench.v").write_text(bench(unit, cases, small), "utf-8")
-    total = sum(ports(unit).values())
-    words = [f"{word(c.registers, unit):0{(total + 3) // 4}x}" for c in cases]
-    (folder / "registers.hex").write_text("\n".join(words) + "\n")
-    digits = (unit.bits + 3) // 4
-    for name, codes in (
-        ("x", [c.x for c in cases]),
-        ("v", [c.v for c in cases]),
-        ("y", [c.y for c in cases]),
-    ):
-        every = torch.cat(codes) & (2**unit.bits - 1)
-        lines = "\n".join(f"{code:0{digits}x}" for code in every.tolist())
-        (folder / f"{name}.hex").write_text(lines + "\n")
-    (folder / "starts.hex").write_text(
-        "".join(f"{n:x}\n" for n in accumulate([0, *(len(c.x) for c in cases)]))
-    )
+def write(folder: Path, made: Circuit, cases: Sequence[Case]) -> None:
+    """The circuit, the bench and its data, as a simulator reads them."""
+    (folder / "unit.v").write_text(made.text, "utf-8")
+    (folder / "bench.v").write_text(bench(made, cases), "utf-8")
+    digits = (sum(made.registers.values()) + 3) // 4
+    lines = "".join(f"{c.word:0{digits}x}\n" for c in cases)
+    (folder / "registers.hex").write_text(lines)
+    given, origins = _given(cases)
+    parts = {"x": [c.x for c in given], "v": [c.v for c in given], "y": [c.y for c in cases]}
+    for name, codes in parts.items():
+        _write(folder / f"{name}.hex", (torch.cat(codes) & (2**made.bits - 1)).tolist())
+    _write(folder / "starts.hex", accumulate([0, *(len(c.x) for c in cases)]))
+    _write(folder / "origins.hex", origins)
 
 
-def small_parameters(unit: Unit, digit: int) -> dict[str, int]:
-    """Of the small unit, whose multiplier takes `digit` bits in each cycle."""
-    p = parameters(unit)
-    wide = max(p["BITS"] + p["FINER"] + 1, p["SUM"] + 1)
-    second = max(p["TAU"] + 1, p["SLOPE"], p["FIRST"], p["GATE"] + 2)
-    del p["PIPELINE"]
-    return {**p, "DIGIT": digit, "WIDE": wide, "DIGITS": max(-(-second // digit), 2)}
+def _given(cases: Sequence[Case]) -> tuple[list[Case], list[int]]:
+    """Cases whose inputs are written, and where those of each begin: many have the same ones."""
+    first: dict[tuple[int, int], int] = {}
+    given, origins, end = [], [], 0
+    for c in cases:
+        key = (id(c.x), id(c.v))
+        if key not in first:
+            first[key] = end
+            given.append(c)
+            end += len(c.x)
+        origins.append(first[key])
+    return given, origins
 
 
-def instance(unit: Unit, small: int, name: str = "unit") -> str:
-    """A unit with its parameters and ports, as a line of Verilog."""
-    own = small_parameters(unit, small) if small else parameters(unit)
-    given = ", ".join(f".{key}({value})" for key, value in own.items())
-    wires = ", ".join(f".{key}({key})" for key in ("clk", "x", "v", *ports(unit), "y"))
-    more = ", .start(start), .done(done)" if small else ""
-    return f"tg_unit{'_small' if small else ''} #({given}) {name} ({wires}{more});"
+def _write(path: Path, numbers: Iterable[int]) -> None:
+    path.write_text("".join([f"{n:x}\n" for n in numbers]))
 
 
-def bench(unit: Unit, cases: Sequence[Case], small: int = 0) -> str:
+def bench(made: Circuit, cases: Sequence[Case]) -> str:
     """The bench: it reads what comes in and what has to come out, and counts what differs."""
-    declared = "\n".join(f"    wire [{w - 1}:0] {n};" for n, w in ports(unit).items())
+    first, second = made.inputs
     return _BENCH.format(
-        bits=unit.bits - 1,
+        bits=made.bits - 1,
+        first=first,
+        second=second,
         cases=len(cases),
         codes=sum(len(c.x) for c in cases),
-        word=sum(ports(unit).values()) - 1,
-        declared=declared,
-        names=", ".join(ports(unit)),
-        instance=instance(unit, small),
-        turn=_SMALL if small else _PIPELINE.format(latency=latency(unit)),
+        inputs=sum(len(c.x) for c in _given(cases)[0]),
+        word=sum(made.registers.values()) - 1,
+        declared="\n".join(f"    wire [{w - 1}:0] {n};" for n, w in made.registers.items()),
+        names=", ".join(made.registers),
+        instance=made.instance,
+        turn=(_PIPELINE if made.latency else _SMALL).format(
+            latency=made.latency, first=first, second=second
+        ),
     )
 
 
 _BENCH = """module bench;
     reg clk = 0, start = 0;
     wire done;
-    reg signed [{bits}:0] x, v;
+    reg signed [{bits}:0] {first}, {second};
     wire signed [{bits}:0] y;
-    reg [{bits}:0] xs [0:{codes} - 1], vs [0:{codes} - 1], ys [0:{codes} - 1];
+    reg [{bits}:0] xs [0:{inputs} - 1], vs [0:{inputs} - 1], ys [0:{codes} - 1];
     reg [{word}:0] words [0:{cases} - 1], now;
-    reg [31:0] starts [0:{cases}];
-    integer n, i, bad;
+    reg [31:0] starts [0:{cases}], origins [0:{cases} - 1];
+    integer n, i, at, bad;
 {declared}
     assign {{{names}}} = now;
     {instance}
     initial begin
         $readmemh("x.hex", xs); $readmemh("v.hex", vs); $readmemh("y.hex", ys);
         $readmemh("registers.hex", words); $readmemh("starts.hex", starts);
+        $readmemh("origins.hex", origins);
         for (n = 0; n < {cases}; n = n + 1) begin
             now = words[n];
             bad = 0;
+            at = origins[n] - starts[n];
 {turn}
             $display("case %0d %0d %0d", n, starts[n + 1] - starts[n], bad);
         end
@@ -159,14 +164,14 @@ _BENCH = """module bench;
 endmodule
 """
 _PIPELINE = """            for (i = starts[n]; i < starts[n + 1] + {latency}; i = i + 1) begin
-                if (i < starts[n + 1]) begin x = xs[i]; v = vs[i]; end
+                if (i < starts[n + 1]) begin {first} = xs[i + at]; {second} = vs[i + at]; end
                 #1 clk = 1; #1 clk = 0;
                 if (i + 1 >= starts[n] + {latency} && i + 1 < starts[n + 1] + {latency} &&
                     y !== ys[i + 1 - {latency}])
                     bad = bad + 1;
             end"""
 _SMALL = """            for (i = starts[n]; i < starts[n + 1]; i = i + 1) begin
-                x = xs[i]; v = vs[i]; start = 1;
+                {first} = xs[i + at]; {second} = vs[i + at]; start = 1;
                 #1 clk = 1; #1 clk = 0; start = 0;
                 #1;
                 while (!done) begin #1 clk = 1; #1 clk = 0; #1; end
@@ -216,16 +221,14 @@ def _verilator(folder: Path) -> str:
 _RUN = {"iverilog": _iverilog, "verilator": _verilator}
 
 
-def lint(unit: Unit, small: int = 0) -> str:
+def lint(made: Circuit) -> str:
     """What verilator warns of; the one warning left out is of several modules in a file."""
     with tempfile.TemporaryDirectory(prefix="tg-rtl-") as name:
         folder = Path(name)
-        (folder / "unit.v").write_text(text(unit), "utf-8")
-        own = small_parameters(unit, small) if small else parameters(unit)
-        top = "tg_unit_small" if small else "tg_unit"
-        given = [f"-G{key}={value}" for key, value in own.items()]
-        words = ["--lint-only", "-Wall", "-Wno-DECLFILENAME", "--top-module", top, *given, "unit.v"]
+        (folder / "unit.v").write_text(made.text, "utf-8")
+        given = [f"-G{key}={value}" for key, value in made.parameters.items()]
+        words = ["--lint-only", "-Wall", "-Wno-DECLFILENAME", "--top-module", made.top, *given]
         done = subprocess.run(
-            [tool("verilator"), *words], cwd=folder, capture_output=True, text=True
+            [tool("verilator"), *words, "unit.v"], cwd=folder, capture_output=True, text=True
         )
         return done.stderr

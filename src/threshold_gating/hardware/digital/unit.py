@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from threshold_gating.hardware.digital import segments
+from threshold_gating.hardware.digital.codes import rounded, saturated
 from threshold_gating.hardware.digital.format import (
     Format,
     Registers,
@@ -94,13 +95,3 @@ def branch(r: Registers, k: int, x: Tensor, v: Tensor, unit: Unit) -> Tensor:
     if unit.square:
         slope = saturated(((x * r.q[k].m) >> r.q[k].e) + slope, unit.bits)
     return saturated((((v * slope) << unit.guard) >> r.s[k].e) + r.c[k], unit.sum_bits)
-
-
-def saturated(code: Tensor, bits: int) -> Tensor:
-    """The nearest of the signed codes of `bits` bits."""
-    return code.clamp(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
-
-
-def rounded(code: Tensor, shift: int) -> Tensor:
-    """code / 2^shift to the nearest, halves upwards."""
-    return (code + (1 << shift >> 1)) >> shift

@@ -315,15 +315,17 @@ module tg_unit_small #(
     tg_extend #(SLOPE, LOW) of_q (.a(q_k), .y(q_wide));
     tg_extend #(FIRST, LOW) of_slope (.a(SQUARE != 0 ? bracket : s_k), .y(s_wide));
     tg_extend #(GATE + 2, LOW) of_g (.a({1'b0, g}), .y(g_wide));
-    wire [SHIFT-1:0] g_shift = GATE[SHIFT-1:0];
+    localparam MOST = $clog2(GATE + 1) > SHIFT ? $clog2(GATE + 1) : SHIFT;
+    localparam AMOUNT = MOST + 1;  // bits of a shift: of registers, and of a gate
+    wire [AMOUNT-SHIFT-1:0] none = 0;
     reg signed [WIDE-1:0] a;
     reg signed [LOW-1:0] b;
-    reg [SHIFT-1:0] amount;
+    reg [AMOUNT-1:0] amount;
     always @* case (phase)
-        ODDS_OF: begin a = apart_wide; b = tau_wide; amount = tau_shift; end
-        BRACKET_OF: begin a = x_wide; b = q_wide; amount = q_shift; end
-        BRANCH_OF: begin a = v_wide; b = s_wide; amount = s_shift; end
-        default: begin a = far_wide; b = g_wide; amount = g_shift; end
+        ODDS_OF: begin a = apart_wide; b = tau_wide; amount = {none, tau_shift}; end
+        BRACKET_OF: begin a = x_wide; b = q_wide; amount = {none, q_shift}; end
+        BRANCH_OF: begin a = v_wide; b = s_wide; amount = {none, s_shift}; end
+        default: begin a = far_wide; b = g_wide; amount = GATE[AMOUNT-1:0]; end
     endcase
     localparam [31:0] LAST = DIGITS - 1;
     wire is_last = digit == LAST[PLACES-1:0];

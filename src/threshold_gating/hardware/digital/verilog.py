@@ -1,18 +1,57 @@
-"""The gate unit as Verilog: one text, the table of its segments, and the words of its registers."""
+"""The gate unit and the softmax tree's cell as Verilog: one text each, and registers as words."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
+from threshold_gating.hardware.digital import tree
 from threshold_gating.hardware.digital.format import Registers, Unit
 from threshold_gating.hardware.digital.segments import Segments, table
 
-SOURCE = Path(__file__).with_name("unit.v")
+SOURCE, TREE = (Path(__file__).with_name(name) for name in ("unit.v", "tree.v"))
+
+
+class Circuit(NamedTuple):
+    """A module as tools take it: two codes in, one out, and registers."""
+
+    text: str
+    top: str
+    parameters: dict[str, int]
+    registers: dict[str, int]  # their bits, in the order of a word
+    inputs: tuple[str, str]
+    bits: int  # of codes
+    latency: int  # cycles; 0 for a unit that takes a start and says when it is done
+
+    @property
+    def instance(self) -> str:
+        """The module with its parameters and ports, as a line of Verilog."""
+        given = ", ".join(f".{key}({value})" for key, value in self.parameters.items())
+        wires = ["clk", *self.inputs, *self.registers, "y"]
+        wires += [] if self.latency else ["start", "done"]
+        joined = ", ".join(f".{key}({key})" for key in wires)
+        return f"{self.top} #({given}) dut ({joined});"
+
+
+def circuit(unit: Unit, small: int = 0, pipeline: bool = True) -> Circuit:
+    """The unit; `small` is the digit of the one that uses a multiplier again, 0 for stages."""
+    own = small_parameters(unit, small) if small else parameters(unit, pipeline)
+    top, cycles = ("tg_unit_small", 0) if small else ("tg_unit", latency(unit))
+    return Circuit(text(unit), top, own, ports(unit), ("x", "v"), unit.bits, cycles)
+
+
+def cell(unit: Unit, pipeline: bool = True) -> Circuit:
+    """The cell of a softmax tree whose gates are this unit."""
+    log, width = tree.log_of(unit), tree.width(unit)
+    own = {"WIDTH": width, "PLACES": tree.furthest(unit).bit_length(), "ODDS": log.bits + 1}
+    own |= {"LOG": log.out, "PIPELINE": int(pipeline)}
+    whole = "\n".join([text(unit), TREE.read_text("utf-8")])
+    return Circuit(whole, "tg_pair", own, {"r": own["PLACES"]}, ("a", "b"), width, 2)
 
 
 def text(unit: Unit) -> str:
-    """Everything that synthesis reads: the unit, and its segments."""
+    """Everything that synthesis reads of a unit: itself, and its segments."""
     parts = [SOURCE.read_text("utf-8")]
     if unit.gate is not None:
         parts.append(segments_module(unit.gate, "tg_sigmoid"))
@@ -41,6 +80,15 @@ def parameters(unit: Unit, pipeline: bool = True) -> dict[str, int]:
         "LOG": unit.log.out if unit.log else 1,
         "PIPELINE": int(pipeline),
     }
+
+
+def small_parameters(unit: Unit, digit: int) -> dict[str, int]:
+    """Of the small unit, whose multiplier takes `digit` bits in each cycle."""
+    p = parameters(unit)
+    wide = max(p["BITS"] + p["FINER"] + 1, p["SUM"] + 1)
+    second = max(p["TAU"] + 1, p["SLOPE"], p["FIRST"], p["GATE"] + 2)
+    del p["PIPELINE"]
+    return {**p, "DIGIT": digit, "WIDE": wide, "DIGITS": max(-(-second // digit), 2)}
 
 
 def latency(unit: Unit) -> int:
