@@ -60,6 +60,7 @@ HELD_BY = {
     "fitting/search.py": "fitting/test_fitting.py",
     "fitting/varpro.py": "fitting/test_fitting.py",
     "hardware/assumptions.py": "hardware/test_energy.py",
+    "hardware/crossbar_layers.py": "hardware/test_crossbar.py",
     "export/body.py": "export/test_formulas.py",
     "export/soft.py": "export/test_formulas.py",
     "hardware/digital/bench.py": "hardware/test_rtl.py",

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from threshold_gating.hardware.crossbar import LAYERS, Crossbar, put_on_crossbar
+from threshold_gating.hardware.crossbar import Crossbar
+from threshold_gating.hardware.crossbar_layers import LAYERS, put_on_crossbar
 
 torch.manual_seed(0)
 CASES = {

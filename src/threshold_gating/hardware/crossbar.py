@@ -1,4 +1,4 @@
-"""Linear and convolution layers on crossbars: weights as pairs of conductances, in tiles.
+"""Crossbars: weights as pairs of conductances, in tiles; see `crossbar_layers` for the layers.
 
 A weight is the difference of two cells, w = (G+ - G-) w_max / (g_max - g_min), in two columns of
 one tile. Inputs are row voltages; a column's current is the sum over the rows of its tile, and the
@@ -15,15 +15,18 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from threshold_gating.hardware.drawn import Drawn, check_run, normal, uniform
 from threshold_gating.hardware.figure import is_number
 from threshold_gating.primitive import wide
+
+if TYPE_CHECKING:
+    from threshold_gating.hardware.crossbar_layers import Layer
 
 Bits = int | None | Mapping[str, int | None]
 LARGEST_DROP = 0.3  # of a cell's voltage; a first-order estimate is off by about its square
@@ -190,7 +193,7 @@ class Array(Drawn):
             if needed:
                 self.put(key, make(seed, f"{cells}/{key}", draws, shape).to(weight.device))
 
-    def multiply(self, layer: _OnCrossbar, x: Tensor) -> Tensor:
+    def multiply(self, layer: Layer, x: Tensor) -> Tensor:
         """The product of a layer, column by column of every tile."""
         check_run(self)
         weight = torch.unflatten(wide(layer.weight).flatten(1), 0, (layer.groups, -1))  # (G, O, R)
@@ -204,9 +207,7 @@ class Array(Drawn):
             partial = self._converted(self._noisy(partial, size, limit), limit, top)
         return layer.assembled(partial.sum(-2)) * top
 
-    def _products(
-        self, layer: _OnCrossbar, v: Tensor, w: Tensor
-    ) -> tuple[Tensor, Callable[[], Tensor]]:
+    def _products(self, layer: Layer, v: Tensor, w: Tensor) -> tuple[Tensor, Callable[[], Tensor]]:
         """The sums of each tile's columns, (..., G, T, O), and sum v^2 of its rows."""
         height = self.settings.rows
         if height is None:  # one tile: the layer's own product
@@ -388,122 +389,3 @@ def _rounded(x: Tensor, step: Any) -> Tensor:
     """To multiples of a step; its gradient is that of x."""
     off: Tensor = torch.round(x / step) * step - x
     return x + off.detach()
-
-
-# Layers
-
-
-class _OnCrossbar(nn.Module):
-    """A layer whose product is that of its `array`."""
-
-    array: Array
-    weight: Any
-    bias: Any
-    groups: int = 1
-    behind: int = 0  # axes behind that of the outputs
-
-    def forward(self, input: Tensor) -> Tensor:
-        # A converted network around this would look at our steps, and answer clamp by a gate.
-        with torch._C.DisableTorchFunction():
-            y = self.array.multiply(self, wide(input))
-            if self.bias is not None:
-                y = y + wide(self.bias).view(-1, *(1 for _ in range(self.behind)))
-            return y.to(input.dtype)
-
-    def whole(self, x: Tensor, weight: Tensor) -> Tensor:
-        """The product as torch computes it, with weights (O, R)."""
-        raise NotImplementedError
-
-    def rows(self, x: Tensor) -> Tensor:
-        """The row voltages of every product, (..., G, R)."""
-        raise NotImplementedError
-
-    def columns(self, y: Tensor) -> Tensor:
-        """What `whole` gives as (..., G, O)."""
-        return torch.unflatten(y.movedim(-1 - self.behind, -1), -1, (self.groups, -1))
-
-    def assembled(self, y: Tensor) -> Tensor:
-        """(..., G, O) as the layer's output."""
-        return y.flatten(-2).movedim(-1, -1 - self.behind)
-
-
-class CrossbarLinear(_OnCrossbar, nn.Linear):
-    """`torch.nn.Linear` on crossbars."""
-
-    def whole(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.linear(x, weight)
-
-    def rows(self, x: Tensor) -> Tensor:
-        return x.unsqueeze(-2)
-
-
-class _Conv(_OnCrossbar):
-    """A convolution on crossbars: each position of the output is one product."""
-
-    kernel_size: tuple[int, ...]
-    dilation: tuple[int, ...]
-    stride: tuple[int, ...]
-    padding_mode: Any
-    _reversed_padding_repeated_twice: list[int]
-
-    def _padded(self, x: Tensor) -> Tensor:
-        mode = "constant" if self.padding_mode == "zeros" else self.padding_mode
-        return F.pad(x, self._reversed_padding_repeated_twice, mode=mode)
-
-    def whole(self, x: Tensor, weight: Tensor) -> Tensor:
-        run: Any = (F.conv1d, F.conv2d, F.conv3d)[self.behind - 1]
-        shaped = weight.view(-1, *self.weight.shape[1:])
-        y: Tensor = run(self._padded(x), shaped, None, self.stride, 0, self.dilation, self.groups)
-        return y
-
-    def rows(self, x: Tensor) -> Tensor:
-        x = self._padded(x)
-        channel, n = x.dim() - self.behind - 1, self.behind
-        steps = zip(self.kernel_size, self.dilation, self.stride, strict=True)
-        for k, (size, dilation, stride) in enumerate(steps, channel + 1):
-            x = x.unfold(k, dilation * (size - 1) + 1, stride)[..., ::dilation]
-        x = x.movedim(channel, channel + n)  # behind the positions
-        return torch.unflatten(x, channel + n, (self.groups, -1)).flatten(channel + n + 1)
-
-
-class CrossbarConv1d(_Conv, nn.Conv1d):
-    """`torch.nn.Conv1d` on crossbars."""
-
-    behind = 1
-
-
-class CrossbarConv2d(_Conv, nn.Conv2d):
-    """`torch.nn.Conv2d` on crossbars."""
-
-    behind = 2
-
-
-class CrossbarConv3d(_Conv, nn.Conv3d):
-    """`torch.nn.Conv3d` on crossbars."""
-
-    behind = 3
-
-
-LAYERS: dict[type, type] = {
-    nn.Linear: CrossbarLinear,
-    nn.Conv1d: CrossbarConv1d,
-    nn.Conv2d: CrossbarConv2d,
-    nn.Conv3d: CrossbarConv3d,
-}
-
-
-def put_on_crossbar(layer: nn.Module, name: str, settings: Crossbar) -> Array:
-    """Let a layer of `LAYERS` be on crossbars from now on, in the same object."""
-    array = Array(name, settings)
-    layer.__class__ = LAYERS[type(layer)]
-    layer.add_module("array", array)
-    weight: Any = layer.weight
-    groups = getattr(layer, "groups", 1)
-    array.check(torch.unflatten(weight.detach().flatten(1), 0, (groups, -1)))
-    return array
-
-
-def take_off_crossbar(layer: nn.Module) -> None:
-    """The layer as it was."""
-    layer.__class__ = next(plain for plain, on in LAYERS.items() if on is type(layer))
-    del layer._modules["array"]

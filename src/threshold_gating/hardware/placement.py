@@ -20,13 +20,8 @@ from threshold_gating.conversion import aten_ops
 from threshold_gating.conversion.channels import Channels
 from threshold_gating.conversion.plan import ConversionError, Site, run
 from threshold_gating.conversion.watch import Run, Running, evaluating, fresh
-from threshold_gating.hardware.crossbar import (
-    LAYERS,
-    Array,
-    Crossbar,
-    put_on_crossbar,
-    take_off_crossbar,
-)
+from threshold_gating.hardware.crossbar import Array, Crossbar
+from threshold_gating.hardware.crossbar_layers import LAYERS, put_on_crossbar, take_off_crossbar
 from threshold_gating.hardware.drawn import check_run
 from threshold_gating.hardware.figure import is_number
 from threshold_gating.hardware.physical import AnalogGate, Chip
