@@ -85,6 +85,9 @@ def test_a_network_is_checked_and_its_page_written(tg, folder, monkeypatch):
         (("silu", "--small", "99"), "--small must be from 1 to the 16 bits"),
         (("net.py:make_model", "--check", "--codes", "-5"), "--codes must be 1 or more"),
         (("silu", "--html", "x.html"), "--html is of a network with --check"),
+        (("silu", "--codes", "5"), "--codes is of a network with --check"),
+        (("silu", "--pretrained"), "--pretrained is of a network with --check"),
+        (("silu", "--simulator", "iverilog"), "--simulator is of --run"),
         (("net.py:make_model", "--check", "--slope", "2"), "--slope is of an activation"),
     ],
 )

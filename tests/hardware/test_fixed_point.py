@@ -190,6 +190,11 @@ def test_a_branch_that_leaves_the_sum_where_its_gate_is_open_is_refused(t, f):
         (lambda: Format(8, 2.5, 3), "Format: fraction must be a whole number"),
         (lambda: Format(8.0), "Format: bits must be a whole number"),
         (lambda: fp.Unit(guard=0), "Unit: guard must be 1 or more"),
+        (lambda: fp.Unit(tau=60), "up to 63 bits, .* got 79 for x - theta and tau"),
+        (lambda: fp.Unit(slope=60), "got 78 for x, a slope and guard"),
+        (lambda: fp.Unit(headroom=40), "got 75 for branches and a gate"),
+        (lambda: fp.Unit(finer=20), "got 70 for thresholds of a softmax"),
+        (lambda: fp.Unit(shift=7), "shift = 7"),
         (lambda: fp.Unit(slope=2.5), "Unit: slope must be a whole number"),
         *(
             (

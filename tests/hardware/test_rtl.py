@@ -44,6 +44,18 @@ def test_verilog_and_integers_agree_in_odd_widths_and_lean_units():
 
 @needs_iverilog
 @needs_verilator
+@pytest.mark.parametrize("small", [0, 2])
+def test_a_product_may_be_narrower_than_the_bits_it_is_kept_in(small):
+    rows = {"silu": TAXONOMY["silu"]}
+    unit = unit_for(*rows.values(), bits=4, tau=1, finer=0)
+    formats = {"silu": fp.Format(4, 6, 7)}
+    found = rtl.verify(rows, unit=unit, formats=formats, simulators=("iverilog",), small=small)
+    assert found.exact
+    assert found.lint == ""
+
+
+@needs_iverilog
+@needs_verilator
 @pytest.mark.parametrize("small", [0, 1, 3])
 def test_registers_of_shifts_may_be_narrower_than_the_shift_of_a_gate(small):
     """One bit of shift, where a gate of 7 bits needs three."""

@@ -49,9 +49,11 @@ def rtl(args: argparse.Namespace) -> int:
 
 
 def _activation(args: argparse.Namespace) -> int:
-    for name in ("html", "checkpoint", "inputs"):
-        if getattr(args, name) is not None:
+    for name in ("html", "checkpoint", "inputs", "codes", "trust", "pretrained"):
+        if getattr(args, name) not in (None, False):
             raise UsageError(f"--{name} is of a network with --check.")
+    if args.simulator is not None and not args.run:
+        raise UsageError("--simulator is of --run, which simulates; give it too.")
     try:
         names = TABLE2 if args.network == "table2" else (key_of(args.network),)
     except ValueError as error:

@@ -56,7 +56,7 @@ def summary(report: Report) -> list[str]:
         f"Float and integers: the RMS error of the output over its RMS is {report.output:.3%}"
         + (
             f", and {report.same:.2%} of its rows have the same largest entry."
-            if report.same
+            if report.same is not None
             else "."
         ),
     ]

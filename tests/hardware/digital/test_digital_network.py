@@ -12,6 +12,8 @@ from threshold_gating.hardware.digital import bench
 from threshold_gating.hardware.digital.coverify import coverify
 from threshold_gating.show.digital import summary
 
+# Few bits move y far at sites that see little of their range; tests of that ask for the words.
+pytestmark = pytest.mark.filterwarnings("ignore:fixed_point.convert. .* rounding to")
 X = torch.randn(4, 5, 8, generator=torch.Generator().manual_seed(0))
 
 
@@ -166,6 +168,7 @@ def test_a_site_that_calibration_does_not_reach_stays_float_and_is_named():
     assert torch.allclose(made(x), net(x), atol=1e-6)  # float32, in another order
 
 
+@pytest.mark.filterwarnings("ignore:.* inputs leave")  # with a Format, +inf ends at its range
 @pytest.mark.parametrize(
     ("value", "said"), [(0.0, "nothing but zeros"), (torch.nan, "NaN"), (torch.inf, r"\+inf")]
 )
@@ -181,7 +184,7 @@ def test_no_format_is_chosen_from_what_has_no_size(value, said):
 @torch.no_grad()
 def test_a_softmax_of_many_keys_in_few_bits_says_what_it_loses():
     net, z = tg.convert(nn.Sequential(nn.Softmax(-1)), inputs=X), torch.randn(4, 600)
-    with pytest.warns(UserWarning, match=r"0: .* rounding to 8 bits moves \d+% of their sum"):
+    with pytest.warns(UserWarning, match=r"0: rounding to 8 bits moves y by \d+%"):
         fp.convert(net, 8, inputs=z)
     found = fp.convert(net, 16, inputs=z)(z)
     assert (found - torch.softmax(z, -1)).norm() / torch.softmax(z, -1).norm() < 0.02
@@ -198,6 +201,135 @@ def test_rows_that_are_longer_than_in_calibration_say_that_they_leave_the_range(
     assert len(made.notes()) == 1
     made.fix(12)  # another format, which nothing has left yet
     assert made.notes() == []
+
+
+class Calls(nn.Module):
+    """A function as a network."""
+
+    def __init__(self, call):
+        super().__init__()
+        self.call = call
+
+    def forward(self, x):
+        return self.call(x)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("masked", [-1e4, -1e9, torch.finfo(torch.float32).min, -torch.inf])
+@pytest.mark.parametrize("shared", [0.0, 100.0])
+def test_neither_a_mask_nor_what_all_logits_share_takes_bits_of_a_softmax(masked, shared):
+    z = torch.randn(6, 9, generator=torch.Generator().manual_seed(0))
+    hidden = torch.arange(9) > 2 + torch.arange(6)[:, None]
+    net = tg.convert(nn.Sequential(nn.Softmax(-1)), inputs=z)
+    plain = fp.convert(net, 8, inputs=z.masked_fill(hidden, -torch.inf))
+    logits = (z + shared).masked_fill(hidden, masked)
+    # float32 has 2^-17 of 100 for a last bit: a code may be the one beside it.
+    near = 0.0 if not shared else 2.0**-7
+    found = fp.convert(net, 8, inputs=logits)(logits)
+    assert (found - plain(z.masked_fill(hidden, -torch.inf))).abs().max() <= near
+
+
+@torch.no_grad()
+def test_rows_with_nothing_to_choose_from_are_as_in_torch():
+    x = torch.randn(4, 8)
+    z = x.clone()
+    z[1], z[2] = -torch.inf, -1e9
+    soft = fp.convert(tg.convert(nn.Sequential(nn.Softmax(-1)), inputs=x), 12, inputs=x)
+    assert soft(z)[1].isnan().all()
+    # Three levels of the tree, each off by 3 of 2^-10 at most, of which 7/64 is in p.
+    assert (soft(z)[2] - 1 / 8).abs().max() < 3 * 3 * 2**-10 * 7 / 64 + 3 * 2**-11
+
+    def attend(z):
+        return nn.functional.scaled_dot_product_attention(x, x, x, attn_mask=z[:, :4])
+
+    made = fp.convert(tg.convert(Calls(attend), inputs=x), 12, inputs=x)
+    assert (made(z)[1] == 0).all()
+    assert made(z).isfinite().all()
+    assert soft(z[:, :0]).shape == (4, 0)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("act", [nn.ReLU(), nn.Tanh()])
+def test_inputs_beyond_the_range_of_calibration_say_so_once(act):
+    x = torch.linspace(-1, 1, 8).view(2, 4)
+    made = fp.convert(tg.convert(nn.Sequential(act), inputs=x), 12, inputs=x / 10)
+    with pytest.warns(UserWarning, match=r"0: inputs leave \|x\| < .* ranges of its format"):
+        made(x)
+    made(x)  # once: a second warning would be an error here
+    assert len(made.notes()) == 1
+    made.fix(8)
+    assert made.notes() == []
+
+
+@torch.no_grad()
+def test_inputs_beyond_the_range_that_change_no_y_need_no_words():
+    x = torch.linspace(-1, 1, 8)
+    relu = fp.convert(tg.convert(nn.Sequential(nn.ReLU()), inputs=x), 12, inputs=x)
+    assert (relu(torch.tensor([-1e6, -torch.inf])) == 0).all()
+    clipped = fp.convert(tg.convert(nn.Sequential(nn.Hardtanh()), inputs=x), 12, inputs=4 * x)
+    assert (clipped(torch.tensor([1e6])) >= 1 - 2**-11).all()
+    assert relu.notes() == clipped.notes() == []
+
+
+@torch.no_grad()
+def test_a_y_that_leaves_its_range_where_x_does_not_says_so():
+    """SiLU saw little but negative x: its y were small."""
+    x = torch.linspace(-4, 0.1, 50)
+    silu = fp.convert(tg.convert(nn.Sequential(nn.SiLU()), inputs=x), 12, inputs=x)
+    with pytest.warns(UserWarning, match=r"inputs leave .* \|y\| < 1,"):
+        silu(torch.tensor([3.0]))
+    glu = tg.convert(nn.Sequential(nn.GLU()), inputs=x)
+    shut = fp.convert(glu, 12, inputs=torch.tensor([[3.0, -5.0]]))
+    with pytest.warns(UserWarning, match="inputs leave"):
+        shut(torch.tensor([[3.0, 5.0]]))
+
+
+@torch.no_grad()
+def test_small_inputs_have_fine_codes():
+    x = 1e-6 * torch.randn(500, generator=torch.Generator().manual_seed(0))
+    for act in (nn.ReLU(), nn.SiLU()):
+        net = tg.convert(nn.Sequential(act), inputs=x)
+        off = (fp.convert(net, 10, inputs=x)(x) - net(x)).abs().max() / net(x).abs().max()
+        assert off < 2**-7  # y has 9 bits and a sign, half of them used; codes of x and y round
+
+
+def test_a_site_whose_thresholds_take_its_range_says_what_rounding_moves():
+    x = 0.01 * torch.randn(64, 8)
+    net = tg.convert(nn.Sequential(nn.ReLU6()), inputs=x)
+    with pytest.warns(UserWarning, match=r"0: rounding to 8 bits moves y by \d+% of its RMS"):
+        made = fp.convert(net, 8, inputs=x)
+    made.fix(16)
+    made.measure(x)
+    assert made.notes() == []
+
+
+@torch.no_grad()
+def test_slopes_that_are_data_may_vanish_where_no_code_shows_them():
+    x, act = torch.randn(50, 4), nn.PReLU(4)
+    act.weight.copy_(torch.tensor([1e-12, 0.25, -1e-7, 30.0]))
+    net = tg.convert(nn.Sequential(act), inputs=x)
+    made = fp.convert(net, 12, inputs=x)
+    assert (made(x) - net(x)).abs().max() < 31 * 2.0 ** -made.sites()[0].format.fraction
+    act.weight[1] = torch.nan
+    with pytest.raises(fp.FormatError, match=r"^0:prelu#0: s = nan is no number"):
+        fp.convert(tg.convert(nn.Sequential(act), inputs=x), 12, inputs=x)
+
+
+@torch.no_grad()
+def test_nan_in_a_branch_of_a_glu_stays_visible():
+    x = torch.randn(3, 8)
+    made = fp.convert(tg.convert(nn.Sequential(nn.GLU()), inputs=x), 8, inputs=x)
+    x[1, 2] = torch.nan
+    assert made(x).isnan().nonzero().tolist() == [[1, 2]]
+
+
+@pytest.mark.skipif(shutil.which("iverilog") is None, reason="iverilog is not installed")
+def test_what_is_not_linear_beside_the_gates_stands_in_the_report():
+    x = torch.randn(3, 8)
+    net = tg.convert(Calls(lambda x: torch.sin(torch.relu(x))), inputs=x)
+    report = coverify(net, x, 8, analog=False)
+    assert "In float, not linear beside the gates: sin 1." in summary(report)
+    assert "0.00% of its rows" in " ".join(summary(report._replace(same=0.0)))
 
 
 @torch.no_grad()

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from threshold_gating.conversion.audit import beside, execute
 from threshold_gating.conversion.plan import arguments
-from threshold_gating.conversion.watch import evaluating, fresh
+from threshold_gating.conversion.watch import fresh
 from threshold_gating.hardware import cell_error, models
 from threshold_gating.hardware.digital.keys import FixedKeys
 from threshold_gating.hardware.digital.network import FixedPoint, convert
@@ -82,12 +83,15 @@ def coverify(
         gate.kept = []
     tell("integers")
     made.eval()
-    with torch.no_grad(), evaluating(gated):
-        aim, got = gated(*fresh(args), **fresh(kwargs)), made(*fresh(args), **fresh(kwargs))
+    aim, ran = execute(gated, args, kwargs)
+    with torch.no_grad():
+        got = made(*fresh(args), **fresh(kwargs))
     output = compared(0, got, aim)
     rows, used = compare(list(made.gates()), simulator, codes, tell)
     found, skipped = _cells(made, tell) if analog else ([], [])
-    shown = (output.error, output.same, used, made.kept, found, skipped, made.notes())
+    kept = (*made.kept, *(f"{op.op} in {op.module or 'the network'}" for op in ran.left))
+    notes = [*made.notes(), *([f"In float, {said}"] if (said := beside(ran)) else [])]
+    shown = (output.error, output.same, used, kept, found, skipped, notes)
     return Report(bits, rows, *shown)
 
 

@@ -103,6 +103,7 @@ class Unit:
             )
         if self.branches < 1 or self.tau < 1 or self.slope < 2 or self.shift < 1:
             raise FormatError(f"Unit: branches, tau and shift from 1 on, slope from 2; got {self}.")
+        self._check_products()
         if self.gate and self.branches > 2:
             if self.log is None:
                 raise FormatError("Unit: soft gates of three and more branches need log=LOG.")
@@ -113,6 +114,23 @@ class Unit:
                     f"must be {self.gate.top}, {self.gate.fraction}, {self.gate.fraction}; got "
                     f"{same}."
                 )
+
+    def _check_products(self) -> None:
+        """Refuse what integers of 64 bits cannot follow."""
+        first = max(self.slope, self.bits if self.square else 0)
+        products = {
+            "x - theta and tau": self.bits + self.finer + 1 + self.tau,
+            "x, a slope and guard": self.bits + first + self.guard,
+            "branches and a gate": self.sum_bits + 2 + (self.gate.out if self.gate else 0),
+        }
+        if self.log:
+            products["thresholds of a softmax"] = 2 * self.log.bits + self.bits + self.finer + 2
+        name, widest = max(products.items(), key=lambda item: item[1])
+        if widest > 63 or self.shift > 6:
+            raise FormatError(
+                f"Unit: products have up to 63 bits, and shift up to 6; got {widest} for {name}, "
+                f"and shift = {self.shift}."
+            )
 
     @property
     def sum_bits(self) -> int:
@@ -172,11 +190,11 @@ def registers(t: TG, f: Format, unit: Unit) -> Registers:
     """The register values of an instance, or why it does not fit and which format would do."""
     try:
         return _registers(t, f, unit)
-    except _NarrowError as error:
+    except NarrowError as error:
         raise FormatError(f"{error}; {_instead(t, f, unit)}.") from None
 
 
-class _NarrowError(ValueError):
+class NarrowError(ValueError):
     """A number of an instance does not fit; another format may do."""
 
 
@@ -189,7 +207,7 @@ def _instead(t: TG, f: Format, unit: Unit) -> str:
                 other = Format(bits, fraction, out)
                 try:
                     _registers(t, other, replace(unit, bits=bits))
-                except _NarrowError:
+                except NarrowError:
                     continue
                 return f"Format({bits}, fraction={fraction}, out={out}) would do"
     return (
@@ -223,7 +241,7 @@ def _registers(t: TG, f: Format, unit: Unit) -> Registers:
         low, high = (min(max(round(math.ldexp(b, f.out)), low), high) for b in t.clamp)
     s, q = _slopes(t, f, unit)
     if lost := saturates(t, f, unit):
-        raise _NarrowError(
+        raise NarrowError(
             f"a branch s x + c leaves the {unit.headroom} bits above y where its gate is open, and "
             f"y is off by {lost:.3g} last bits, in {f}"
         )
@@ -291,12 +309,12 @@ def _tau(tau: float, f: Format, unit: Unit) -> Scaled:
     offset = unit.gate.fraction - f.fraction - unit.finer
     found = scaled(tau, unit.tau, offset, most)
     if found.m >= 2**unit.tau:
-        raise _NarrowError(f"tau = {tau:g} is too large for {f} and {unit.tau} bits of tau")
+        raise NarrowError(f"tau = {tau:g} is too large for {f} and {unit.tau} bits of tau")
     if _off(found, math.ldexp(tau, offset)) > 2.0**-6:
         why = f"too small for {f} and shifts up to {most}"
         if found.e < most:
             why = f"not within 2^-6 of any with {unit.tau} bits of tau"
-        raise _NarrowError(f"tau = {tau:g} is {why}")
+        raise NarrowError(f"tau = {tau:g} is {why}")
     return found
 
 
@@ -312,7 +330,7 @@ def _theta(at: float, owner: str, f: Format, unit: Unit) -> int:
     """
     code = math.ldexp(at, f.fraction)
     if not -(2 ** (f.bits - 1)) <= code <= 2 ** (f.bits - 1) - 1:
-        raise _NarrowError(f"theta = {at:g} lies outside of {f}, where |x| < {f.reach:g}")
+        raise NarrowError(f"theta = {at:g} lies outside of {f}, where |x| < {f.reach:g}")
     if owner:
         return (math.ceil(code) if owner == "hi" else math.floor(code)) << unit.finer
     return round(math.ldexp(code, unit.finer))
@@ -325,7 +343,7 @@ def _check_distinct(
     above = [code + (owner != "hi") for code, owner in zip(codes, owners, strict=True)]  # the first
     for k in range(len(theta) - 1):
         if theta[k] != theta[k + 1] and above[k] >= above[k + 1]:
-            raise _NarrowError(
+            raise NarrowError(
                 f"theta = {theta[k]:g} and {theta[k + 1]:g} have no code between them in {f}"
             )
 
@@ -333,7 +351,7 @@ def _check_distinct(
 def _constant(c: float, f: Format, unit: Unit) -> int:
     code = round(math.ldexp(c, f.out + unit.guard))
     if not -(2 ** (unit.sum_bits - 1)) <= code < 2 ** (unit.sum_bits - 1):
-        raise _NarrowError(f"c = {c:g} is too large for {f}")
+        raise NarrowError(f"c = {c:g} is too large for {f}")
     return code
 
 
@@ -346,26 +364,30 @@ def _slopes(t: TG, f: Format, unit: Unit) -> tuple[tuple[Scaled, ...], tuple[Sca
         return tuple(slope("s", s, f.out - f.fraction, f, unit) for s in t.s), ()
     shift = 2 * f.fraction - f.out
     if not 0 <= shift < 2**unit.shift:
-        raise _NarrowError(f"x^2 with {2 * f.fraction} fraction bits does not shift into {f}")
+        raise NarrowError(f"x^2 with {2 * f.fraction} fraction bits does not shift into {f}")
     codes = [round(math.ldexp(s, f.fraction)) for s in t.s]
     for s, code in zip(t.s, codes, strict=True):
         if not -(2 ** (f.bits - 1)) <= code < 2 ** (f.bits - 1):
-            raise _NarrowError(f"s = {s:g} is too large for {f}")
+            raise NarrowError(f"s = {s:g} is too large for {f}")
     q = tuple(slope("q", q, 0, f, unit) for q in t.q or (0.0,) * t.K)
     return tuple(Scaled(code, shift) for code in codes), q
 
 
 def slope(name: str, value: float, offset: int, f: Format, unit: Unit) -> Scaled:
+    """m and e of a slope, which may be off where no code of x shows it."""
     most = 2**unit.shift - 1
+    if not math.isfinite(value):
+        raise NarrowError(f"{name} = {value:g} is no number")
     found = scaled(value, unit.slope - 1, offset, most)
     if abs(found.m) >= 2 ** (unit.slope - 1):
-        raise _NarrowError(
-            f"{name} = {value:g} is too large for {f} and {unit.slope} bits of slope"
-        )
+        raise NarrowError(f"{name} = {value:g} is too large for {f} and {unit.slope} bits of slope")
+    shown = abs(math.ldexp(found.m, -found.e) - math.ldexp(value, offset)) * 2 ** (f.bits - 1)
+    if shown <= 0.5:  # last bits, at the largest x
+        return found
     if value and not found.m:
-        raise _NarrowError(f"{name} = {value:g} would be 0 in {f} and shifts up to {most}")
+        raise NarrowError(f"{name} = {value:g} would be 0 in {f} and shifts up to {most}")
     if value and _off(found, math.ldexp(value, offset)) > 2.0**-4:
-        raise _NarrowError(
+        raise NarrowError(
             f"{name} = {value:g} is not within 2^-4 of any with {unit.slope} bits of slope in {f}"
         )
     return found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,10 +13,11 @@ from threshold_gating.hardware.digital import codes, tree, unit
 from threshold_gating.hardware.digital.format import Format, unit_for
 from threshold_gating.hardware.digital.site import FixedGate, Kept, bits_of
 from threshold_gating.hardware.physical import Chip
-from threshold_gating.hardware.wholes import _OFF, KeyGates
+from threshold_gating.hardware.wholes import KeyGates
 from threshold_gating.instance import TG
 from threshold_gating.primitive import wide
 
+SHUT = 16.0  # below the largest logit, where a gate is 0 in 15 bits
 _SIGMOID = TG(1, 0, (0, 0), (0, 1))
 _THREE = TG(1, (0, 1), (0, 1, 1), (0, 0, 0))
 
@@ -31,53 +31,53 @@ class FixedKeys(FixedGate, KeyGates):
     def __init__(self, name: str, kind: str, chip: Chip) -> None:
         FixedGate.__init__(self, name, kind, _SIGMOID, chip)
         self.pairs = Pairs()
-        self.ended = False  # whether a threshold left the range
 
     def fix(self, wanted: Format | int, units: Mapping[str, Any] | None = None) -> None:
         log = unit_for(_THREE, bits=bits_of(wanted)).log
-        self.ended = False
         super().fix(wanted, {"branches": 3, "log": log, **(units or {})})
 
-    def lost(self) -> float:
-        """The share of p that rounding alone moves in its format."""
-        given, out = self.given, min(max(self.format.out, 0), 16)
-        return given.moved[out] / given.mass if given.mass else 0.0
+    def _has_size(self) -> bool:
+        return True  # tau is 1: logits have a scale, whatever came
 
     def _reach(self) -> float:
-        """Logits are taken from the largest: twice as far, but at 16 a gate is shut."""
-        largest = max(self.seen.largest, 2.0**-8)
-        return max(largest, min(2 * largest, 16.0))
+        """The largest logit from its threshold."""
+        return min(max(self.seen.largest, 1.0), SHUT)
 
     def softmax(self, z: Tensor, dim: int = -1) -> Tensor:
+        if not z.numel():
+            return torch.softmax(z, dim)
         if self.watching:
-            rows = wide(z)
-            self.given.infinite |= bool((rows == math.inf).any())
-            self.seen.add(torch.where(rows <= _OFF, -torch.inf, rows), -1)  # logits need codes
-            p = super().softmax(z, dim)
-            self.given.weigh(p)
-            return p
+            self.given.infinite |= bool((z == math.inf).any())
+            far = z - z.amax(dim, keepdim=True) < -SHUT  # such as a mask that is a number
+            return super().softmax(z.masked_fill(far, -torch.inf), dim)
         if not self.reached:
             return torch.softmax(z, dim)
         with torch._C.DisableTorchFunction():
-            rows, f, finer = wide(z).movedim(dim, -1), self.format, self.unit.finer
-            live, lowest = rows > _OFF, -(2 ** (f.bits - 1))
-            code = codes.quantise(rows, f.fraction, f.bits).where(live, lowest)
-            # From the largest down, and what is masked at the end of the range.
-            code = code - code.amax(-1, keepdim=True)
-            code = codes.saturated(code, f.bits).where(live, lowest)
-            theta = tree.thresholds(code << finer, tree.off(self.unit), self.pair)
-            self._check_ends(theta)
-            r = self.written[0]._replace(theta=(theta,))  # type: ignore[arg-type]
-            y = unit.run(r, code, self.unit)
-            if self.kept is not None:
-                apart = codes.real((code << finer) - theta, f.fraction + finer)
-                self.kept.append(Kept(code, code, y, r, torch.sigmoid(apart)))
-            p = torch.ldexp(y.to(rows.dtype), torch.tensor(-f.out, device=z.device))
-            # a key with no other is all of it
-            p = p.where(theta > tree.off(self.unit), 1).where(live, 0)
-            return (
-                p.where(~rows.isnan().any(-1, keepdim=True), torch.nan).movedim(-1, dim).to(z.dtype)
-            )
+            # From the largest down, before there are codes: what all logits share, and a mask that
+            # is a number, take no bits.
+            rows = wide(z).movedim(dim, -1)
+            apart = rows - rows.amax(-1, keepdim=True)
+            p = self._gates(codes.quantise(apart, self.format.fraction, self.format.bits))
+            p = torch.where(apart.isnan().any(-1, keepdim=True), torch.nan, p.to(rows.dtype))
+            if self.kind not in ("softmax", "softmin"):  # attention to no key at all is 0 in torch
+                p = torch.where((rows == -torch.inf).all(-1, keepdim=True), 0, p)
+            if self.measured:
+                self.moved.add(p, torch.softmax(rows, -1))
+            return p.movedim(-1, dim).to(z.dtype)
+
+    def _gates(self, code: Tensor) -> Tensor:
+        """Weights at codes of logits; the lowest code is too far down to take part."""
+        f, finer, lowest = self.format, self.unit.finer, -(2 ** (self.format.bits - 1))
+        theta = tree.thresholds(code << finer, tree.off(self.unit), self.pair)
+        self._check_ends(theta)
+        r = self.written[0]._replace(theta=(theta,))  # type: ignore[arg-type]
+        y = unit.run(r, code, self.unit)
+        if self.kept is not None:
+            apart = codes.real((code << finer) - theta, f.fraction + finer)
+            self.kept.append(Kept(code, code, y, r, torch.sigmoid(apart)))
+        p = codes.real(y, f.out)
+        # a key with no other is all of it
+        return p.where(theta > tree.off(self.unit), 1).where(code > lowest, 0)
 
     def _check_ends(self, theta: Tensor) -> None:
         """Say once that thresholds leave the range: more keys than in calibration, or flatter rows.
@@ -85,9 +85,8 @@ class FixedKeys(FixedGate, KeyGates):
         They end there, and every gate of such a row is too far open.
         """
         top = 2 ** (tree.width(self.unit) - 1) - 1
-        if not self.ended and bool((theta == top).any()):
-            self.ended = True
-            warnings.warn(f"fixed_point: {self.ends()}.", stacklevel=2)
+        if bool((theta == top).any()):
+            self._say_ends()
 
     def ends(self) -> str:
         """What it means that thresholds left the range."""

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from threshold_gating.conversion.plan import arguments
 from threshold_gating.conversion.plan import run as run_network
 from threshold_gating.conversion.watch import Running, copied, evaluating, fresh
 from threshold_gating.hardware.digital.format import Format
@@ -25,8 +26,6 @@ from threshold_gating.hardware.placement import (
 )
 from threshold_gating.instance import TG
 from threshold_gating.nn.activation import Activation
-
-MOVED = 0.1  # of the weights of a softmax, by rounding: beyond it is said
 
 
 class _Digital(Chip):
@@ -65,16 +64,22 @@ class FixedPoint(nn.Module):
         """Every site that was reached."""
         return (m for m in self.body.modules() if isinstance(m, FixedGate) and m.reached)
 
+    def measure(self, inputs: Any) -> None:
+        """Run on inputs and note how far each site's y is from float; `notes` says what is far."""
+        args, kwargs = arguments(fresh(inputs))
+        for gate in self.gates():
+            gate.measured = True
+        try:
+            with evaluating(self), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # notes say it
+                self(*args, **kwargs)
+        finally:
+            for gate in self.gates():
+                gate.measured = False
+
     def notes(self) -> list[str]:
-        """What the formats do that a reader of widths would not think of."""
-        keys = [g for g in self.gates() if isinstance(g, FixedKeys)]
-        lost = [
-            f"{g.name}: the weights of the softmax are so small that rounding to {g.format.bits} "
-            f"bits moves {g.lost():.0%} of their sum; give it more bits"
-            for g in keys
-            if g.lost() > MOVED
-        ]
-        return [*lost, *(g.ends() for g in keys if g.ended)]
+        """Sites whose y was cut off in any run, or moved far by rounding where it was measured."""
+        return [note for gate in self.gates() for note in gate.notes()]
 
     def sites(self) -> list[SiteRow]:
         """One row for each site, in the order of the network."""
@@ -130,6 +135,7 @@ def convert(
     kept += [f"{gate.name} (not reached)" for gate in gates if not gate.reached]
     made = FixedPoint(body, tuple(kept))
     made.fix(wanted, **units)
+    made.measure(inputs)
     made.train(model.training)
     if kept:
         warnings.warn(f"fixed_point.convert: stays as it is: {', '.join(kept)}.", stacklevel=2)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from threshold_gating.hardware.digital import codes, unit
 from threshold_gating.hardware.digital.format import (
     Format,
     FormatError,
+    NarrowError,
     Registers,
     Scaled,
     Unit,
@@ -28,6 +30,8 @@ from threshold_gating.nn.activation import Activation
 from threshold_gating.primitive import wide
 
 COARSER = 6  # formats that are tried, each with a bit less below the point of y
+MOVED = 0.1  # of the RMS of y, by rounding: beyond it is said
+SLACK = 1.001  # of a range: `codes.room` lets what it is chosen for lie beyond it by a last bit
 
 
 class Kept(NamedTuple):
@@ -47,14 +51,24 @@ class Given(Seen):
         super().__init__()
         self.infinite = False  # whether +inf came
         self.branch = 0.0  # the largest that reads another input than its gate
-        self.mass, self.moved = 0.0, [0.0] * 17  # of a softmax; by rounding to so many bits
 
-    def weigh(self, p: Tensor) -> None:
-        """Note how much of p rounding moves, for each number of fraction bits."""
-        self.mass += p.double().sum().item()
-        for n in range(len(self.moved)):
-            codes = torch.ldexp(p.double(), torch.tensor(n, device=p.device))
-            self.moved[n] += (codes.round() - codes).abs().sum().item() / 2**n
+
+class Moved:
+    """How far a format moves y from float, over all that came, and whether any y was cut off."""
+
+    def __init__(self) -> None:
+        self.apart = self.size = 0.0  # sums of squares
+        self.ended = False
+
+    def add(self, y: Tensor, wanted: Tensor) -> None:
+        known = wanted.isfinite() & y.isfinite()
+        self.apart += (y - wanted).where(known, 0).double().square().sum().item()
+        self.size += wanted.where(known, 0).double().square().sum().item()
+
+    @property
+    def share(self) -> float:
+        """The RMS of the error over the RMS of y."""
+        return math.sqrt(self.apart / self.size) if self.size else 0.0
 
 
 class FixedGate(AnalogGate):
@@ -68,6 +82,8 @@ class FixedGate(AnalogGate):
         self.format, self.unit = Format(), Unit()
         self.written: list[Registers] = []
         self.kept: list[Kept] | None = None  # what comes and goes, to be compared
+        self.moved, self.measured = Moved(), False
+        self.steep = False  # whether y leaves its range at an x that does not
 
     @property
     def instances(self) -> list[TG]:
@@ -80,11 +96,15 @@ class FixedGate(AnalogGate):
         if not isinstance(wanted, Format):
             self._check_seen()
         self.unit = unit_for(*self.instances, bits=bits, **(units or {}))
-        fraction, out = codes.room(bits, self._reach()), codes.room(bits, self._size())
-        if self.unit.square:
-            out = min(out, 2 * fraction)  # x^2 has no more
-        formats = [Format(bits, fraction, out - less) for less in range(COARSER)]
-        self._take([wanted] if isinstance(wanted, Format) else formats)
+        self.moved = Moved()
+        self._take([wanted] if isinstance(wanted, Format) else self._formats(bits))
+
+    def _formats(self, bits: int) -> Iterator[Format]:
+        """From the finest that has room; coarser ones are for steep branches, and for tau."""
+        finest, out = codes.room(bits, self._reach()), codes.room(bits, self._size())
+        for fraction in range(finest, min(finest, codes.room(bits, 2.0**-8)) - 1, -1):
+            most = min(out, 2 * fraction) if self.unit.square else out  # x^2 has no more
+            yield from (Format(bits, fraction, most - less) for less in range(COARSER))
 
     @property
     def reached(self) -> bool:
@@ -93,7 +113,7 @@ class FixedGate(AnalogGate):
 
     def _check_seen(self) -> None:
         """Refuse to choose a format from what has no size."""
-        if self.seen.nans or self.given.infinite or not self.seen.largest:
+        if self.seen.nans or self.given.infinite or not self._has_size():
             what = f"NaN {self.seen.nans} times" if self.seen.nans else "nothing but zeros"
             what = "+inf" if self.given.infinite else what
             raise ValueError(
@@ -102,7 +122,10 @@ class FixedGate(AnalogGate):
                 f"numbers, or a Format for it: {{{self.name!r}: Format(...), '*': ...}}."
             )
 
-    def _take(self, formats: Sequence[Format]) -> None:
+    def _has_size(self) -> bool:
+        return self.seen.largest > 0
+
+    def _take(self, formats: Iterable[Format]) -> None:
         """The first format that holds every instance: a steep branch needs a coarser y."""
         first: FormatError | None = None
         for f in formats:
@@ -112,13 +135,16 @@ class FixedGate(AnalogGate):
                 first = first or error
             else:
                 self.format = f
+                x = torch.linspace(-f.reach, f.reach, 257, dtype=torch.float64)
+                most = SLACK * math.ldexp(1, f.bits - 1 - f.out)
+                self.steep = any(t(x).abs().max().item() > most for t in self.instances)
                 return
         raise FormatError(f"{self.name}: {first}") from first
 
     def _reach(self) -> float:
         """The largest x, or threshold, whichever is further: both need a code."""
         inside = [abs(at) for t in self.instances for at in t.theta]
-        return max(self.seen.largest, *inside, 2.0**-8)
+        return max(self.seen.largest, *inside) or 1.0
 
     def _size(self) -> float:
         """The largest y, or constant that y tends to, seen or not."""
@@ -143,7 +169,57 @@ class FixedGate(AnalogGate):
                 self._keep(code, other, y, r, s)
             y = torch.ldexp(y.to(wide(x).dtype), torch.tensor(-f.out, device=x.device))
             # What is not a number has no code; it stays visible.
-            return torch.where(x.isnan(), wide(x), y).to(x.dtype)
+            y = torch.where(x.isnan() if v is None else x.isnan() | v.isnan(), torch.nan, y)
+            self._check(wide(x), v, s, y)
+            return y.to(x.dtype)
+
+    @torch.no_grad()
+    def _check(self, x: Tensor, v: Any, s: Sequence[Any] | None, y: Tensor) -> None:
+        """Where it is measured, note how far y is from float; say once that it was cut off."""
+        last, reach = math.ldexp(1, -self.format.out), self.format.reach
+        top = last * 2 ** (self.format.bits - 1)
+        far = any(bool((z.abs() > SLACK * reach).any()) for z in (x, v) if z is not None)
+        high = (self.steep or v is not None or s is not None) and bool(
+            (y.abs() >= top - last).any()
+        )
+        if not (self.measured or (far or high) and not self.moved.ended):
+            return
+        values = self._values(x, s)
+        wanted = self._blend(x, values, v, LOGISTIC)
+        if self.measured:
+            self.moved.add(y, wanted)
+        beyond = wanted.abs() > SLACK * top
+        if far:  # which may change nothing, as where a gate is shut
+            inner = (z if z is None else z.clamp(-reach, reach) for z in (x, v))
+            off = (self._blend(next(inner), values, next(inner), LOGISTIC) - wanted).abs()
+            beyond |= ~(off <= last) & ~wanted.isnan()
+        if bool(beyond.any()):
+            self._say_ends()
+
+    def _say_ends(self) -> None:
+        if not self.moved.ended:
+            self.moved.ended = True
+            warnings.warn(f"fixed_point: {self.ends()}.", stacklevel=2)
+
+    def ends(self) -> str:
+        """What it means that y was cut off."""
+        f = self.format
+        return (
+            f"{self.name}: inputs leave |x| < {f.reach:g} or |y| < "
+            f"{math.ldexp(1, f.bits - 1 - f.out):g}, the ranges of its format, and y ends there; "
+            "convert with inputs as large as these, or give it a Format"
+        )
+
+    def notes(self) -> list[str]:
+        """What the format does that a reader of widths would not think of."""
+        if self.moved.ended:
+            return [self.ends()]
+        if self.moved.share <= MOVED:
+            return []
+        return [
+            f"{self.name}: rounding to {self.format.bits} bits moves y by "
+            f"{self.moved.share:.0%} of its RMS; give it more bits"
+        ]
 
     def _watch(self, x: Tensor, v: Any, s: Sequence[Any] | None, y: Tensor) -> None:
         """Note what needs codes."""
@@ -178,7 +254,14 @@ class FixedGate(AnalogGate):
         if s is None:
             return found
         offset = self.format.out - self.format.fraction
-        return found._replace(s=tuple(_slopes(w, offset, self.format, self.unit) for w in s))
+        try:
+            slopes = tuple(_slopes(w, offset, self.format, self.unit) for w in s)
+        except NarrowError as error:
+            raise FormatError(
+                f"{self.name}: {error}; a slope must be a finite number, and a site of more bits, "
+                "or a Format with other fraction bits, has room for more of them."
+            ) from None
+        return found._replace(s=slopes)
 
 
 def side_by_side(rows: Sequence[Registers], shape: Sequence[int], device: Any) -> Registers:

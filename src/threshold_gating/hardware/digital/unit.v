@@ -25,12 +25,18 @@ module tg_extend #(parameter IN = 16, OUT = 17) (
     assign y = {{(OUT-IN+1){a[IN-1]}}, a[IN-2:0]};
 endmodule
 
-// The nearest code of OUT bits.
+// The nearest code of OUT bits, which may be more than there are.
 module tg_saturate #(parameter IN = 17, OUT = 16) (
     input signed [IN-1:0] a, output signed [OUT-1:0] y
 );
-    wire fits = &a[IN-1:OUT-1] | ~|a[IN-1:OUT-1];
-    assign y = fits ? a[OUT-1:0] : {a[IN-1], {(OUT-1){~a[IN-1]}}};
+    generate
+        if (IN > OUT) begin : narrower
+            wire fits = &a[IN-1:OUT-1] | ~|a[IN-1:OUT-1];
+            assign y = fits ? a[OUT-1:0] : {a[IN-1], {(OUT-1){~a[IN-1]}}};
+        end else begin : wider
+            tg_extend #(IN, OUT) of_a (.a(a), .y(y));
+        end
+    endgenerate
 endmodule
 
 // (s x + c), and with SQUARE ((q x + s) x + c), in SUM bits.
