@@ -182,7 +182,7 @@ class FixedGate(AnalogGate):
         high = (self.steep or v is not None or s is not None) and bool(
             (y.abs() >= top - last).any()
         )
-        if not (self.measured or (far or high) and not self.moved.ended):
+        if not (self.measured or ((far or high) and not self.moved.ended)):
             return
         values = self._values(x, s)
         wanted = self._blend(x, values, v, LOGISTIC)
@@ -190,9 +190,9 @@ class FixedGate(AnalogGate):
             self.moved.add(y, wanted)
         beyond = wanted.abs() > SLACK * top
         if far:  # which may change nothing, as where a gate is shut
-            inner = (z if z is None else z.clamp(-reach, reach) for z in (x, v))
-            off = (self._blend(next(inner), values, next(inner), LOGISTIC) - wanted).abs()
-            beyond |= ~(off <= last) & ~wanted.isnan()
+            other = None if v is None else v.clamp(-reach, reach)
+            near = self._blend(x.clamp(-reach, reach), values, other, LOGISTIC)
+            beyond |= ~((near - wanted).abs() <= last) & ~wanted.isnan()
         if bool(beyond.any()):
             self._say_ends()
 
