@@ -82,6 +82,26 @@ def test_a_wrong_code_is_counted():
 
 
 @needs_iverilog
+@pytest.mark.parametrize("name", ["silu", "gelu_k3", "relu6", "hardswish"])
+def test_the_small_unit_takes_as_many_cycles_as_it_says(name, tmp_path):
+    """A bench that counts edges of the clock, for one code."""
+    t = TAXONOMY[name]
+    unit, small = unit_for(t, bits=8), 3
+    r = fp.registers(t, fp.format_for(t, 8), unit)
+    bench.write(
+        tmp_path, rtl.circuit(unit, small), [bench.case(name, r, fp.every_code(8)[:1], unit)]
+    )
+    source = (tmp_path / "bench.v").read_text()
+    counting = (
+        "    integer edges = 0;\n    always @(posedge clk) edges = edges + 1;\n    initial begin"
+    )
+    source = source.replace("    initial begin", counting)
+    source = source.replace("$finish", '$display("edges %0d", edges); $finish')
+    (tmp_path / "bench.v").write_text(source)
+    assert f"edges {rtl.cycles(unit, small)}\n" in bench._iverilog(tmp_path)
+
+
+@needs_iverilog
 def test_branches_read_v():
     t, f = TAXONOMY["silu"], fp.Format(8, 4, 4)
     unit = unit_for(t, bits=8)
