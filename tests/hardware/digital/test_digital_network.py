@@ -230,6 +230,19 @@ def test_neither_a_mask_nor_what_all_logits_share_takes_bits_of_a_softmax(masked
 
 
 @torch.no_grad()
+def test_masked_keys_are_0_and_a_lone_one_is_1_where_the_range_is_small():
+    z = 0.1 * torch.randn(5, 4)
+    made = fp.convert(tg.convert(nn.Sequential(nn.Softmax(-1)), inputs=z), 8, inputs=z)
+    assert made.sites()[0].format.reach <= 2  # a gate at its end is far from shut
+    z[1, 1:], z[2, 0] = -1e4, -torch.inf
+    assert made(z)[1].tolist() == [1, 0, 0, 0]
+    assert made(z)[2, 0] == 0
+    z[3] = torch.tensor([0.0, -3.0, 0.0, 0.0])
+    with pytest.warns(UserWarning, match=r"or its logits do, .* as far apart as these"):
+        made(z)
+
+
+@torch.no_grad()
 def test_rows_with_nothing_to_choose_from_are_as_in_torch():
     x = torch.randn(4, 8)
     z = x.clone()

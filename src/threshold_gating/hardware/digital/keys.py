@@ -11,7 +11,7 @@ from torch import Tensor
 
 from threshold_gating.hardware.digital import codes, tree, unit
 from threshold_gating.hardware.digital.format import Format, unit_for
-from threshold_gating.hardware.digital.site import FixedGate, Kept, bits_of
+from threshold_gating.hardware.digital.site import SLACK, FixedGate, Kept, bits_of
 from threshold_gating.hardware.physical import Chip
 from threshold_gating.hardware.wholes import KeyGates
 from threshold_gating.instance import TG
@@ -57,6 +57,9 @@ class FixedKeys(FixedGate, KeyGates):
             # is a number, take no bits.
             rows = wide(z).movedim(dim, -1)
             apart = rows - rows.amax(-1, keepdim=True)
+            far = apart < -SLACK * self.format.reach  # these take no part: none of them may matter
+            if bool((torch.softmax(rows, -1).where(far, 0) > 2.0**-self.format.out).any()):
+                self._say_ends()
             p = self._gates(codes.quantise(apart, self.format.fraction, self.format.bits))
             p = torch.where(apart.isnan().any(-1, keepdim=True), torch.nan, p.to(rows.dtype))
             if self.kind not in ("softmax", "softmin"):  # attention to no key at all is 0 in torch
@@ -92,8 +95,8 @@ class FixedKeys(FixedGate, KeyGates):
         """What it means that thresholds left the range."""
         return (
             f"{self.name}: log-sums of a row leave |z| < {self.format.reach:g}, the range that "
-            "calibration chose, so that weights are too large; convert with inputs whose rows are "
-            "as long as these"
+            "calibration chose, or its logits do, so that weights are wrong; convert with inputs "
+            "whose rows are as long and as far apart as these"
         )
 
     def pair(self, a: Tensor, b: Tensor) -> Tensor:
