@@ -20,6 +20,7 @@ from threshold_gating.export.graph import (
     left_of,
     node_count,
     saved,
+    write,
 )
 
 
@@ -78,6 +79,54 @@ def test_native_has_the_ops_of_torch_where_gates_are_exactly_these(net, program)
         *("relu", "scaled_dot_product_attention", "maximum")
     }
     assert not left_of(program)
+
+
+@pytest.mark.parametrize(
+    ("form", "nodes", "gates"), [("kept", 4, 2), ("native", 4, 1), ("steps", None, 0)]
+)
+def test_the_nodes_of_two_layers_and_two_gates_are_counted(form, nodes, gates):
+    net = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4), nn.ReLU()).eval()
+    x = torch.randn(3, 4)
+    made = graph(tg.convert(net, inputs=x), x, form=form, dynamic=False)
+    assert sum(map(is_gate, made.graph.nodes)) == gates
+    low = made.run_decompositions()
+    assert not any(map(is_gate, low.graph.nodes))
+    assert {n.target.namespace for n in low.graph.nodes if hasattr(n.target, "namespace")} == {
+        "aten"
+    }
+    if nodes is None:
+        assert node_count(made) > 30  # the formulas of GELU
+    else:
+        assert node_count(made) == nodes < node_count(low)
+
+
+def test_a_module_whose_name_ends_torchs_code_is_refused_by_its_name():
+    net = nn.Sequential()
+    net.add_module('a"b', nn.ReLU())
+    with pytest.raises(ExportError, match="module named 'a\"b'.* Rename it"):
+        graph(tg.convert(net, inputs=torch.ones(2)), torch.ones(2))
+
+
+class Draws(nn.Module):
+    def forward(self, x):
+        return torch.relu(x) + torch.rand_like(x)
+
+
+def test_a_network_that_draws_numbers_is_not_saved(tmp_path):
+    x = torch.ones(2, 3)
+    gated = tg.convert(Draws(), inputs=x, strict=False)
+    with pytest.raises(ExportError, match="rand_like in the network itself draws random numbers"):
+        saved(graph(gated, x), gated, x, tmp_path / "net.pt2")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_is_written_whole_and_as_others_may_read_it(tmp_path):
+    write(b"all", tmp_path / "net.pt2")
+    assert [p.name for p in tmp_path.iterdir()] == ["net.pt2"]
+    (tmp_path / "plain").write_bytes(b"all")
+    assert (tmp_path / "net.pt2").stat().st_mode == (tmp_path / "plain").stat().st_mode
+    with pytest.raises(ExportError, match=r"no/net\.pt2 cannot be written \(No such file"):
+        write(b"all", tmp_path / "no" / "net.pt2")
 
 
 def test_the_first_axis_may_have_any_size(net, program):

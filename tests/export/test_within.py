@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import threshold_gating as tg
-from threshold_gating.export.within import gated
+from threshold_gating.export.within import converted, gated
 from threshold_gating.taxonomy import ROWS
 
 
@@ -54,6 +54,14 @@ def test_choices_of_the_user_hold(net):
     rough = gated(model, x, 1e-4, {"act": "gelu_k3"})
     assert set(rough.native) == {":elu#0"}  # three branches are further off
     assert isinstance(rough.model.act, tg.Activation)
+
+
+def test_a_network_of_gates_is_exported_as_it_is_and_one_without_any_is_refused():
+    x = torch.randn(2, 4)
+    for net in (tg.Linear(4, 3), nn.Sequential(tg.Activation("silu"))):
+        assert converted(net, x) is net
+    with pytest.raises(tg.conversion.ConversionError, match="nothing to convert"):
+        converted(nn.Linear(4, 3), x)
 
 
 def test_a_network_without_exact_sites_is_left_as_it_is():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import warnings
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -30,9 +31,11 @@ def export(args: argparse.Namespace) -> int:
         return _read(args)
     if args.network is None or args.out is None:
         raise UsageError("give a NETWORK and the file to write, or --read FILE.")
-    if args.out.suffix not in FORMATS or not args.out.parent.is_dir() or args.out.is_dir():
+    if not args.out.parent.is_dir():
+        raise UsageError(f"{args.out} cannot be written: there is no folder {args.out.parent}.")
+    if args.out.suffix not in FORMATS or args.out.is_dir():
         kinds = " or ".join(f"FILE{suffix} ({what})" for suffix, what in FORMATS.items())
-        raise UsageError(f"{args.out} cannot be written; give {kinds} in a directory.")
+        raise UsageError(f"{args.out} cannot be written; give {kinds}.")
     if args.bits is not None and (_form(args) == "native" or args.out.suffix != ".onnx"):
         raise UsageError("--bits is for every gate as thresholds in an .onnx file.")
     if args.bits is not None and not 2 <= args.bits <= 12:
@@ -47,7 +50,7 @@ def export(args: argparse.Namespace) -> int:
     if args.bits is not None:
         return _quantised(args, named, made.model)
     write = _program if args.out.suffix == ".pt2" else _onnx
-    report, text = write(args, named, made.model)
+    report, text = write(args, named, made)
     if args.within is not None:
         more, words = _near(args, named, made.native, report.pop("outputs"))
         report, text = {**report, **more}, f"{text}\n{words}"
@@ -67,7 +70,7 @@ def _gated(args: argparse.Namespace, named: Network) -> Within:
 
 
 def _converted(args: argparse.Namespace, named: Network) -> nn.Module:
-    return conversion.convert(named.model, choices(args.site), inputs=named.inputs)
+    return within.converted(named.model, named.inputs, choices(args.site))
 
 
 def _form(args: argparse.Namespace) -> Any:
@@ -93,26 +96,29 @@ def _near(
     return {**report, "all_gates": apart}, words
 
 
-def _onnx(args: argparse.Namespace, named: Network, gated: nn.Module) -> tuple[dict[str, Any], str]:
+def _onnx(args: argparse.Namespace, named: Network, made: Within) -> tuple[dict[str, Any], str]:
     with working("exporting, and running it with onnxruntime"):
-        made = onnx.export(gated, named.inputs, args.out, form=_form(args), tol=args.tol)
-        report = {**made.to_dict(), "outputs": onnx.run(args.out, named.inputs)}
-    if args.no_speed or args.saved is not None:  # gates put onto the network: no original is left
-        return report, str(made)
+        file = onnx.export(made.model, named.inputs, args.out, form=_form(args), tol=args.tol)
+        report = {**file.to_dict(), "outputs": onnx.run(args.out, named.inputs)}
+    # gates put onto the network, or there from the start: no original is left
+    alone = args.saved is not None or (made.model is named.model and not made.native)
+    if args.no_speed or alone:
+        why = "" if args.no_speed else "\nnot timed: the network has gates of its own, no original"
+        return report, f"{file}{why}"
     with working("timing it and the original, one thread"):
         ratio = onnx.compared(named.model, args.out, named.inputs)
-    return {**report, "speed": ratio._asdict()}, f"{made}\n{ratio}"
+    return {**report, "speed": ratio._asdict()}, f"{file}\n{ratio}"
 
 
-def _program(
-    args: argparse.Namespace, named: Network, gated: nn.Module
-) -> tuple[dict[str, Any], str]:
+def _program(args: argparse.Namespace, named: Network, made: Within) -> tuple[dict[str, Any], str]:
     with working("exporting"):
-        program = graph(gated, named.inputs, form=_form(args))
+        program = graph(made.model, named.inputs, form=_form(args))
         left = left_of(program)
-        parity = saved(program, gated, named.inputs, args.out, args.tol)
+        parity = saved(program, made.model, named.inputs, args.out, args.tol)
     nodes = node_count(program)
-    lowered = node_count(program.run_decompositions())
+    with warnings.catch_warnings():  # of torch, about its own code
+        warnings.simplefilter("ignore")
+        lowered = node_count(program.run_decompositions())
     text = (
         f"{args.out.name}: {nodes} nodes, {lowered} when its gates are lowered; "
         f"max|d|/max|y| {parity:.2e} against the network in torch, its gates evaluated"

@@ -13,7 +13,6 @@ import logging
 import math
 import os
 import re
-import tempfile
 import time
 import warnings
 from collections.abc import Mapping, Sequence
@@ -84,6 +83,8 @@ class Exported:
     def __str__(self) -> str:
         names = sorted({site.name for site in self.sites})
         shapes = ", ".join(f"{k} {' x '.join(map(str, v))}" for k, v in self.shapes.items())
+        free = dict.fromkeys(d for v in self.shapes.values() for d in v if isinstance(d, str))
+        shapes += f"; {', '.join(free)} may be any size" if free else ""
         lines = [
             f"{self.path.name}: {self.nodes} nodes, {len(self.sites)} gates of {len(names)} sites, "
             f"{self.functions} functions",
@@ -127,9 +128,10 @@ def export(
     _refuse_quantised(model)
     with graphs.ALONE:
         program = graphs.graph(model, inputs, form=form, dynamic=dynamic)
+        graphs.refuse_random(program)
         proto, sites = translated(program, model)
         worst = graphs.compared(model, inputs, run(proto, inputs), tol)
-    _write(proto, Path(path))
+    graphs.write(proto.SerializeToString(), Path(path))
     return Exported(
         Path(path),
         form,
@@ -209,8 +211,9 @@ def exported(program: Any, table: Mapping[Any, Any]) -> Any:
             raise own from None
         why = " ".join(str(error.__cause__ or error).split())[:300]
         raise ExportError(
-            f"export: torch.onnx does not translate this network ({why}"
-            "); where an op of torch's own is to blame, form='kept' exports the gates in its place."
+            f"export: torch.onnx does not translate this network ({why}). Export a module that "
+            "returns tensors alone, in ops that torch.onnx has; form='kept' has gates in the place "
+            "of torch's own nonlinearities."
         ) from error
     finally:
         said.setLevel(level)
@@ -280,13 +283,6 @@ class _Functions:
         )
 
 
-def _write(proto: Any, path: Path) -> None:
-    """All at once: a file that is there is whole."""
-    with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".onnx", delete=False) as file:
-        file.write(proto.SerializeToString())
-    os.replace(file.name, path)
-
-
 def _shapes(proto: Any) -> dict[str, tuple[int | str, ...]]:
     """Of each input, numbers for what is fixed; torch writes some of these as names, "2"."""
 
@@ -303,6 +299,8 @@ def _shapes(proto: Any) -> dict[str, tuple[int | str, ...]]:
 def read(path: str | os.PathLike[str]) -> tuple[Site, ...]:
     """The gates of an exported file."""
     onnx = _needed("onnx")
+    if not Path(path).is_file():
+        raise ExportError(f"{path}: there is no such file.")
     try:
         proto = onnx.load(os.fspath(path), load_external_data=False)
     except Exception as error:  # of protobuf, which has no class of its own for it

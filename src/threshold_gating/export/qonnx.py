@@ -108,7 +108,7 @@ def export(
             f"{bound:.3g} is allowed; nothing is written. Take more bits, or inputs as large as "
             "those the network meets; tol= sets a bound of your own (math.inf accepts any)."
         )
-    plain._write(proto, Path(path))
+    graphs.write(proto.SerializeToString(), Path(path))
     counts = [n.args[1] for n in made.graph.nodes if n.target == LEVELS]
     tables = [value_of(made, c) for c in counts]
     total = sum(t.numel() for t in tables)

@@ -1,4 +1,6 @@
-"""`gated`: a network with gates, but torch's own op at approximate sites that are near enough."""
+"""What is exported of a network: all of it as gates (`converted`), or torch's own op at approximate
+sites that are near enough (`gated`).
+"""
 
 from __future__ import annotations
 
@@ -11,6 +13,7 @@ from threshold_gating import conversion
 from threshold_gating.conversion.config import Choice
 from threshold_gating.conversion.plan import Plan, make_plan
 from threshold_gating.conversion.site import Site
+from threshold_gating.export.graph import gates_of, graph
 
 
 class Within(NamedTuple):
@@ -39,7 +42,16 @@ def gated(
     if near and len(near) == len(every):
         return Within(model, near)  # no gate is left
     chosen = {**(sites or {}), **dict.fromkeys(near)}
-    return Within(conversion.convert(model, chosen, inputs=inputs), near)
+    return Within(converted(model, inputs, chosen), near)
+
+
+def converted(
+    model: nn.Module, inputs: Any, sites: Mapping[str, Choice] | None = None
+) -> nn.Module:
+    """`tg.convert`, but a network whose every nonlinearity is a gate already is taken as it is."""
+    if make_plan(model, sites, inputs).is_empty and gates_of(graph(model, inputs), model):
+        return model
+    return conversion.convert(model, sites, inputs=inputs)
 
 
 def _by_choice(plan: Plan) -> dict[str, list[Site]]:
