@@ -44,6 +44,27 @@ def test_native_where_exact_names_what_is_no_gate(folder, tg):
     assert "times as long" not in out
 
 
+@pytest.mark.parametrize("file", [pytest.param("net.onnx", marks=pytest.mark.slow), "net.pt2"])
+def test_native_within_says_what_is_left_to_torch_and_how_far_it_is_from_gates(folder, tg, file):
+    (folder / "soft.py").write_text(SOFT)
+    asked = ("export", "soft.py:make_model", file, "--inputs", "5,4", "--no-speed")
+    code, out, _ = tg(*asked, "--native-within", "1e-4")
+    assert code == 0
+    assert "1 approximate sites are torch's own ops" in out
+    assert "differ from these by at most 4.98e-05 over the line (0.0001 asked): 1" in out
+    assert "against the network in torch with gates at these, too: max|d|/max|y| " in out
+    code, out, _ = tg(*asked, "--native-within", "1e-6", "--json", "-")
+    assert (json.loads(out)["native"], json.loads(out)["all_gates"]) == ({}, None)
+
+
+SOFT = """
+from torch import nn
+
+def make_model():
+    return nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4), nn.SiLU())
+"""
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -53,6 +74,8 @@ def test_native_where_exact_names_what_is_no_gate(folder, tg):
         (("export", "--read", "net.py"), "net.py is no ONNX file"),
         ((*ASKED, "net.pt2", "--bits", "4", "--inputs", "5,4"), "--bits is for every gate"),
         (("export", "no.py:none", "net.onnx", "--bits", "99"), "--bits must be from 2 to 12"),
+        ((*ASKED, "net.onnx", "--bits", "4", "--native-within", "1"), "--bits is for every gate"),
+        ((*ASKED, "net.onnx", "--saved", ".", "--native-within", "1"), "may have been learned"),
     ],
 )
 def test_what_cannot_be_done_is_said_in_a_line(folder, tg, words, said):

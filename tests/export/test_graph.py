@@ -20,6 +20,7 @@ from threshold_gating.export.graph import (
     left_of,
     node_count,
     saved,
+    write,
 )
 
 
@@ -78,6 +79,53 @@ def test_native_has_the_ops_of_torch_where_gates_are_exactly_these(net, program)
         *("relu", "scaled_dot_product_attention", "maximum")
     }
     assert not left_of(program)
+
+
+@pytest.mark.parametrize(("form", "gates", "relus"), [("kept", 2, 0), ("native", 1, 1)])
+def test_the_nodes_of_two_layers_and_two_gates_are_counted(form, gates, relus):
+    net = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4), nn.ReLU()).eval()
+    x = torch.randn(3, 4)
+    made = graph(tg.convert(net, inputs=x), x, form=form, dynamic=False)
+    found = Counter(str(target).partition(".")[2] for target in counts(made).elements())
+    unpacking = {
+        w for w in found if w.partition(".")[0] in ("unbind", "view", "") or "getitem" in w
+    }
+    rest = {w: n for w, n in found.items() if w not in unpacking}
+    want = {"linear.default": 2, "gate.default": gates, "relu.default": relus}
+    assert rest == {w: n for w, n in want.items() if n}
+    low = made.run_decompositions()
+    assert not any(map(is_gate, low.graph.nodes))
+    assert {t.namespace for t in counts(low) if hasattr(t, "namespace")} == {"aten"}
+    assert node_count(low) > node_count(made)
+
+
+def test_a_module_whose_name_ends_torchs_code_is_refused_by_its_name():
+    net = nn.Sequential()
+    net.add_module('a"b', nn.ReLU())
+    with pytest.raises(ExportError, match=r"module named 'a.b'.* Rename it"):
+        graph(tg.convert(net, inputs=torch.ones(2)), torch.ones(2))
+
+
+class Draws(nn.Module):
+    def forward(self, x):
+        return torch.relu(x) + torch.rand_like(x)
+
+
+def test_a_network_that_draws_numbers_is_not_saved(tmp_path):
+    x = torch.ones(2, 3)
+    gated = tg.convert(Draws(), inputs=x, strict=False)
+    with pytest.raises(ExportError, match="rand_like in the network itself draws random numbers"):
+        saved(graph(gated, x), gated, x, tmp_path / "net.pt2")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_is_written_whole_and_as_others_may_read_it(tmp_path):
+    write(b"all", tmp_path / "net.pt2")
+    assert [p.name for p in tmp_path.iterdir()] == ["net.pt2"]
+    (tmp_path / "plain").write_bytes(b"all")
+    assert (tmp_path / "net.pt2").stat().st_mode == (tmp_path / "plain").stat().st_mode
+    with pytest.raises(ExportError, match=r"no/net\.pt2 cannot be written \(No such file"):
+        write(b"all", tmp_path / "no" / "net.pt2")
 
 
 def test_the_first_axis_may_have_any_size(net, program):

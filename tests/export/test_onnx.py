@@ -10,6 +10,7 @@ from torch import nn
 
 import threshold_gating as tg
 from threshold_gating.export import onnx as exporting
+from threshold_gating.export import within
 from threshold_gating.export.graph import ExportError
 
 onnx = pytest.importorskip("onnx")
@@ -107,7 +108,7 @@ def test_what_says_nothing_of_gates_is_refused(tmp_path):
     (tmp_path / "no.onnx").write_bytes(b"no")
     with pytest.raises(ExportError, match=r"no\.onnx is no ONNX file|says nothing of gates"):
         exporting.read(tmp_path / "no.onnx")
-    with pytest.raises(ExportError, match="is no ONNX file"):
+    with pytest.raises(ExportError, match="there is no such file"):
         exporting.read(tmp_path / "none.onnx")
 
 
@@ -186,13 +187,49 @@ def test_a_file_that_computes_something_else_is_not_written(tmp_path, monkeypatc
     assert not list(tmp_path.iterdir())
 
 
-def test_the_speed_is_compared_with_the_original(many):
-    _, x, made = many
-    net = nn.Linear(8, 8).eval()  # less than the file: the ratio has the file above
-    speed = exporting.compared(net, made.path, x, repeats=3)
-    assert speed.exported > speed.original
-    assert 0 < speed.original < 1
-    assert "times as long" in str(speed)
+class Block(nn.Module):
+    """A block of ViT-tiny, with its 197 tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.norms = nn.ModuleList([nn.LayerNorm(192), nn.LayerNorm(192)])
+        self.qkv, self.proj = nn.Linear(192, 3 * 192), nn.Linear(192, 192)
+        self.mlp = nn.Sequential(nn.Linear(192, 768), nn.GELU(), nn.Linear(768, 192))
+
+    def forward(self, x):
+        q, k, v = self.qkv(self.norms[0](x)).unflatten(-1, (3, 3, 64)).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        x = x + self.proj(y)
+        return x + self.mlp(self.norms[1](x))
+
+
+@pytest.fixture(scope="module")
+def block():
+    torch.manual_seed(0)
+    return Block().eval(), torch.randn(1, 197, 192)
+
+
+# Processor time of file and original, in turn, the least of 100 runs: what else the machine does
+# hardly counts. The figures are those on two cores at a load of 4.
+
+
+def test_every_gate_of_a_block_of_vit_takes_at_most_half_as_long_again(block, tmp_path):
+    net, x = block
+    made = exporting.export(tg.convert(net, inputs=x), x, tmp_path / "net.onnx")
+    assert len(made.sites) == 2
+    found = exporting.compared(net, made.path, x, repeats=100)
+    assert found.exported / found.original < 1.6  # measured 1.22 to 1.40; the goal is 1.5
+    assert "times as long" in str(found)
+
+
+@pytest.mark.slow
+def test_a_block_of_vit_with_gelu_left_to_torch_takes_as_long_as_the_original(block, tmp_path):
+    net, x = block
+    near = within.gated(net, x, 1e-4)  # GELU's gates are off by 5e-5
+    assert set(near.native) == {"mlp.1"}
+    made = exporting.export(near.model, x, tmp_path / "net.onnx", form="native")
+    found = exporting.compared(net, made.path, x, repeats=100)
+    assert found.exported / found.original < 1.15  # measured 0.98 to 1.04; the goal is 1.05
 
 
 def test_networks_quantised_by_torchao_are_exported_by_torch_alone(tmp_path):

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import math
+import warnings
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +16,11 @@ from threshold_gating import conversion
 from threshold_gating.cli.convert import choices
 from threshold_gating.cli.printing import UsageError, say, show, working
 from threshold_gating.cli.spec import Network, network
-from threshold_gating.export import onnx
-from threshold_gating.export.graph import ExportError, graph, left_of, node_count, saved
+from threshold_gating.conversion.plan import arguments
+from threshold_gating.conversion.watch import fresh
+from threshold_gating.export import onnx, within
+from threshold_gating.export.graph import ExportError, compared, graph, left_of, node_count, saved
+from threshold_gating.export.within import Within
 
 FORMATS = {".onnx": "ONNX", ".pt2": "a program of torch.export"}
 
@@ -25,57 +31,104 @@ def export(args: argparse.Namespace) -> int:
         return _read(args)
     if args.network is None or args.out is None:
         raise UsageError("give a NETWORK and the file to write, or --read FILE.")
-    if args.out.suffix not in FORMATS or not args.out.parent.is_dir() or args.out.is_dir():
+    if not args.out.parent.is_dir():
+        raise UsageError(f"{args.out} cannot be written: there is no folder {args.out.parent}.")
+    if args.out.suffix not in FORMATS or args.out.is_dir():
         kinds = " or ".join(f"FILE{suffix} ({what})" for suffix, what in FORMATS.items())
-        raise UsageError(f"{args.out} cannot be written; give {kinds} in a directory.")
-    if args.bits is not None and (args.native or args.out.suffix != ".onnx"):
+        raise UsageError(f"{args.out} cannot be written; give {kinds}.")
+    if args.bits is not None and (_form(args) == "native" or args.out.suffix != ".onnx"):
         raise UsageError("--bits is for every gate as thresholds in an .onnx file.")
     if args.bits is not None and not 2 <= args.bits <= 12:
         raise UsageError(f"--bits must be from 2 to 12; got {args.bits}.")
+    if args.within is not None and args.saved is not None:
+        raise UsageError(
+            "--native-within asks for the error of gates against NETWORK's own functions, and "
+            "those of --saved may have been learned; --native-where-exact goes with them."
+        )
     named = network(args)
-    gated = _gated(args, named)
+    made = _gated(args, named)
     if args.bits is not None:
-        return _quantised(args, named, gated)
-    return _program(args, named, gated) if args.out.suffix == ".pt2" else _onnx(args, named, gated)
+        return _quantised(args, named, made.model)
+    write = _program if args.out.suffix == ".pt2" else _onnx
+    report, text = write(args, named, made)
+    if args.within is not None:
+        more, words = _near(args, named, made.native, report.pop("outputs"))
+        report, text = {**report, **more}, f"{text}\n{words}"
+    report.pop("outputs", None)
+    return _done(args, named, report, text)
 
 
-def _gated(args: argparse.Namespace, named: Network) -> nn.Module:
+def _gated(args: argparse.Namespace, named: Network) -> Within:
     """The network with gates, proven; or with those that were saved."""
     if args.saved is not None:
         loaded: nn.Module = conversion.load(args.saved, named.model)
-        return loaded
+        return Within(loaded, {})
     with working(f"{args.network}: converting"):
-        return conversion.convert(named.model, choices(args.site), inputs=named.inputs)
+        if args.within is not None:
+            return within.gated(named.model, named.inputs, args.within, choices(args.site))
+        return Within(_converted(args, named), {})
 
 
-def _onnx(args: argparse.Namespace, named: Network, gated: nn.Module) -> int:
-    form: Any = "native" if args.native else "kept"
+def _converted(args: argparse.Namespace, named: Network) -> nn.Module:
+    return within.converted(named.model, named.inputs, choices(args.site))
+
+
+def _form(args: argparse.Namespace) -> Any:
+    return "native" if args.native or args.within is not None else "kept"
+
+
+def _near(
+    args: argparse.Namespace, named: Network, native: Mapping[str, float], have: Any
+) -> tuple[dict[str, Any], str]:
+    """What --native-within left to torch, and how far that is from every gate."""
+    report = {"within": args.within, "native": dict(native), "all_gates": None}
+    if not native:
+        return report, f"no approximate site has an error of at most {args.within:g} over the line"
+    with working("comparing with every gate"):
+        apart = compared(_converted(args, named), named.inputs, have, math.inf).relative
+    more = f" and {len(native) - 8} more" if len(native) > 8 else ""
+    names = ", ".join(list(native)[:8]) + more
+    words = (
+        f"{len(native)} approximate sites are torch's own ops, for their gates differ from these "
+        f"by at most {max(native.values()):.3g} over the line ({args.within:g} asked): {names}\n"
+        f"against the network in torch with gates at these, too: max|d|/max|y| {apart:.2e}"
+    )
+    return {**report, "all_gates": apart}, words
+
+
+def _onnx(args: argparse.Namespace, named: Network, made: Within) -> tuple[dict[str, Any], str]:
     with working("exporting, and running it with onnxruntime"):
-        made = onnx.export(gated, named.inputs, args.out, form=form, tol=args.tol)
-    report, text = made.to_dict(), str(made)
-    if not args.no_speed and args.saved is None:  # gates put onto the network: no original is left
-        with working("timing it and the original, one thread"):
-            ratio = onnx.compared(named.model, args.out, named.inputs)
-        report, text = {**report, "speed": ratio._asdict()}, f"{text}\n{ratio}"
-    return _done(args, named, report, text)
+        file = onnx.export(made.model, named.inputs, args.out, form=_form(args), tol=args.tol)
+        report = {**file.to_dict(), "outputs": onnx.run(args.out, named.inputs)}
+    # gates put onto the network, or there from the start: no original is left
+    alone = args.saved is not None or (made.model is named.model and not made.native)
+    if args.no_speed or alone:
+        why = "" if args.no_speed else "\nnot timed: the network has gates of its own, no original"
+        return report, f"{file}{why}"
+    with working("timing it and the original, one thread"):
+        ratio = onnx.compared(named.model, args.out, named.inputs)
+    return {**report, "speed": ratio._asdict()}, f"{file}\n{ratio}"
 
 
-def _program(args: argparse.Namespace, named: Network, gated: nn.Module) -> int:
-    form: Any = "native" if args.native else "kept"
+def _program(args: argparse.Namespace, named: Network, made: Within) -> tuple[dict[str, Any], str]:
     with working("exporting"):
-        program = graph(gated, named.inputs, form=form)
+        program = graph(made.model, named.inputs, form=_form(args))
         left = left_of(program)
-        parity = saved(program, gated, named.inputs, args.out, args.tol)
+        parity = saved(program, made.model, named.inputs, args.out, args.tol)
     nodes = node_count(program)
-    lowered = node_count(program.run_decompositions())
+    with warnings.catch_warnings():  # of torch, about its own code
+        warnings.simplefilter("ignore")
+        lowered = node_count(program.run_decompositions())
     text = (
         f"{args.out.name}: {nodes} nodes, {lowered} when its gates are lowered; "
-        f"max|d|/max|y| {parity:.2e} against the gates in torch"
+        f"max|d|/max|y| {parity:.2e} against the network in torch, its gates evaluated"
     )
     if left:
         text += f"\n{sum(left.values())} nonlinearities are no gates: {', '.join(left)}"
-    report = {"nodes": nodes, "lowered": lowered, "parity": parity, "left": left}
-    return _done(args, named, report, text)
+    positional, by_name = fresh(arguments(named.inputs))
+    have = program.module()(*positional, **by_name)
+    report = {"nodes": nodes, "lowered": lowered, "parity": parity, "left": left, "outputs": have}
+    return report, text
 
 
 def _quantised(args: argparse.Namespace, named: Network, gated: nn.Module) -> int:

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 from threshold_gating._version import __version__
 from threshold_gating.cli.shared import (
     SPECS,
+    bound,
     branches,
     command,
     count,
@@ -333,6 +334,8 @@ def _export(commands: Any) -> None:
     flag(either, "--gates", "evaluate every gate (the default)")
     words = "torch's own op where a frozen gate is exactly that, gates elsewhere"
     either.add_argument("--native-where-exact", dest="native", action="store_true", help=words)
+    words = "the same, and at approximate sites whose error over the line is at most E"
+    option(either, "--native-within", words, dest="within", type=bound, metavar="E")
     words = "gates as thresholds (QONNX) with inputs and gates of N bits"
     count(parser, "--bits", words)
     words = "put the gates onto NETWORK that tg convert -o wrote"
@@ -349,6 +352,7 @@ _EXPORT_EXAMPLES = """
     examples:
       tg export timm:vit_tiny_patch16_224 vit.onnx
       tg export timm:resnet18 net.onnx --native-where-exact
+      tg export timm:vit_tiny_patch16_224 vit.onnx --native-within 1e-4
       tg export --read vit.onnx
 """
 

@@ -90,7 +90,7 @@ def site(parser: Any) -> None:
 
 def tol(parser: Any) -> None:
     words = "largest max|d|/max|y| allowed at each output; inf accepts any, and says so"
-    option(parser, "--tol", words, type=_bound, metavar="E")
+    option(parser, "--tol", words, type=bound, metavar="E")
 
 
 def device(parser: Any) -> None:
@@ -131,7 +131,7 @@ def whole(word: str) -> int:
         refuse("a whole number is needed", word)
 
 
-def _bound(word: str) -> float:
+def bound(word: str) -> float:
     value = _number(word)
     return value if value >= 0 else refuse("E must be a number from 0 on, or inf", word)
 

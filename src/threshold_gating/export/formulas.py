@@ -172,10 +172,8 @@ def _all(w: Value, holds: Callable[[Tensor], Tensor]) -> bool:
 def _softmax(b: Body, gate: Gate) -> None:
     """Softmax as one gate for each logit (Eq. 11): sigma(z - theta), theta = LSE of the others.
 
-    Of the sigmoid 1 / (1 + exp(theta - z)) the exponential is that of theta, the sum of the others,
-    over that of z; so no logarithm is taken, which onnxruntime is slow at. The sum of the others is
-    the sum less the logit's own part: where that is nearly all of it, the gate is 1 to rounding
-    whatever is left.
+    The sigmoid is exp(z) / (exp(z) + exp(theta)), and exp(theta) the sum of the others: so its
+    denominator is the sum of all, and no logarithm is taken, which onnxruntime is slow at.
     """
     z = b.op("Cast", "x", to=1) if b.wide else "x"
     axis = b.whole(gate.axis)
@@ -183,10 +181,8 @@ def _softmax(b: Body, gate: Gate) -> None:
     guarded = gate.masked == 0
     if guarded:  # a row of nothing but -inf
         top = b.op("Max", top, _LEAST)
-    z = b.op("Sub", z, top)
-    e = b.op("Exp", z)
+    e = b.op("Exp", b.op("Sub", z, top))
     total = b.op("ReduceSum", e, axis, keepdims=1)
-    others = b.op("Sub", b.op("Max", total, _TINY) if guarded else total, e)
-    p = b.op("Reciprocal", b.op("Add", b.op("Div", others, e), ONE))
+    p = b.op("Div", e, b.op("Max", total, _TINY) if guarded else total)
     if b.wide:
         b.op("CastLike", p, "x")

@@ -7,12 +7,16 @@ A gate that is kept is one node, `threshold_gating::gate` or `threshold_gating::
 from __future__ import annotations
 
 import functools
+import io
 import math
 import os
+import re
+import tempfile
 import threading
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -60,6 +64,7 @@ def graph(
     if form not in ("steps", "kept", "native"):
         raise ValueError(f"graph: form is 'steps', 'kept' or 'native'; got {form!r}.")
     _refuse_autocast()
+    _refuse_names(model)
     args, kwargs = arguments(inputs)
     shapes = _first_axes(kwargs or args) if dynamic else None
     said = warnings.catch_warnings()
@@ -80,6 +85,28 @@ def _refuse_autocast() -> None:
             "export: a graph is not made inside of torch.autocast, of which it would keep a part; "
             "export outside of it, a network in 16 bits as model.half() or model.bfloat16()."
         )
+
+
+def _refuse_names(model: nn.Module) -> None:
+    """torch.export writes the names of modules into Python code, between quotes."""
+    odd = [name for name, _ in model.named_modules() if re.search(r"[\"\\\n\r]", name)]
+    if odd:
+        raise ExportError(
+            f"export: torch.export makes no graph of a network with a module named {odd[0]!r}: "
+            "quotes, backslashes and line breaks in names end the code that it writes. Rename it."
+        )
+
+
+def refuse_random(program: ExportedProgram) -> None:
+    """Of what draws numbers no two runs agree, so no file could be compared with the network."""
+    for node in program.graph.nodes:
+        if node.op == "call_function" and is_random(node):
+            place = list((node.meta.get("nn_module_stack") or {"": ("", None)}).values())[-1][0]
+            raise ExportError(
+                f"export: {name_of_op(node.target)} in {place or 'the network itself'} draws "
+                "random numbers, so that no file can be compared with the network; nothing is "
+                "written. Export a module that is given them as an input."
+            )
 
 
 def _first_axes(tree: Any) -> Any:
@@ -282,21 +309,38 @@ def saved(
     program: ExportedProgram,
     model: nn.Module,
     inputs: Any,
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] | io.BytesIO,
     tol: float | None = None,
 ) -> float:
     """Save a graph of `model` that computes the same; its max|d|/max|y| on these inputs.
 
     `torch.export.load` needs this package imported for a graph that keeps gates.
     """
+    refuse_random(program)
     args, kwargs = fresh(arguments(inputs))
     with torch.no_grad():
         have = program.module()(*args, **kwargs)
     worst = compared(model, inputs, have, tol)
+    file = path if isinstance(path, io.BytesIO) else io.BytesIO()
     with warnings.catch_warnings():  # of torch, about what it saves
         warnings.simplefilter("ignore")
-        torch.export.save(program, path)
+        torch.export.save(program, file)
+    if not isinstance(path, io.BytesIO):
+        write(file.getvalue(), Path(path))
     return worst.relative
+
+
+def write(data: bytes, path: Path) -> None:
+    """All at once: a file that is there is whole."""
+    try:
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=".tg-") as folder:
+            (new := Path(folder, path.name)).write_bytes(data)
+            os.replace(new, path)
+    except OSError as error:
+        raise ExportError(
+            f"export: {path} cannot be written ({error.strerror}); give a file in a folder that "
+            "you may write to, on a disk with room for it."
+        ) from error
 
 
 def compared(model: nn.Module, inputs: Any, have: Any, tol: float | None) -> outputs.Output:

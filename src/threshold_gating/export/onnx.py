@@ -13,7 +13,6 @@ import logging
 import math
 import os
 import re
-import tempfile
 import time
 import warnings
 from collections.abc import Mapping, Sequence
@@ -84,12 +83,14 @@ class Exported:
     def __str__(self) -> str:
         names = sorted({site.name for site in self.sites})
         shapes = ", ".join(f"{k} {' x '.join(map(str, v))}" for k, v in self.shapes.items())
+        free = dict.fromkeys(d for v in self.shapes.values() for d in v if isinstance(d, str))
+        shapes += f"; {', '.join(free)} may be any size" if free else ""
         lines = [
             f"{self.path.name}: {self.nodes} nodes, {len(self.sites)} gates of {len(names)} sites, "
             f"{self.functions} functions",
             f"inputs: {shapes}",
-            f"onnxruntime against the gates in torch: max|d|/max|y| {self.parity:.2e} "
-            f"({self.bound:.2g} allowed)",
+            f"onnxruntime against the network in torch, its gates evaluated: max|d|/max|y| "
+            f"{self.parity:.2e} ({self.bound:.2g} allowed)",
         ]
         if fixed := [k for k, v in self.shapes.items() if v and isinstance(v[0], int)]:
             lines.append(f"the first axis of {', '.join(fixed)} is fixed in the file")
@@ -127,9 +128,10 @@ def export(
     _refuse_quantised(model)
     with graphs.ALONE:
         program = graphs.graph(model, inputs, form=form, dynamic=dynamic)
+        graphs.refuse_random(program)
         proto, sites = translated(program, model)
-        worst = graphs.compared(model, inputs, _run(proto, inputs), tol)
-    _write(proto, Path(path))
+        worst = graphs.compared(model, inputs, run(proto, inputs), tol)
+    graphs.write(proto.SerializeToString(), Path(path))
     return Exported(
         Path(path),
         form,
@@ -209,8 +211,9 @@ def exported(program: Any, table: Mapping[Any, Any]) -> Any:
             raise own from None
         why = " ".join(str(error.__cause__ or error).split())[:300]
         raise ExportError(
-            f"export: torch.onnx does not translate this network ({why}"
-            "); where an op of torch's own is to blame, form='kept' exports the gates in its place."
+            f"export: torch.onnx does not translate this network ({why}). Export a module that "
+            "returns tensors alone, in ops that torch.onnx has; form='kept' has gates in the place "
+            "of torch's own nonlinearities."
         ) from error
     finally:
         said.setLevel(level)
@@ -280,13 +283,6 @@ class _Functions:
         )
 
 
-def _write(proto: Any, path: Path) -> None:
-    """All at once: a file that is there is whole."""
-    with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".onnx", delete=False) as file:
-        file.write(proto.SerializeToString())
-    os.replace(file.name, path)
-
-
 def _shapes(proto: Any) -> dict[str, tuple[int | str, ...]]:
     """Of each input, numbers for what is fixed; torch writes some of these as names, "2"."""
 
@@ -303,6 +299,8 @@ def _shapes(proto: Any) -> dict[str, tuple[int | str, ...]]:
 def read(path: str | os.PathLike[str]) -> tuple[Site, ...]:
     """The gates of an exported file."""
     onnx = _needed("onnx")
+    if not Path(path).is_file():
+        raise ExportError(f"{path}: there is no such file.")
     try:
         proto = onnx.load(os.fspath(path), load_external_data=False)
     except Exception as error:  # of protobuf, which has no class of its own for it
@@ -386,21 +384,22 @@ def _array(t: Tensor) -> Any:
     return t.detach().cpu().numpy()
 
 
-def _run(proto: Any, inputs: Any) -> list[Tensor]:
-    runs = session(proto)
+def run(source: Any, inputs: Any) -> list[Tensor]:
+    """The outputs of a file or a model, by onnxruntime."""
+    runs = session(source)
     return [torch.as_tensor(y) for y in runs.run(None, feed(runs, inputs))]
 
 
 class Speed(NamedTuple):
-    """How long one run takes with one thread, the shortest of several."""
+    """Seconds of processor time that one run takes with one thread, the shortest of several."""
 
     original: float
     exported: float
 
     def __str__(self) -> str:
         return (
-            f"one thread: {1e3 * self.exported:.2f} ms, the original {1e3 * self.original:.2f} ms: "
-            f"{self.exported / self.original:.2f} times as long"
+            f"one thread: {1e3 * self.exported:.2f} ms of processor time, the original "
+            f"{1e3 * self.original:.2f} ms: {self.exported / self.original:.2f} times as long"
         )
 
 
@@ -415,9 +414,9 @@ def compared(
     best = [math.inf, math.inf]
     for _ in range(repeats):
         for k, each in enumerate(runs):
-            start = time.perf_counter()
+            start = time.thread_time()  # a session of one thread runs in ours: others do not count
             each.run(None, given[k])
-            best[k] = min(best[k], time.perf_counter() - start)
+            best[k] = min(best[k], time.thread_time() - start)
     return Speed(*best)
 
 
