@@ -15,7 +15,7 @@ import threshold_gating as tg
 from tests.fuzz import oracle
 from tests.fuzz.__main__ import reduced
 from tests.fuzz.cases import CASES, MAY_BE_REFUSED
-from tests.fuzz.check import ALL, FAST, _is_torchs, check
+from tests.fuzz.check import ALL, FAST, Trial, _is_torchs, _keeping, check
 from tests.fuzz.network import Made, Network, draw, shrunk, text
 from tests.fuzz.parts import KINDS, Part
 from tests.fuzz.printing import program
@@ -306,3 +306,38 @@ def test_a_crash_that_is_passed_over_is_torchs_own(run, source):
         torch.autograd.grad(torch.compile(run, backend="aot_eager")(x * 1).sum(), x)
     assert _is_torchs(str(caught.value), source)
     assert not _is_torchs(str(caught.value).replace("use_reentrant=True", ""), "")
+
+
+class Counting(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        return F.silu(x + 0.1 * self.calls)
+
+
+@pytest.mark.compile
+def test_a_graph_that_reads_changed_buffers_again_is_torchs_own():
+    def slope(**options):
+        torch._dynamo.reset()
+        net = torch.compile(Counting(), **options) if options else Counting()
+        x = torch.linspace(-2, 2, 9).requires_grad_()
+        return torch.autograd.grad(net(x).sum(), x)[0]
+
+    want = slope()
+    assert (slope(backend="aot_eager") - want).abs().max() > 1e-3
+    assert torch.equal(slope(backend=_keeping), want)
+
+
+def test_an_error_of_the_original_is_known_by_its_words(monkeypatch):
+    trial = Trial(RELU, FAST)
+    assert not trial.raises_itself(RuntimeError("no backward in half"))
+
+    def call(net, x):
+        raise RuntimeError("no backward in half")
+
+    monkeypatch.setattr(trial.made, "call", call)
+    assert trial.raises_itself(RuntimeError("no backward in half"))
+    assert not trial.raises_itself(RuntimeError("another"))

@@ -9,9 +9,10 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from threshold_gating import Activation, kernels
 from threshold_gating.instance import TG
 from threshold_gating.primitive import blend, gated_linear, gates, straight_through
-from threshold_gating.taxonomy import ROWS, TAXONOMY
+from threshold_gating.taxonomy import ROWS, TAXONOMY, affine
 
 INF = math.inf
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -533,3 +534,27 @@ def test_a_jump_at_an_infinite_threshold_has_no_gradient_and_keeps_its_value(at)
     have = straight_through(x, y, [theta], (0.0, 1.0), (3.0, INF))
     assert torch.equal(have, y)
     assert torch.autograd.grad(have.sum(), theta)[0] == 0
+
+
+CANCELLING = [
+    TAXONOMY["tanhshrink"],
+    affine(TAXONOMY["tanhshrink"], alpha=0.7, beta=1.3, eps=0.25),
+    affine(TAXONOMY["tanhshrink"], alpha=30.0, beta=1 / 30),
+]
+
+
+@pytest.mark.parametrize("backend", ["reference", "auto"])
+@pytest.mark.parametrize("t", CANCELLING)
+def test_a_gradient_that_cancels_is_off_by_roundings_of_the_largest_slope(t, backend):
+    x = torch.tensor([0.0, 1e-28, 1e-4, 0.01, -0.01, 0.3, 3.0])
+    dy = torch.tensor([1.0, 0.3, -0.7, 1.1, 0.9, -1.3, 0.1])
+    slope = (t.s[0], t.tau * (t.c[1] - t.c[0]) / 4)  # s + tau g0 g1 (c1 - c0), and 4 g0 g1 <= 1
+    swing = torch.tanh(t.tau / 2 * x.double())
+    want = dy * (sum(slope) - slope[1] * swing**2)  # (1 - swing) (1 + swing) is 4 g0 g1
+    act = Activation(t)
+    with kernels.use(backend):
+        start = x.clone().requires_grad_()
+        have = torch.autograd.grad((act(start) * dy).sum(), start)[0]
+    # s, tau, c1 - c0, two gates, their product, times dy and the sum: 8 roundings of eps / 2 each
+    bound = 4 * torch.finfo(torch.float32).eps * max(map(abs, slope))
+    assert ((have - want).abs() <= bound * dy.abs()).all()

@@ -162,6 +162,20 @@ CASES: dict[str, Network] = {
     "gradients of a recurrent network that is flat": one(
         "recurrent", cell="RNN", state=True, second="large", dtype="double"
     ),
+    "a relu written out, and what overwrites it, compiled": Network(
+        (part("spelled", which="mask"), part("module", act="leaky_relu", over=True)),
+    ),
+    "a sigmoid written out, and what overwrites it": Network(
+        (part("spelled", which="sigmoid_by_exp"), part("call", act="silu", over=True)),
+    ),
+    "a gate that learns behind a buffer that forward changes, compiled": Network(
+        (part("stateful", which="counter", act="relu"), part("overwritten", act="relu")),
+        train=("s",),
+    ),
+    "the gradient of tanhshrink, which cancels, behind a norm": Network(
+        (part("norm", which="layer"), part("transformed", act="tanhshrink", after="{y} + 0.25")),
+        inputs="tiny",
+    ),
     "gradients of a residual with checkpoint": one(
         "checkpoint", part("linear"), _GELU, reentrant=True
     ),

@@ -25,7 +25,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from functorch.compile import default_partition, nop
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
@@ -255,6 +257,11 @@ class Trial:
         lines = traceback.format_exception(error)[-3:]
         self.fail(f"{stage} crash {type(error).__name__}", "".join(lines)[-600:])
 
+    def raises_itself(self, error: BaseException) -> bool:
+        """Whether the original, with gradients, raises the same."""
+        own = run(self.made, self.made.net(), self.given).error
+        return type(own) is type(error) and str(own) == str(error)
+
     def unchanged(self, before: Snapshot, net: nn.Module) -> None:
         for what in before.changed(net):
             self.fail("original changed", what)
@@ -380,7 +387,7 @@ class Trial:
         """Whether the original takes another branch when it rounds otherwise."""
         seen = []
         for k in range(8):
-            shaking = Shaking(functools.partial(_shaken, torch.Generator().manual_seed(k)))
+            shaking = Shaking(torch.Generator().manual_seed(k))
             with shaking, oracle.narrow() if k % 2 else contextlib.nullcontext():
                 run(self.made, copy.deepcopy(net), x, training, gradient=False)
             seen.append(shaking.seen)
@@ -398,10 +405,7 @@ class Trial:
         name: str = "first",
     ) -> bool:
         if a.error is None and b.error is not None:
-            # torch's relu and sigmoid keep their output for the backward, x * (x > 0) does not:
-            # what overwrites that output next is refused by torch, in its own words.
-            if not ("Spelled" in self.made.source and "inplace operation" in str(b.error)):
-                self.crash(stage, b.error)
+            self.crash(stage, b.error)
             return False
         failure = self.compared(stage, earlier, a, b, x, kind, training, name)
         if failure is not None and not self.decided_by_rounding(earlier, x, training):
@@ -547,7 +551,7 @@ class Trial:
         if "compile" in self.heavy:
             whole = bool(self.network.weights % 2)  # one graph for every shape, or as it comes
             ways["aot_eager"] = lambda m: torch.compile(
-                m, backend="aot_eager", fullgraph=whole, dynamic=whole or None
+                m, backend=self.eager, fullgraph=whole, dynamic=whole or None
             )
         if "inductor" in self.heavy:
             ways["inductor"] = torch.compile
@@ -561,7 +565,7 @@ class Trial:
             # In a checkpointed region Dynamo enters no mode, which is how calls are answered: in
             # one graph it says so, in several they are.
             if "Unsafe side effect" in str(b.error):
-                b = run_graph(made, in_parts, copy.deepcopy(gated).eval(), x)
+                b = run_graph(made, self.in_parts, copy.deepcopy(gated).eval(), x)
             if b.error is not None:
                 if _is_torchs(str(b.error), made.source):
                     continue
@@ -579,12 +583,25 @@ class Trial:
                 self.fail(failure.stage, failure.message)
         torch._dynamo.reset()
 
+    @property
+    def eager(self) -> Any:
+        """The backend that is `aot_eager`.
+
+        What that computes again for a backward reads buffers as the forward has left them, so that
+        gradients are wrong without a word, those of F.silu as well. Where a forward changes its
+        buffers, the graph is one that computes nothing again.
+        """
+        return _keeping if "stateful" in self.parts else "aot_eager"
+
+    def in_parts(self, net: nn.Module) -> Any:
+        return torch.compile(net, backend=self.eager)
+
     def torchs_own(self, name: str, way: Callable[[nn.Module], Any], at: nn.Module) -> str:
         """Where torch's own graph of the original is not the original: "export gradient", "crash"
         where there is none, or "".
 
-        torch.export loses no_grad under autocast; a graph that computes again for its backward
-        reads a buffer that the forward has changed since.
+        torch.export loses no_grad under autocast; a graph of Inductor's that computes again for its
+        backward reads a buffer that the forward has changed since.
         """
         net, x = self.made.net().eval(), self.given
         net.load_state_dict(at.state_dict())
@@ -700,8 +717,7 @@ def _is_torchs(error: str, source: str) -> bool:
     return "MetaProxy" in error and left
 
 
-def in_parts(net: nn.Module) -> Any:
-    return torch.compile(net, backend="aot_eager")
+_keeping = aot_autograd(fw_compiler=nop, partition_fn=default_partition)
 
 
 def _arguments(made: Made, x: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -767,7 +783,8 @@ class Noise:
     def _shaken(self) -> Iterator[Result]:
         """The original with its weights, inputs and smooth functions off by a few last places."""
         made, training = self.trial.made, self.training
-        shaken = functools.partial(_shaken, torch.Generator().manual_seed(3))
+        generator = torch.Generator().manual_seed(3)
+        shaken = functools.partial(_shaken, generator)
         for k in range(12):
             net = copy.deepcopy(self.net)
             with torch.no_grad():
@@ -776,7 +793,7 @@ class Noise:
             x = self.x if self.kind in ("grid", "zero") else shaken(self.x)
             # what checkpointing computes again is not under a mode, and would not be the same
             again = any("checkpoint" in part for part in self.trial.parts)
-            shaking = contextlib.nullcontext() if again else Shaking(shaken)
+            shaking = contextlib.nullcontext() if again else Shaking(generator)
             with shaking, oracle.narrow() if k % 2 else contextlib.nullcontext():
                 yield run(made, net, x, training)
 
@@ -803,15 +820,24 @@ def _shaken(generator: torch.Generator, t: Tensor) -> Tensor:
 _STRAIGHT = re.compile("relu|clamp|maximum|minimum|hard|shrink|threshold")
 
 
-class Shaking(TorchFunctionMode):
-    """Changes what the smooth functions of torch give by a few last places, as rounding may.
+def _tilted(generator: torch.Generator, y: Tensor, x: Tensor) -> Tensor:
+    """`y` with its slopes in x off by up to two last places of 1, and its values as they are."""
+    eps = 2 * torch.finfo(y.dtype).eps
+    size = eps * (torch.rand(x.shape, generator=generator) * 2 - 1).to(y.dtype)
+    return y + size * (x - x.detach()).nan_to_num().to(y.dtype)
 
-    Straight ones are exact, and two equal arguments of a maximum stay equal.
+
+class Shaking(TorchFunctionMode):
+    """Changes what the smooth functions of torch give by a few last places, as rounding may, and
+    their slopes by as many of the largest slope, which is about 1.
+
+    A slope may be a sum that cancels: 1 - (1 - tanh**2) of tanhshrink is 0 at a small x, or what the
+    terms round to. Straight functions are exact, and two equal arguments of a maximum stay equal.
     """
 
-    def __init__(self, shaken: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, generator: torch.Generator) -> None:
         super().__init__()
-        self.shaken, self.seen = shaken, list[str]()
+        self.generator, self.seen = generator, list[str]()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         y = func(*args, **(kwargs or {}))
@@ -819,9 +845,11 @@ class Shaking(TorchFunctionMode):
         self.seen += [kind] if func in tg.sites.FUNCTIONS else []
         if inplace or (_STRAIGHT.search(kind) and kind != "tanhshrink"):
             return y
-        if isinstance(y, tuple):
-            return (self.shaken(y[0]), *y[1:])
-        return self.shaken(y)
+        first, *others = y if isinstance(y, tuple) else (y,)
+        z = _shaken(self.generator, first)
+        if args and isinstance(args[0], Tensor) and args[0].shape == z.shape:
+            z = _tilted(self.generator, z, args[0])
+        return (z, *others) if others else z
 
 
 class Snapshot:

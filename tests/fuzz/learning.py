@@ -64,6 +64,9 @@ def every_way(trial: Trial, stage: str, gated: nn.Module) -> None:
         want = run(trial.made, copy.deepcopy(gated), trial.given)
     with tg.kernels.use("auto"):
         have = run(trial.made, copy.deepcopy(gated), trial.given)
+    # torch has no backward of a recurrent layer in half where a CPU has instructions for its forward
+    if have.error is not None and trial.raises_itself(have.error):
+        return
     if agree(trial, f"{stage} auto", gated, want, have) and "compile" in trial.heavy:
         compiled(trial, stage, gated, want)
 
@@ -177,13 +180,13 @@ def _reloaded(trial: Trial, learned: nn.Module) -> nn.Module:
 
 def compiled(trial: Trial, stage: str, learned: nn.Module, want: Result) -> None:
     """The compiled graph, value and every gradient, where the original has one."""
-    from tests.fuzz.check import in_parts, run_graph
+    from tests.fuzz.check import run_graph
 
-    plain = run_graph(trial.made, in_parts, trial.made.net().eval(), trial.given)
+    plain = run_graph(trial.made, trial.in_parts, trial.made.net().eval(), trial.given)
     if plain.error is not None:
         return
-    have = run_graph(trial.made, in_parts, copy.deepcopy(learned).eval(), trial.given)
-    if trial.torchs_own("aot_eager", in_parts, trial.made.net()):
+    have = run_graph(trial.made, trial.in_parts, copy.deepcopy(learned).eval(), trial.given)
+    if trial.torchs_own("aot_eager", trial.in_parts, trial.made.net()):
         return  # its graph of the original is not the original either
     if have.error is None or not trial.is_torchs(str(have.error)):
         agree(trial, f"{stage} aot_eager", learned, want, have)

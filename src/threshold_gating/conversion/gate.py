@@ -6,7 +6,7 @@ import inspect
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
+from threshold_gating import kernels
 from threshold_gating.conversion import aten_ops, recomputing
 from threshold_gating.conversion.answering import LEAVE
 from threshold_gating.conversion.intercept import intercept_calls
@@ -113,11 +114,27 @@ class Gate(_Converted, Activation):
 
     def forward(self, *args: Tensor, **named: Tensor) -> Tensor:
         """The gates of the one argument, also by the name that it had before."""
-        return super().forward(self.given(args, named))
+        x = self.given(args, named)
+        if _stands_apart(self):
+            return _apart(lambda x: self.evaluate(self, "", x), x, self.inplace)
+        return super().forward(x)
 
     if TYPE_CHECKING:
 
         def __call__(self, *args: Tensor, **named: Tensor) -> Tensor: ...
+
+
+_KEEP_THEIR_RESULT = ("relu", "sigmoid", "tanh")  # ops of torch whose backward reads it
+
+
+def _stands_apart(module: nn.Module) -> bool:
+    """Whether nobody's backward may read the memory of the result, as a module's own op would."""
+    return bool(vars(module).get("apart")) and torch.is_grad_enabled() and kernels.takes_native()
+
+
+def _apart(f: Callable[[Tensor], Tensor], x: Tensor, inplace: bool) -> Tensor:
+    """`f(x)` in memory that may be written over, because what f keeps is elsewhere."""
+    return kernels.overwritten(x, f) if inplace else f(x).clone()
 
 
 def _channels(spec: Elementwise) -> tuple[int, ...] | None:
@@ -196,9 +213,12 @@ class PerCall(_Converted, Holder):
             recomputing.again(where, lambda: _counting(self, k))
         _counts.calls[id(self)] = k + 1
         at = self.stands[k]
-        if isinstance(at, GateSpec):
-            return at.evaluate(self, prefix_of_call(k), x, inplace=self.inplace)
-        return cast(Tensor, at(x))
+        if not isinstance(at, GateSpec):
+            return cast(Tensor, at(x))
+        prefix = prefix_of_call(k)
+        if _stands_apart(self):
+            return _apart(lambda x: at.evaluate(self, prefix, x), x, self.inplace)
+        return at.evaluate(self, prefix, x, inplace=self.inplace)
 
 
 class _Counts(threading.local):
@@ -274,6 +294,25 @@ def is_inplace(module: nn.Module) -> bool:
         return overwrites(module.forward)
 
 
+def _may_be_overwritten(module: nn.Module) -> bool:
+    """Whether the result of a module may be written over before its backward: that of x * (x > 0)
+    may, that of torch's relu may not."""
+    with probing(module), torch.inference_mode(False), torch.enable_grad():
+        x = torch.linspace(-2, 2, 9, requires_grad=True)
+        y = module.forward(x * 1.0).mul_(1.0)
+        try:
+            torch.autograd.grad(y.sum(), x, allow_unused=True)
+        except RuntimeError:
+            return False
+    return True
+
+
+def _keeps_result(at: Stands) -> bool:
+    """Whether torch's own op for a gate reads its result in the backward."""
+    op = at._structure.native if isinstance(at, GateSpec) else None
+    return op is not None and op.name in _KEEP_THEIR_RESULT
+
+
 def left(module: nn.Module) -> nn.Module:
     """What a module was, without its hooks, for a call that is left alone."""
     same = object.__new__(type(module))
@@ -297,6 +336,7 @@ def become(
     taken = inspect.signature(module.forward).parameters.values()
     argument = next((p.name for p in taken if p.kind is p.POSITIONAL_OR_KEYWORD), "x")
     over = module.inplace if isinstance(module, Activation) else is_inplace(module)
+    apart = any(map(_keeps_result, stands)) and _may_be_overwritten(module)
     calls = [_with(site, at) for site, at in zip(calls, stands, strict=False)]
     if isinstance(only := stands[0], GateSpec) and len(stands) == 1:
         new: nn.Module = Gate.made(only, over, place.device)
@@ -312,5 +352,6 @@ def become(
     object.__setattr__(original, "__dict__", module.__dict__)
     borrowed = {k: v for k, v in vars(module).items() if k not in vars(new)}
     vars(new).update(borrowed, borrowed=frozenset(borrowed), replaced=original, argument=argument)
+    vars(new).update({"apart": True} if apart else {})
     module.__class__ = type(new)
     object.__setattr__(module, "__dict__", new.__dict__)
