@@ -17,6 +17,7 @@ from threshold_gating.export.graph import (
     gates_of,
     graph,
     is_gate,
+    is_random,
     left_of,
     node_count,
     saved,
@@ -117,6 +118,19 @@ def test_a_network_that_draws_numbers_is_not_saved(tmp_path):
     with pytest.raises(ExportError, match="rand_like in the network itself draws random numbers"):
         saved(graph(gated, x), gated, x, tmp_path / "net.pt2")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("p", "training", "draws"), [(0.5, True, True), (0.5, False, False), (0.0, True, False)]
+)
+def test_dropout_is_refused_where_it_draws_and_only_there(p, training, draws):
+    class Net(nn.Module):
+        def forward(self, x):
+            return F.dropout(torch.relu(x), p, training)
+
+    program = torch.export.export(Net(), (torch.randn(2, 3),))
+    (dropout,) = [n for n in program.graph.nodes if "dropout" in n.name]
+    assert is_random(dropout) is draws
 
 
 def test_a_file_is_written_whole_and_as_others_may_read_it(tmp_path):

@@ -275,7 +275,14 @@ class _Constants:
 
 
 def is_random(node: Node) -> bool:
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    """Whether an op draws numbers as it is called here: dropout that is off does not."""
+    op: Any = node.target
+    if torch.Tag.nondeterministic_seeded not in getattr(op, "tags", ()):
+        return False
+    given = {a.name: a.default_value for a in op._schema.arguments}
+    given |= dict(zip(given, node.args, strict=False)) | node.kwargs
+    switches = ("train", "training", "dropout", "dropout_p", "p")
+    return not any(given[name] in (0.0, False) for name in switches if name in given)
 
 
 def left_of(program: ExportedProgram) -> dict[str, int]:
