@@ -225,7 +225,7 @@ def test_only_codes_of_the_format_are_evaluated():
 @pytest.mark.parametrize(("theta", "tau"), [((10.0, 0.0), (5.0, 2.0)), ((5.0, -5.0), 10.0)])
 def test_soft_thresholds_that_fall_too_far_are_refused(theta, tau):
     t = TG(tau, theta, (0, 1, 0.5), (0, 0, 0))
-    with pytest.raises(FormatError, match="give an instance whose thresholds rise"):
+    with pytest.raises(FormatError, match="take an instance whose thresholds rise"):
         fp.error(t, fp.format_for(t, 16, 16.0))
     near = TG(1, (4.0, -4.0), (0, 1, 0.5), (0, 0, 0))  # as far as there is room
     assert fp.error(near, fp.format_for(near, 16, 16.0)) <= 18

@@ -43,6 +43,11 @@ def gated():
     return tg.convert(model, inputs=X)
 
 
+def test_bits_by_name_are_refused_with_the_way_to_ask_for_them(gated):
+    with pytest.raises(ValueError, match=r"bits is no field .* fixed_point.convert\(model, 12"):
+        fp.convert(gated, inputs=X, bits=12)
+
+
 @torch.no_grad()
 def test_more_bits_are_nearer(gated):
     off = [(fp.convert(gated, b, inputs=X)(X) - gated(X)).abs().max().item() for b in (8, 12, 16)]

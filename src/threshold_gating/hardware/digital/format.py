@@ -293,8 +293,8 @@ def _check_order(t: TG, unit: Unit) -> None:
     if unit.gate and fall * sharpest > 2 ** (unit.gate.top - 1):
         raise FormatError(
             f"theta = {t.theta} falls by {fall:g}, and the unit has room for "
-            f"{2 ** (unit.gate.top - 1) / sharpest:.3g} at tau = {sharpest:g}; give an "
-            "instance whose thresholds rise."
+            f"{2 ** (unit.gate.top - 1) / sharpest:.3g} at tau = {sharpest:g}; take "
+            "an instance whose thresholds rise: tg.convert(..., sites={SITE: K}) fits one."
         )
 
 

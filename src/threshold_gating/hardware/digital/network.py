@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -11,7 +12,7 @@ from torch import nn
 from threshold_gating.conversion.plan import arguments
 from threshold_gating.conversion.plan import run as run_network
 from threshold_gating.conversion.watch import Running, copied, evaluating, fresh
-from threshold_gating.hardware.digital.format import Format
+from threshold_gating.hardware.digital.format import Format, Unit
 from threshold_gating.hardware.digital.keys import FixedKeys
 from threshold_gating.hardware.digital.site import FixedGate
 from threshold_gating.hardware.physical import Chip, Errors
@@ -104,6 +105,9 @@ class FixedPoint(nn.Module):
             raise ValueError(f"fixed_point: {unused[0]!r} is no site; there are {known}.")
 
 
+_FIELDS = {field.name for field in fields(Unit)} - {"bits"}
+
+
 def convert(
     model: nn.Module,
     wanted: Format | int | Mapping[str, Format | int] = 16,
@@ -123,6 +127,12 @@ def convert(
         units: fields of `Unit` for every site, such as slope=2.
     """
     check(model, "fixed_point.convert")
+    if unknown := sorted(set(units) - _FIELDS):
+        raise ValueError(
+            f"fixed_point.convert: {unknown[0]} is no field of Unit that all sites may be given; "
+            f"these are {', '.join(sorted(_FIELDS))}. The bits of x and y are the second argument: "
+            "fixed_point.convert(model, 12, inputs=x)."
+        )
     chosen = Chosen(only, "fixed_point.convert")
     body = Body(copied(model))
     chip = _Digital(None, Errors().of(None))
