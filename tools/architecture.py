@@ -44,7 +44,6 @@ HELD_BY = {
     "conversion/checkpoint/schema.py": "conversion/test_checkpoint.py",
     "conversion/choices.py": "conversion/test_plan.py",
     "conversion/enumeration.py": "conversion/test_proof.py",
-    "conversion/gate.py": "conversion/test_apply.py",
     "conversion/hub.py": "conversion/test_pretrained.py",
     "conversion/learned_calls.py": "conversion/test_learn.py",
     "conversion/lines.py": "conversion/test_intercept.py",

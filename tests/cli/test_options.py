@@ -130,4 +130,4 @@ def test_old_spellings_are_not_in_the_help(capsys):
 @pytest.mark.parametrize("word", ["nan", "-1", "x"])
 def test_a_bound_is_a_number_from_0_on(word):
     with pytest.raises(argparse.ArgumentTypeError, match="E must be a number from 0 on, or inf"):
-        shared._bound(word)
+        shared.bound(word)
