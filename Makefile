@@ -15,7 +15,8 @@ SEED ?= 0
 
 VENV := .venv
 BIN := $(VENV)/bin
-PIP_INSTALL = $(BIN)/python -m pip install -qq -c constraints.txt \
+# What is imported is compiled then: doing it for all that is installed takes another minute.
+PIP_INSTALL = $(BIN)/python -m pip install -qq --no-compile -c constraints.txt \
 	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 # One thread a worker: with more, two workers on two cores slow each other down.
 # Nothing is fetched from a model hub: offline, a test that tries fails at once.
