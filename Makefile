@@ -15,8 +15,7 @@ SEED ?= 0
 
 VENV := .venv
 BIN := $(VENV)/bin
-# What is imported is compiled then: doing it for all that is installed takes another minute.
-PIP_INSTALL = $(BIN)/python -m pip install -qq --no-compile -c constraints.txt \
+PIP_INSTALL = $(BIN)/python -m pip install -qq -c constraints.txt \
 	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 # One thread a worker: with more, two workers on two cores slow each other down.
 # Nothing is fetched from a model hub: offline, a test that tries fails at once.
