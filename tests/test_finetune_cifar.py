@@ -11,6 +11,7 @@ from experiments import finetune_cifar
 from experiments.data import cifar10
 
 
+@pytest.mark.slow
 def test_every_arm_runs_and_the_table_has_a_line_for_each(capsys):
     finetune_cifar.main(["--smoke"])
     lines = capsys.readouterr().out.splitlines()

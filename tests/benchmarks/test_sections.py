@@ -40,13 +40,17 @@ def test_the_rows_for_a_cpu_run(name):
     assert {row.work for row in rows if row.unit == "error" and row.verdict != "ok"} == set()
 
 
+@pytest.mark.slow  # each kernel is interpreted by the tests of pairs as well
 def test_every_contender_runs_by_the_kernels_themselves(step_by_step):
     """But for attention, whose kernels the pairs run."""
     step_by_step("interpret_benchmarks.py")
 
 
 @pytest.mark.compile
-@pytest.mark.parametrize("name", ["elementwise", "gated units", "networks", "llm"])
+@pytest.mark.parametrize(
+    "name",
+    ["elementwise", "gated units", pytest.param("networks", marks=pytest.mark.slow), "llm"],
+)
 def test_every_compiled_contender_for_a_gpu_can_be_traced(name):
     rows = fake_rows(Place("cpu", partial(torch.compile, backend="eager", fullgraph=True)), name)
     assert {row.work: row.failed for row in rows if row.failed} == {}
