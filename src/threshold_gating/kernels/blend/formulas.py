@@ -29,6 +29,7 @@ from threshold_gating.kernels.instructions import LOG2E, exp2, inverse
 
 _MOST = tl.constexpr(1e37)  # of an argument: no sum of seven overflows
 _LARGEST = tl.constexpr(3.39e38)  # of a branch: no mean of such ones overflows
+_FAR = tl.constexpr(1e30)  # of what branches read: none of theirs is infinite
 
 
 @triton.jit
@@ -334,3 +335,35 @@ def turns(g, v, dy, s, c, S_CODE: tl.constexpr, C_CODE: tl.constexpr, K: tl.cons
         found = (masses[K - 2 - j] * value - above * values[K - 2 - j],) + found
         above, value = above + g[K - 2 - j], value + weighed[K - 2 - j]
     return found
+
+
+@triton.jit
+def turns_by_powers(x, v, dy, tau, middle, w, s, c, S_CODE: tl.constexpr, K: tl.constexpr):
+    """(gates times dy, dy T_m for each threshold) with one tau, in fewer steps than by `turns`.
+
+    T_m is what the branches above a threshold have more than their share of the mean. All of them
+    are taken less the one that wins far out on x's side, which changes nothing but leaves no large
+    numbers to cancel in the tails. Where a middle one wins, T is off by a rounding of the largest
+    branch, so branches far larger than what they differ by are left to `turns`
+    (`parameters.folded`).
+    """
+    parts = _powers(x, tau, middle, w, K)
+    masses = (parts[K - 1],)  # of the gates above a threshold, not yet shared out
+    for k in tl.static_range(1, K):
+        masses = (masses[0] + parts[K - 1 - k],) + masses
+    share = inverse(masses[0])
+    scale, near = dy * share, _bounded(v, _FAR)
+    weighted, values, branches = (), (), ()
+    for k in tl.static_range(K):
+        weighted, branches = weighted + (parts[k] * scale,), branches + (_branch(near, s, c, S_CODE, k),)
+    wins = tl.where(x < middle, branches[0], branches[K - 1])
+    for k in tl.static_range(K):
+        value = weighted[K - 1 - k] * (branches[K - 1 - k] - wins)
+        if k > 0:
+            value += values[0]
+        values = (value,) + values
+    mean = values[0] * share
+    found = ()
+    for m in tl.static_range(1, K):
+        found = found + (values[m] - masses[m] * mean,)
+    return weighted, found

@@ -26,6 +26,7 @@ from threshold_gating.kernels.blend.formulas import (
     soft_gates,
     turned_from_below,
     turns,
+    turns_by_powers,
     two_gates,
     two_means,
     value,
@@ -169,18 +170,25 @@ def _gradient(
     OWNERS: tl.constexpr, K: tl.constexpr, GATE: tl.constexpr, WEIGHTS: tl.constexpr,
     SUMMED: tl.constexpr,
 ):
-    """(y, mean slope, dy by way of the gates, gates, dy T_m for each threshold).
+    """(y, dy times the mean slope, dy by way of the gates, gates times dy, dy T_m of thresholds).
 
     The last two only if a parameter's gradient needs them (SUMMED).
     """
-    g, found = (x,), (x,)
+    g, weighted, found = (x,), (), (x,)
     if GATE == ONE_TAU and WEIGHTS >= SMALL and not SUMMED:
         y, slope, turned = by_powers(x, v, tau, middle, w, ws, wc, C_CODE, K)
-        turned = turned * dy
+        through, turned = slope * dy, turned * dy
     elif GATE == OWN_TAUS and WEIGHTS >= SMALL and not SUMMED:
         y, slope, turned = turned_from_below(
             x, v, tau, theta, middle, w, ws, wc, S_CODE, C_CODE, K, WEIGHTS)
-        turned = turned * dy
+        through, turned = slope * dy, turned * dy
+    elif GATE == ONE_TAU and WEIGHTS != OVERFLOWING:
+        weighted, found = turns_by_powers(x, v, dy, tau, middle, w, s, c, S_CODE, K)
+        y, _, _ = by_powers(x, v, tau, middle, w, ws, wc, C_CODE, K)
+        through, turned = mean(weighted, s, S_CODE, K), found[0]
+        for k in tl.static_range(1, K - 1):
+            turned += found[k]
+        turned = turned * tau[0]
     else:
         if GATE == HARD:
             g = hard_gates(x, theta, OWNERS, K)
@@ -203,7 +211,10 @@ def _gradient(
             y = v * slope + two_means(x, tau, theta, c, g[0], g[1], C_CODE, GATE)
         else:
             y = v * slope + mean(g, c, C_CODE, K)
-    return y, slope, turned, g, found
+        through = slope * dy
+        for k in tl.static_range(K):
+            weighted = weighted + (g[k] * dy,)
+    return y, through, turned, weighted, found
 
 
 @triton.jit
@@ -237,12 +248,12 @@ def _backward_tiles(
                 v = other
             else:
                 dy = dy * other
-        y, slope, turned, g, found = _gradient(
+        y, through, turned, weighted, found = _gradient(
             x, v, dy, tau, theta, s, c, middle, w, ws, wc,
             S_CODE, C_CODE, OWNERS, K, GATE, WEIGHTS, TAUS + THETAS + SLOPES + CONSTANTS > 0)
-        dx, dother = dy * slope + turned, outer * y  # (RB, CB)
+        dx, dother = through + turned, outer * y  # (RB, CB)
         if ROLE == READ:
-            dx, dother = turned, dy * slope
+            dx, dother = turned, through
         if DX:
             tl.store(dx_p + place, dx.to(x_p.dtype.element_ty), mask=inside)
         if DOTHER:
@@ -267,12 +278,12 @@ def _backward_tiles(
             else:
                 new = new + (sums[TAUS + k],)
         for k in tl.static_range(SLOPES):
-            along = dy * g[k] * v
+            along = weighted[k] * v
             if GATE == HARD:  # 0 * inf where a branch is not taken
-                along = tl.where(g[k] > 0, dy * v, 0.0)
+                along = tl.where(weighted[k] != 0, along, 0.0)
             new = new + (_plus(sums[TAUS + THETAS + k], along, LAYOUT),)
         for k in tl.static_range(CONSTANTS):
-            new = new + (_plus(sums[TAUS + THETAS + SLOPES + k], dy * g[k], LAYOUT),)
+            new = new + (_plus(sums[TAUS + THETAS + SLOPES + k], weighted[k], LAYOUT),)
         if len(new) > 0:
             sums = new
     return sums

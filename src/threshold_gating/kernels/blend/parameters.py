@@ -109,6 +109,24 @@ def _mirrored(tau, theta, s, c, K: tl.constexpr):
 
 
 @triton.jit
+def _unbalanced(tau, theta, s, c, K: tl.constexpr):
+    """Whether branches are far larger, where gates turn, than what they differ by.
+
+    A rounding of the largest, 2^-24 of it, must be little beside the slopes and the rise of the
+    gates: then `turns_by_powers` may subtract a mean.
+    """
+    slope, constant, far = tl.abs(s[0]), tl.abs(c[0]), tl.abs(theta[0])
+    low, high = c[0], c[0]
+    for k in tl.static_range(1, K):
+        slope, constant = tl.maximum(slope, tl.abs(s[k])), tl.maximum(constant, tl.abs(c[k]))
+        low, high = tl.minimum(low, c[k]), tl.maximum(high, c[k])
+        if k < K - 1:
+            far = tl.maximum(far, tl.abs(theta[k]))
+    scale = tl.maximum(slope, tau * (high - low))
+    return tau * (constant + slope * far) > 32 * scale
+
+
+@triton.jit
 def folded(tau, theta, s, c, K: tl.constexpr, GATE: tl.constexpr, WEIGHTS: tl.constexpr):
     """(middle, w, w s, w c, whether a weight leaves float32) for K >= 3.
 
@@ -135,8 +153,8 @@ def folded(tau, theta, s, c, K: tl.constexpr, GATE: tl.constexpr, WEIGHTS: tl.co
             exponent = exponent + (middle - theta[k]) * (tau[0] * LOG2E)
             largest = tl.maximum(largest, tl.abs(exponent))
         w, ws, wc = w + (w[0],), ws + (s[K - 1],), wc + (c[K - 1],)
-        large = tl.max(tl.max(largest, 1), 0) > _LARGEST_EXPONENT
-        overflows = large if WEIGHTS == FITTING else False
+        large = (largest > _LARGEST_EXPONENT) | _unbalanced(tau[0], theta, s, c, K)
+        overflows = tl.max(tl.max(large.to(tl.int32), 1), 0) > 0 if WEIGHTS == FITTING else False
     else:
         middle, w, ws, wc, overflows = tau[0], (tau[0],), (tau[0],), (tau[0],), False
     return middle, w, ws, wc, overflows
