@@ -41,7 +41,8 @@ def limits(literal: float, backward: bool) -> dict[tuple[str, str], float | None
         found = {("native", SDPA): 1.02, ("fused", "FA2"): 1.2, ("fused tau", "FA2"): 1.2}
         return {**found, ("literal", "FA2"): 1.8}
     found = {("native", SDPA): 1.02, ("fused", "FA2"): 1.05, ("fused tau", "FA2"): 1.05}
-    return {**found, ("literal", "FA2"): literal, ("statistics", "fused"): 1.25}
+    found |= {("literal", "FA2"): literal, ("statistics", "fused"): 1.25}
+    return {**found, ("fused", SDPA): 1.2, ("literal", SDPA): 2.2}
 
 
 def attend(sizes: Sizes, place: Place) -> Iterator[Work]:

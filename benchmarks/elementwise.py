@@ -19,7 +19,7 @@ SOFT, HARD = ("tau", "theta", "s", "c"), ("theta", "s", "c")
 KEYS = {2: "silu", 3: "mish", 5: "gelu"}  # one tau each
 SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 # By dtype and K: the most of a copy's time for the forward pass, and for it and the backward pass.
-_NARROW = {2: (1.08, 2.9), 3: (1.3, 4.0), 5: (1.8, None)}
+_NARROW = {2: (1.08, 2.9), 3: (1.3, 4.0), 5: (1.8, 4.5)}
 _WIDE = {2: (1.03, 2.9), 3: (1.08, 4.0), 5: (1.2, None)}
 _AIM = 1.03  # of the forward pass with K = 2 in 16 bits
 _NOTES = {

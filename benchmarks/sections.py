@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks import attention, elementwise, llm, networks, tier_w
+from benchmarks import attention, elementwise, host, llm, networks, tier_w
 from benchmarks.calibration import calibration
 from benchmarks.checking import check, machine, unchecked
 from benchmarks.conversion import conversion
@@ -34,6 +34,7 @@ class Sizes(NamedTuple):
     elementwise: elementwise.Sizes
     tier_w: tier_w.Sizes
     powers: range
+    host: host.Sizes
     images: tuple[int, int, int, int]
     networks: dict[str, networks.Network]
     attention: attention.Sizes
@@ -50,6 +51,7 @@ LARGE = Sizes(
         vectors=(4096, 8192),
     ),
     range(12, 29),
+    host.Sizes((16384, 4096), (64, 197, 3072), 400),
     (64, 3, 224, 224),
     networks.NETWORKS,
     attention.Sizes(
@@ -64,6 +66,7 @@ def on_gpu(place: Place, sizes: Sizes) -> Sections:
     return {
         "elementwise": lambda: elementwise.elementwise(sizes.elementwise, place),
         "gated units": lambda: gated_units(sizes.elementwise.rows, place),
+        "host": lambda: host.host(sizes.host, place),
         "frozen": lambda: frozen(sizes.elementwise.rows, torch.bfloat16, place),
         "tier W": lambda: tier_w.tier_w(sizes.tier_w, place),
         "growth": lambda: growth(sizes.powers, place),

@@ -57,9 +57,9 @@ def _large(sizes: Sizes, place: Place) -> Iterator[Work]:
 def _images(image: tuple[int, int, int, int], place: Place) -> Iterator[Work]:
     work = f"K=2 3x3 of {'x'.join(map(str, image))} bf16"
     note = "in channels_last; K = 2 has twice the products of one convolution"
-    for what, backward in (("forward", False), ("+ backward", True)):
+    for what, backward, limit in (("forward", False, None), ("+ backward", True, 2.3)):
         build = partial(_convolutions, image, place, backward)
-        name, limits = f"{work} {what}", {"conv": None}
+        name, limits = f"{work} {what}", {"conv": limit}
         yield Work(SECTION, name, build, limits, PAIRS, backward=backward, note=note)
 
 

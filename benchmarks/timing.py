@@ -20,6 +20,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -44,6 +45,7 @@ class Clock(NamedTuple):
     how: str
     called: Callable[[Contenders, bool], Rounds]
     replayed: Callable[[Contenders], Times] | None
+    loose: Callable[[Contenders, bool], Rounds] | None = None  # as called, on whatever cores
 
 
 class Place(NamedTuple):
@@ -74,6 +76,7 @@ class Work:
         replay: whether a recorded graph is timed too.
         aim: a ratio that is more than was asked for, named where it is met.
         slow: whether fewer runs have to do.
+        pinned: whether all threads are kept on one core, where the clock does that.
         unit: "ms" is timed; else the contenders are called once and give a figure in this unit.
     """
 
@@ -89,6 +92,7 @@ class Work:
     power: int | None = None
     slow: bool = False
     unit: str = "ms"
+    pinned: bool = True
 
     def __post_init__(self) -> None:
         unknown = [name for name in self.pairs if name not in FAMILIES]
@@ -126,7 +130,8 @@ def _measured(work: Work, clock: Clock) -> tuple[Rounds, Times, str]:
         with torch.set_grad_enabled(work.backward):
             if work.unit != "ms":
                 return {name: [float(f())] for name, f in contenders.items()}, {}, ""
-            rounds = clock.called(contenders, work.slow)
+            called = clock.called if work.pinned or clock.loose is None else clock.loose
+            rounds = called(contenders, work.slow)
             if clock.replayed is None or not work.replay:
                 return rounds, {}, ""
             needed = set(contenders) if "best" in work.limits else {"ours", *work.limits}
@@ -141,13 +146,13 @@ def _in_turn(contenders: Contenders, i: int) -> list[tuple[str, Callable[[], Any
     return list(contenders.items())[:: -1 if i % 2 else 1]
 
 
-def _in_rounds(contenders: Contenders, slow: bool) -> Rounds:
+def _in_rounds(contenders: Contenders, slow: bool, pinned: bool = True) -> Rounds:
     from triton.testing import do_bench
 
     taken: Rounds = {name: [] for name in contenders}
     for f in contenders.values():
         f()  # what has to be compiled is, by all cores
-    with _on_one_core():
+    with _on_one_core() if pinned else contextlib.nullcontext():
         for i in range(ROUNDS):
             for name, f in _in_turn(contenders, i):
                 taken[name].append(do_bench(f, warmup=5, rep=REP[slow], return_mode="median"))
@@ -213,6 +218,20 @@ def _refuse_to_wait(f: Callable[[], Any]) -> None:
             torch.cuda.set_sync_debug_mode("default")
 
 
+def host_time(f: Callable[[], Any], device: str, calls: int) -> float:
+    """Microseconds that the host takes for a call, least of several rounds, on whatever cores: what
+    the device does goes on beside it."""
+    taken = []
+    for _ in range(2 * ROUNDS):
+        start = time.perf_counter()
+        for _ in range(calls):
+            f()
+        taken.append(1e6 * (time.perf_counter() - start) / calls)
+        if device == "cuda":
+            torch.cuda.synchronize()
+    return min(taken)
+
+
 def _least(contenders: Contenders, slow: bool) -> Rounds:
     taken: Rounds = {name: [] for name in contenders}
     with _keeping_memory():
@@ -270,6 +289,7 @@ ON_GPU = Clock(
     "costs, and decides nothing.",
     _in_rounds,
     _replayed,
+    partial(_in_rounds, pinned=False),
 )
 ON_CPU = Clock(
     f"One thread, the least processor time of {RUNS[False]} runs ({RUNS[True]} where one takes "

@@ -60,12 +60,12 @@ def test_every_compiled_contender_for_a_gpu_can_be_traced(name):
 
 def test_the_limits_are_those_that_were_set():
     rows = named(fake_rows(Place("cpu", None), "elementwise"))
-    limits = {2: (1.08, 2.9), 3: (1.3, 4.0), 5: (1.8, None)}
+    limits = {2: (1.08, 2.9), 3: (1.3, 4.0), 5: (1.8, 4.5)}
     for K, (forward, both) in limits.items():
         for share in ("channel", "layer"):
             assert rows[f"K={K} {share} bf16 forward"].limit == forward
             assert rows[f"K={K} {share} bf16 + backward"].limit == both
-            assert rows[f"K={K} {share} fp32 + backward"].limit == both
+            assert rows[f"K={K} {share} fp32 + backward"].limit == (both if K < 5 else None)
     assert rows["K=2 channel fp16 forward"].limit == 1.08
     met = {work for work, row in rows.items() if "aim" in row.note}  # in 16 bits, 1.03 is more
     assert met == {

@@ -344,8 +344,7 @@ def turns_by_powers(x, v, dy, tau, middle, w, s, c, S_CODE: tl.constexpr, K: tl.
     T_m is what the branches above a threshold have more than their share of the mean. All of them
     are taken less the one that wins far out on x's side, which changes nothing but leaves no large
     numbers to cancel in the tails. Where a middle one wins, T is off by a rounding of the largest
-    branch, so branches far larger than what they differ by are left to `turns`
-    (`parameters.folded`).
+    branch, so large ones are left to `turns` (`parameters.folded`).
     """
     parts = _powers(x, tau, middle, w, K)
     masses = (parts[K - 1],)  # of the gates above a threshold, not yet shared out
@@ -355,7 +354,8 @@ def turns_by_powers(x, v, dy, tau, middle, w, s, c, S_CODE: tl.constexpr, K: tl.
     scale, near = dy * share, _bounded(v, _FAR)
     weighted, values, branches = (), (), ()
     for k in tl.static_range(K):
-        weighted, branches = weighted + (parts[k] * scale,), branches + (_branch(near, s, c, S_CODE, k),)
+        weighted = weighted + (parts[k] * scale,)
+        branches = branches + (_branch(near, s, c, S_CODE, k),)
     wins = tl.where(x < middle, branches[0], branches[K - 1])
     for k in tl.static_range(K):
         value = weighted[K - 1 - k] * (branches[K - 1 - k] - wins)

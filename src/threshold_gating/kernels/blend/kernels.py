@@ -155,7 +155,7 @@ def blend_forward(
     tau, theta, s, c = _parameters(
         at, tau_p, rho_p, theta_p, shift_p, s_p, c_p,
         G, TAU_CODE, THETA_CODE, S_CODE, C_CODE, K, GATE, SHARPENED, MOVED, ANCHORED)
-    middle, w, ws, wc, overflows = folded(tau, theta, s, c, K, GATE, WEIGHTS)
+    middle, w, ws, wc, overflows = folded(tau, theta, s, c, K, GATE, WEIGHTS, False)
     if overflows:  # a loop of its own, so that neither keeps what only the other one needs
         _forward_tiles(x_p, other_p, y_p, R, N, iters, tau, theta, s, c, middle, w, ws, wc,
                        S_CODE, C_CODE, OWNERS, K, GATE, OVERFLOWING, ROLE, LAYOUT, RB, CB, 1)
@@ -372,7 +372,7 @@ def blend_backward(
     tau, theta, s, c = _parameters(
         at, tau_p, rho_p, theta_p, shift_p, s_p, c_p,
         G, TAU_CODE, THETA_CODE, S_CODE, C_CODE, K, GATE, SHARPENED, MOVED, ANCHORED)
-    middle, w, ws, wc, overflows = folded(tau, theta, s, c, K, GATE, WEIGHTS)
+    middle, w, ws, wc, overflows = folded(tau, theta, s, c, K, GATE, WEIGHTS, True)
     sums = (tl.zeros((RB if LAYOUT == ROWS else 1, CB), tl.float32),)  # Triton wants at least one
     for k in tl.static_range(1, TAUS + DTHETA * (K - 1) + DS * K + CONSTANTS):
         sums = sums + (sums[0],)

@@ -109,26 +109,28 @@ def _mirrored(tau, theta, s, c, K: tl.constexpr):
 
 
 @triton.jit
-def _unbalanced(tau, theta, s, c, K: tl.constexpr):
-    """Whether branches are far larger, where gates turn, than what they differ by.
+def _large(tau, theta, s, c, K: tl.constexpr):
+    """Whether branches are large where gates turn: `turns_by_powers` would lose too much of them.
 
-    A rounding of the largest, 2^-24 of it, must be little beside the slopes and the rise of the
-    gates: then `turns_by_powers` may subtract a mean.
+    It is off by 2^-24 of the largest branch times tau; so the bounds are those of frozen ones with
+    small weights (`structure._are_small`).
     """
-    slope, constant, far = tl.abs(s[0]), tl.abs(c[0]), tl.abs(theta[0])
-    low, high = c[0], c[0]
+    slope, rest = tl.abs(s[0]), tl.maximum(tl.abs(c[0]), tl.abs(theta[0]))
     for k in tl.static_range(1, K):
-        slope, constant = tl.maximum(slope, tl.abs(s[k])), tl.maximum(constant, tl.abs(c[k]))
-        low, high = tl.minimum(low, c[k]), tl.maximum(high, c[k])
+        slope, rest = tl.maximum(slope, tl.abs(s[k])), tl.maximum(rest, tl.abs(c[k]))
         if k < K - 1:
-            far = tl.maximum(far, tl.abs(theta[k]))
-    scale = tl.maximum(slope, tau * (high - low))
-    return tau * (constant + slope * far) > 32 * scale
+            rest = tl.maximum(rest, tl.abs(theta[k]))
+    return (slope > 2) | (tau * rest > 16)
 
 
 @triton.jit
-def folded(tau, theta, s, c, K: tl.constexpr, GATE: tl.constexpr, WEIGHTS: tl.constexpr):
-    """(middle, w, w s, w c, whether a weight leaves float32) for K >= 3.
+def folded(
+    tau, theta, s, c,
+    K: tl.constexpr, GATE: tl.constexpr, WEIGHTS: tl.constexpr, BACK: tl.constexpr,
+):  # fmt: skip
+    """(middle, w, w s, w c, whether gates are taken one by one) for K >= 3.
+
+    They are where weights leave float32 and, going BACK, where branches are large.
 
     With a tau per threshold, and if weights are known to be small, the middle is where things stop:
     the gates to change, then each exponential to grow; see `_rises`.
@@ -153,7 +155,9 @@ def folded(tau, theta, s, c, K: tl.constexpr, GATE: tl.constexpr, WEIGHTS: tl.co
             exponent = exponent + (middle - theta[k]) * (tau[0] * LOG2E)
             largest = tl.maximum(largest, tl.abs(exponent))
         w, ws, wc = w + (w[0],), ws + (s[K - 1],), wc + (c[K - 1],)
-        large = (largest > _LARGEST_EXPONENT) | _unbalanced(tau[0], theta, s, c, K)
+        large = largest > _LARGEST_EXPONENT
+        if BACK:
+            large = large | _large(tau[0], theta, s, c, K)
         overflows = tl.max(tl.max(large.to(tl.int32), 1), 0) > 0 if WEIGHTS == FITTING else False
     else:
         middle, w, ws, wc, overflows = tau[0], (tau[0],), (tau[0],), (tau[0],), False
