@@ -228,7 +228,8 @@ def _products() -> Iterator[Pair]:
             )  # fmt: skip
             yield pair
             yield replace(pair, name=f"{name} {share} product of few", shapes=((9, 7),))
-            shapes = ((2, 6, 4, 5), (4, 32, 28, 28))
+            # the last so large that the weights' gradients are those of halves
+            shapes = ((2, 6, 4, 5), (4, 32, 28, 28), (8, 192, 28, 28))
             yield replace(pair, name=f"{name} {share} convolution", shapes=shapes)
     for share in ("channel", "layer"):
         p = Product(Gates(_PRODUCTS["hard"], share), derived=False, outputs=40)

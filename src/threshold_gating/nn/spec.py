@@ -89,8 +89,10 @@ class Elementwise:
         if x.dtype == torch.float64 and not self.learned and own["theta0"].dtype != torch.float64:
             # float32 has not all digits of 0.2
             own = {name: self.start(name, x.device, x.dtype) for name in self.roles()}
-        shape_in = _shape_in if torch.compiler.is_compiling() else _kept_shape
-        shape = shape_in(self.share, self.group, self.axis, x.shape)
+        shape: tuple[int, ...] = ()
+        if self.share not in ("net", "layer"):
+            shape_in = _shape_in if torch.compiler.is_compiling() else _kept_shape
+            shape = shape_in(self.share, self.group, self.axis, x.shape)
         return self._structure.tensors(own, holder), shape
 
     def tensors_of(self, holder: nn.Module, prefix: str) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from threshold_gating.primitive.soft import Value
 
@@ -27,16 +28,20 @@ def wide(x: Tensor) -> Tensor:
 
 
 _PROXY = torch._C._TorchDispatchModeKey.PROXY
+# Here, because these are asked in every call, and looking them up takes longer than they do.
+_plain = (Tensor, torch.nn.Parameter)
+_transforms = torch._C._functorch.peek_interpreter_stack
+_tracing, _mode = torch._C._get_tracing_state, torch._C._get_dispatch_mode
 
 
 def is_memory(x: Any) -> bool:
     """Whether x is plain memory: of no subclass, in no transform of functions, not traced."""
     return (
-        type(x) in (Tensor, torch.nn.Parameter)
-        and torch._C._functorch.peek_interpreter_stack() is None
-        and torch.autograd.forward_ad._current_level < 0
-        and torch._C._get_tracing_state() is None  # torch.jit.trace
-        and torch._C._get_dispatch_mode(_PROXY) is None  # make_fx
+        type(x) in _plain
+        and _transforms() is None
+        and forward_ad._current_level < 0
+        and _tracing() is None  # torch.jit.trace
+        and _mode(_PROXY) is None  # make_fx
     )
 
 

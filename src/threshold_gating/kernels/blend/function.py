@@ -5,6 +5,7 @@ It saves x and the parameters alone and computes the gates anew in the backward 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -14,7 +15,15 @@ from torch import Tensor
 
 from threshold_gating import primitive
 from threshold_gating.instance import TG
-from threshold_gating.kernels.backend import Engine, backend, engine, no_native_op, takes_native
+from threshold_gating.kernels.backend import (
+    Engine,
+    backend,
+    engine,
+    is_memory,
+    no_native_op,
+    runs_triton,
+    takes_native,
+)
 from threshold_gating.kernels.blend import cpu, gpu
 from threshold_gating.kernels.blend.graph import Graph
 from threshold_gating.kernels.blend.kept import kept
@@ -220,6 +229,12 @@ def _gates(
         rows = viewed(structure.rows(held), shape) if isinstance(held, Tensors) else held
         node = kept(x, v, structure, rows)
         return node if up is None else node * up
+    if v is None and up is None and runs_triton(x, name) and not torch.compiler.is_compiling():
+        plan = _usual(structure, x.shape, x.stride(), x.dtype, shape)
+        if plan is not None and is_memory(x):
+            tensors = held if isinstance(held, Tensors) else whole(held, shape)
+            if not _is_elsewhere(tensors, x):
+                return _applied(x, None, tensors, plan)
     if structure.huge and x.dtype != torch.float64 and x.is_floating_point():
         v, up = (w.double() if isinstance(w, Tensor) else w for w in (v, up))
         return _gates(x.double(), structure, held, shape, v, up, name).to(x.dtype)
@@ -245,6 +260,21 @@ def _gates(
     if structure.jumps and torch.is_grad_enabled():
         y = primitive.straight_through(x, y, rows.theta, rows.s, rows.c)
     return y
+
+
+@functools.lru_cache(4096)
+def _usual(
+    structure: Structure,
+    sizes: Sequence[int],
+    stride: Sequence[int],
+    dtype: torch.dtype,
+    shape: Shape,
+) -> gpu.Plan | None:
+    """What runs for most inputs on a GPU, found in one look-up: there Python is what takes time."""
+    if not structure.fused or structure.huge or structure.jumps or 0 in sizes:
+        return None
+    plan = gpu.plan(structure, Role.ALONE, sizes, stride, dtype, shape)
+    return None if plan is None or plan.copies else plan
 
 
 def _is_few(x: Tensor, structure: Structure, name: str) -> bool:
@@ -346,18 +376,9 @@ class _Blend(torch.autograd.Function):
         grads = plan.backward(dy, x, other, Tensors(*held), ctx.given, wanted)
         dx, dother, dtau, dtheta, ds, dc = grads
         ds, dc = _of_data(ds, plan.structure, "s"), _of_data(dc, plan.structure, "c")
-        rho, shift = held[0] is not None, held[1] is not None
-        first = dtau if rho else None, dtheta if shift else None
-        return (
-            dx,
-            dother,
-            *first,
-            ds,
-            dc,
-            None if rho else dtau,
-            None if shift else dtheta,
-            None,
-        )
+        drho, dtau = (None, dtau) if held[0] is None else (dtau, None)
+        dshift, dtheta = (None, dtheta) if held[1] is None else (dtheta, None)
+        return dx, dother, drho, dshift, ds, dc, dtau, dtheta, None
 
 
 def _of_data(grad: Tensor | None, structure: Structure, name: str) -> Tensor | None:

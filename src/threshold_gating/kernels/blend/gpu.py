@@ -30,6 +30,7 @@ from threshold_gating.kernels.structure import (
 )
 
 MANY_GROUPS = 2**16  # the parameters of more do not stay in a cache
+FEW_TILES = 16  # are summed by one program: a second launch takes longer
 
 
 class Constants(NamedTuple):
@@ -124,6 +125,10 @@ class Matrix(NamedTuple):
         down, right = -(-self.R // rows), -(-self.N // columns)
         return (right, down) if self.layout == Layout.COLUMNS else (down, right)
 
+    def along(self, t: Tiles) -> int:
+        """How many tiles there are along the axis of the sums."""
+        return self._counts(t.rows, t.columns)[1]
+
     def grid(self, t: Tiles) -> tuple[int, int]:
         """Programs across, and along the axis of the sums."""
         across, along = self._counts(t.rows, t.columns)
@@ -197,6 +202,8 @@ def prepared(known: Constants, sizes: Sizes, size: int, wanted: Wanted | None = 
     # Two branches without sums are as much work back as forth.
     light = wanted is None or (known.K == 2 and not rows)
     tiles = (tiles_forward if light else tiles_backward)(m, size, known)
+    if rows and m.along(tiles) <= FEW_TILES:
+        tiles = tiles._replace(iters=max(1, m.along(tiles)))
     rest = (m.R, m.N, m.G, tiles.iters, *known, *map(int, wanted or ()), int(m.layout))
     across, along = m.grid(tiles)
     parts = along * (m.R // m.G if m.layout == Layout.ROWS else 1)
@@ -209,13 +216,13 @@ def prepared(known: Constants, sizes: Sizes, size: int, wanted: Wanted | None = 
 def adding(sums: tuple[int, int, int], axis: int, rows: Sequence[int]) -> Launch | None:
     """A kernel for the second stage, from sums to four tensors that get these rows.
 
-    None for a single large partial sum: slicing it is cheaper than a kernel. Slices of a small one
-    take longer.
+    None for a single partial sum, of which slices are given: no second launch, no memory of their
+    own.
     """
     from threshold_gating.kernels.blend import kernels
 
     parts, G = sums[axis], sums[2] if axis == 0 else 1
-    if parts == 1 and G > MANY_GROUPS:
+    if parts == 1:
         return None
     steps = (sum(rows) * G, G) if axis == 0 else (1, parts)
     # narrow ones where wide ones would not give every processor one
@@ -245,6 +252,7 @@ class Plan:
         self.sizes, self.size = sizes, size
         self.known = Constants.of(structure, role)
         self.run = prepared(self.known, sizes, size).run
+        self._ready: dict[Wanted, _Backward] = {}
 
     def read(self, x: Tensor, tensors: Tensors) -> tuple[Tensor, ...]:
         """What the kernels read: tau, rho, theta, shift, s, c."""
@@ -266,7 +274,8 @@ class Plan:
         wanted: Wanted,
     ) -> list[Tensor | None]:
         """The gradients of x, the other input, tau, theta, s and c."""
-        found, dy = self._backward(wanted), like(dy, x)
+        found = self._ready.get(wanted) or self._prepare(wanted)
+        dy = like(dy, x)
         dx = torch.empty_like(x) if wanted.x else None
         dother = torch.empty_like(x) if wanted.other else None
         sums = x
@@ -277,13 +286,14 @@ class Plan:
         found.run((x, second, dy, *to, sums, *given), x.dtype)
         return [dx, dother, *_added(found, sums, given)]
 
-    @functools.lru_cache(4096)  # noqa: B019  (plans are kept anyway)
-    def _backward(self, wanted: Wanted) -> _Backward:
+    def _prepare(self, wanted: Wanted) -> _Backward:
         run, sums, axis = prepared(self.known, self.sizes, self.size, wanted)
         rows = self.known.rows(wanted)
         whose = [k for k in range(4) if rows[k]]
         add = adding(sums, axis, rows) if whose else None
-        return _Backward(run, sums, (sums[1] * sums[2], sums[2], 1), add, whose, rows)
+        stride = sums[1] * sums[2], sums[2], 1
+        self._ready[wanted] = made = _Backward(run, sums, stride, add, whose, rows)
+        return made
 
 
 def _added(found: _Backward, sums: Tensor, given: tuple[Tensor, ...]) -> list[Tensor | None]:

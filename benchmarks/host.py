@@ -1,0 +1,101 @@
+"""What Python costs: small calls, and large ones with threads on whatever cores they wake on.
+
+A learned gate is an autograd function written in Python. Beside it stands one that allocates what
+has to be returned and does nothing else: nothing written in Python is faster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from benchmarks.elementwise import SOFT, gradients
+from benchmarks.timing import Contenders, Place, Work, host_time
+from threshold_gating import Activation
+
+SECTION = "host"
+SMALL = (32, 256)
+
+
+class Sizes(NamedTuple):
+    """Channels with learned gates, tokens behind a frozen GELU, and how often a call is counted."""
+
+    rows: tuple[int, int]
+    tokens: tuple[int, int, int]
+    calls: int
+
+
+def host(sizes: Sizes, place: Place) -> Iterator[Work]:
+    rows, tokens, calls = sizes
+    for what, limit in (("forward", 20.0), ("+ backward", 150.0)):
+        build = partial(_small, what != "forward", calls, place)
+        limits = {("ours", ""): limit, ("PReLU", ""): None, ("F.silu", ""): None}
+        limits[("empty function", "")] = None
+        work = f"learned {'x'.join(map(str, SMALL))} {what}"
+        yield Work(SECTION, work, build, limits, ("module",), backward=True, unit="us")
+    work, build = "K=2 channel bf16 + backward, loose", partial(_learned, rows, place)
+    note = "threads are on whatever cores they wake on"
+    loose: dict[str, Any] = {"backward": True, "pinned": False, "note": note}
+    yield Work(SECTION, work, build, {"copy": 2.9}, ("module",), **loose)
+    name = "x".join(map(str, tokens))
+    work, build = f"gelu frozen {name} bf16 + backward, loose", partial(_gelu, tokens, place)
+    yield Work(SECTION, work, build, {"F.gelu": 1.0}, ("frozen module",), **loose)
+
+
+def _small(backward: bool, calls: int, place: Place) -> Contenders:
+    x = torch.randn(SMALL, device=place.device).requires_grad_()
+    act, prelu = _channels(SMALL[1], place), nn.PReLU(SMALL[1], device=place.device)
+    own: list[Tensor] = list(act.parameters())
+    ways: dict[str, tuple[Callable[..., Tensor], list[Tensor]]] = {
+        "ours": (act, own),
+        "PReLU": (prelu, list(prelu.parameters())),
+        "F.silu": (F.silu, []),
+        "empty function": (lambda x: _empty(x, *own), own),
+    }
+    dy = torch.ones_like(x)
+    found: Contenders = {}
+    for name, (f, more) in ways.items():
+        call = partial(gradients, f, [x], [x, *more], dy) if backward else partial(f, x)
+        found[name] = partial(host_time, call, place.device, calls)
+    return found
+
+
+class _Empty(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *own: Tensor) -> Tensor:
+        ctx.save_for_backward(x, *own)
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        return tuple([torch.empty_like(t) for t in ctx.saved_tensors])
+
+
+# as `blend` calls its own
+_empty: Any = super(torch.autograd.Function, _Empty).apply
+
+
+def _learned(rows: tuple[int, int], place: Place) -> Contenders:
+    x = torch.randn(rows, device=place.device).bfloat16()
+    act, out, dy = _channels(rows[1], place), torch.empty_like(x), torch.randn_like(x)
+    copy, x = partial(out.copy_, x), x.detach().requires_grad_()
+    ours = partial(gradients, act, [x], [x, *act.parameters()], dy)
+    return {"copy": copy, "silu": partial(gradients, F.silu, [x], [x], dy), "ours": ours}
+
+
+def _gelu(tokens: tuple[int, int, int], place: Place) -> Contenders:
+    x = torch.randn(tokens, device=place.device).bfloat16().requires_grad_()
+    dy, act = torch.randn_like(x), Activation("gelu", device=place.device)
+    native = partial(gradients, F.gelu, [x], [x], dy)
+    return {"F.gelu": native, "ours": partial(gradients, act, [x], [x], dy)}
+
+
+def _channels(channels: int, place: Place) -> Activation:
+    return Activation(
+        "silu", share="channel", channels=channels, axis=-1, train=SOFT, device=place.device
+    )
