@@ -289,6 +289,7 @@ def launched(words, *module):
     )
 
 
+@pytest.mark.slow  # half a minute of processes; one process that goes on is tested above
 def test_two_processes_and_a_killed_one_give_the_same_perplexity(folder, tmp_path):
     """A process is killed at work; two go on from its file, and one does it all."""
     file, out = tmp_path / "finished.jsonl", tmp_path / "two.json"

@@ -595,6 +595,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "programs"))
 import go_on  # noqa: E402
 
 
+@pytest.mark.slow  # half a minute of processes
 @pytest.mark.filterwarnings("default")  # the Trainer's own
 def test_a_trainer_goes_on_bit_for_bit_in_another_process(tmp_path, programs):
     pytest.importorskip("accelerate")

@@ -126,6 +126,7 @@ def check_copies():
         torch.testing.assert_close(layer(x) - layer.bias, 2 * (before - layer.bias))
 
 
+@pytest.mark.slow  # the pairs interpret this kernel as well
 def test_the_kernel_equals_float64_step_by_step(step_by_step):
     step_by_step("interpret_one_vector.py")
 
