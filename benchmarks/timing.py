@@ -77,6 +77,8 @@ class Work:
         aim: a ratio that is more than was asked for, named where it is met.
         slow: whether fewer runs have to do.
         pinned: whether all threads are kept on one core, where the clock does that.
+        alone: whether the backward pass runs in the thread that calls it, as
+            `torch.autograd.set_multithreading_enabled(False)` makes it.
         unit: "ms" is timed; else the contenders are called once and give a figure in this unit.
     """
 
@@ -93,6 +95,7 @@ class Work:
     slow: bool = False
     unit: str = "ms"
     pinned: bool = True
+    alone: bool = False
 
     def __post_init__(self) -> None:
         unknown = [name for name in self.pairs if name not in FAMILIES]
@@ -127,7 +130,8 @@ def _measured(work: Work, clock: Clock) -> tuple[Rounds, Times, str]:
     torch.manual_seed(0)
     try:
         contenders = work.build()
-        with torch.set_grad_enabled(work.backward):
+        threads = torch.autograd.set_multithreading_enabled(not work.alone)
+        with torch.set_grad_enabled(work.backward), threads:
             if work.unit != "ms":
                 return {name: [float(f())] for name, f in contenders.items()}, {}, ""
             called = clock.called if work.pinned or clock.loose is None else clock.loose

@@ -21,7 +21,7 @@ def named(rows):
 
 @pytest.mark.parametrize(
     "name",
-    ["elementwise", "gated units", "frozen", "tier W", "growth", "networks", "attention"],
+    ["elementwise", "gated units", "frozen", "host", "tier W", "growth", "networks", "attention"],
 )
 def test_every_contender_of_every_row_for_a_gpu_runs(name):
     rows = fake_rows(Place("cpu", None), name)

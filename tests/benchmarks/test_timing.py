@@ -151,3 +151,19 @@ def test_peak_memory_is_the_most_at_once():
         return b.sum()
 
     assert timing.peak(f, "cpu") == pytest.approx(2.0, abs=0.01)
+
+
+@pytest.mark.parametrize(("pinned", "alone"), [(True, False), (False, False), (False, True)])
+def test_a_row_says_on_which_cores_and_in_which_thread_it_is_timed(pinned, alone):
+    seen = []
+
+    def clock(name, contenders, slow):
+        seen.append((name, torch.autograd.is_multithreading_enabled()))
+        return {n: [1.0] for n in contenders}
+
+    work = Work("host", "row", lambda: {"copy": int, "ours": int}, {"copy": 1.0}, ("module",),
+                pinned=pinned, alone=alone)  # fmt: skip
+    called, loose = partial(clock, "called"), partial(clock, "loose")
+    list(timing.measure(work, Clock("", called, None, loose)))
+    assert seen == [("called" if pinned else "loose", not alone)]
+    assert torch.autograd.is_multithreading_enabled()

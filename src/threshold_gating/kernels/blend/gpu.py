@@ -176,11 +176,13 @@ def tiles_backward(m: Matrix, size: int, known: Constants) -> Tiles:
     if m.layout == Layout.COLUMNS:
         if K == 2 and narrow:
             return m.tiles(2, 256, 1, 5, 8 * 132)
-        return m.tiles(2, 128, 1, 5, 8 * 132) if K < 4 else m.tiles(1, 128, 1, 4, 8 * 132)
+        if K == 2:
+            return m.tiles(2, 128, 1, 5, 8 * 132)
+        return m.tiles(2, 128, 2, 5, (16 if K < 4 else 8) * 132)
     if frozen:
         return m.tiles(1, 1024, 4, 1, 128 * 132)
-    if K == 3 and narrow:
-        return m.tiles(1, 1024, 2, 3, 8 * 132)
+    if K > 3 and narrow:
+        return m.tiles(1, 256, 1, 5, 8 * 132)
     return m.tiles(1, 512, 2, 5, (16 if K < 4 else 8) * 132)
 
 
