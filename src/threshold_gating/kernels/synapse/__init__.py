@@ -1,0 +1,1 @@
+"""Tiers S and general: gates of each synapse."""
