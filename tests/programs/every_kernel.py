@@ -24,6 +24,7 @@ ENOUGH = (
     "silu frozen times",
     "two soft channel product of few",
     "one vector channel product",
+    "two general synapses",
     "attention literal causal",
     "attention fused causal tau",
     "attention statistics causal",

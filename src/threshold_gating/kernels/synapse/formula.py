@@ -42,7 +42,7 @@ class Synapses(NamedTuple):
             if not isinstance(w, Tensor) or w.dim() < 2:
                 return w
             sizes = w.shape[w.dim() - len(tap) :]
-            where = tuple(min(t, n - 1) for t, n in zip(tap, sizes, strict=True))
+            where: tuple[Any, ...] = tuple(min(t, n - 1) for t, n in zip(tap, sizes, strict=True))
             one: Tensor = w[(..., *where)]
             return one.view(groups, -1, one.shape[-1])
 
@@ -71,7 +71,7 @@ class Formula(NamedTuple):
         zero there, are not evaluated.
         """
         pad, zeros = padding(conv), conv.mode == "constant"
-        x, inside, kernel = x, None, kernel_of(synapses, len(conv.stride))
+        inside, kernel = None, kernel_of(synapses, len(conv.stride))
         if any(pad):
             inside = F.pad(torch.ones_like(x[:1, :1]), pad) if zeros else None
             x = F.pad(x, pad, conv.mode)
@@ -80,7 +80,7 @@ class Formula(NamedTuple):
         total: Tensor | None = None
         for tap in itertools.product(*map(range, kernel)):
             starts = (t * d for t, d in zip(tap, conv.dilation, strict=True))
-            where = (
+            where: tuple[Any, ...] = (
                 ...,
                 *(
                     slice(a, a + s * (n - 1) + 1, s)
@@ -140,7 +140,8 @@ def padding(conv: Conv) -> list[int]:
 def kernel_of(synapses: Synapses, spatial: int) -> tuple[int, ...]:
     """The sizes of the kernel, which gates that all taps share have not."""
     tensors = [w for row in synapses for w in row if isinstance(w, Tensor) and w.dim() > 1]
-    return tuple(max(sizes) for sizes in zip(*[w.shape[w.dim() - spatial :] for w in tensors]))
+    each = [w.shape[w.dim() - spatial :] for w in tensors]
+    return tuple(max(sizes) for sizes in zip(*each, strict=True))
 
 
 def out_sizes(padded: Sequence[int], kernel: Sequence[int], conv: Conv) -> list[int]:

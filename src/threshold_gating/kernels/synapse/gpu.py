@@ -116,7 +116,7 @@ def _prepared(kind: str, known: Known, sizes: Sizes, processors: int) -> tuple[L
         "inputs": (across, inputs, outputs),
         "parameters": (outputs, inputs, rows),
     }[kind]
-    tile, warps = (4, 1) if interpreting() else _TILES[kind]
+    tile, warps = (16, 1) if interpreting() else _TILES[kind]
     columns = 32 * warps
     programs = -(-down // tile) * -(-wide // columns)
     second = groups * taps if kind == "parameters" else groups
@@ -136,7 +136,7 @@ def _prepared(kind: str, known: Known, sizes: Sizes, processors: int) -> tuple[L
 
 @functools.lru_cache(64)
 def tables(window: Window, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Which row of x a tap of a row of y sees, (taps, rows), and the other way round; -1 is none."""
+    """Which row of x a tap of a row of y sees, (taps, rows); and the other way round. -1: none."""
     axes = len(window.size)
     at = torch.zeros((1,) * (2 * axes), dtype=torch.int64, device=device)  # (*kernel, *out)
     for axis, (size, out, kernel, stride, low, step) in enumerate(zip(*window[1:], strict=True)):

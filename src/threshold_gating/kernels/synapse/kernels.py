@@ -2,7 +2,7 @@
 
 Imported when one first runs. A gate is evaluated where it is needed and never stored: the forward
 pass goes over the inputs of a tile of outputs, `synapse_inputs` over the outputs for dx,
-`synapse_parameters` over the rows for the parameters. All sums stay in registers: nothing is atomic.
+`synapse_parameters` over the rows for the parameters. Sums stay in registers: nothing is atomic.
 
 What limits them are special functions, of which a multiprocessor has 16 a clock beside 128 of the
 rest. So two denominators share one reciprocal: 1 / a and 1 / b are b r and a r with r = 1 / (a b),
@@ -15,7 +15,8 @@ a parameter once for all rows, and the other operand four at a time. Convolution
 """
 
 # mypy: ignore-errors
-# ruff: noqa: N803, N806, SIM108
+# Constants of a kernel are capitals; tuples grow by +, which Triton understands.
+# ruff: noqa: N803, N806, RUF005
 from __future__ import annotations
 
 import triton
@@ -130,7 +131,7 @@ def synapse_forward(
     TABLE: tl.constexpr, SHARED: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """x (groups * inputs, across) -> y (parts, rows, groups * outputs); part by part of `depth` inputs.
+    """x (groups * inputs, across) -> y (parts, rows, groups * outputs), a part `depth` inputs.
 
     gates (groups, taps or 1, inputs, TAUS + K - 1, outputs), lines (groups, taps, inputs, K or
     2 K, outputs).
