@@ -138,6 +138,7 @@ _BLEND = ("blend_forward", "blend_backward")
 _ATTENTION = ("forward", "queries_gradient", "keys_gradient")
 _TWO_SOFT = ("two_soft_forward", "two_soft_backward")
 _SYNAPSES = ("synapse_forward", "synapse_inputs", "synapse_parameters")
+_PAIRS = ("synapse_taps", "synapse_gathered", "synapse_pair_inputs", "synapse_pair_parameters")
 # One instance for each way a kernel takes: K = 2, K = 2 about its middle, one tau, a tau for each
 # threshold, hard gates.
 _INSTANCES = ("silu", "tanh", "mish", "gelu", "gelu_k4", "leaky_relu", "hardtanh")
@@ -162,6 +163,7 @@ _SYNAPTIC = {
     "three": Synaptic(_PRODUCTS["three soft"]),
     "three general": Synaptic(_OWN_TAUS["flat"], "general"),
     "two shared": Synaptic(TG(1.2, (0.1,), (1.0, 1.0), (0.0, 0.0)), share="channel_pair"),
+    "three shared": Synaptic(_PRODUCTS["three soft"], share="channel_pair"),
 }
 _ATTENTIONS = (
     Attention("fused"),
@@ -271,7 +273,8 @@ def _synapses() -> Iterator[Pair]:
         )  # fmt: skip
         yield pair
         images = ((1, 3, 3, 2), (4, 32, 14, 14))
-        yield replace(pair, name=f"{name} synapses of images", shapes=images)
+        launched = _PAIRS if f.share == "channel_pair" else _SYNAPSES
+        yield replace(pair, name=f"{name} synapses of images", launches=launched, shapes=images)
 
 
 def _attention() -> Iterator[Pair]:

@@ -4,11 +4,6 @@ Imported when one first runs. A gate is evaluated where it is needed and never s
 pass goes over the inputs of a tile of outputs, `synapse_inputs` over the outputs for dx,
 `synapse_parameters` over the rows for the parameters. Sums stay in registers: nothing is atomic.
 
-What limits them are special functions, of which a multiprocessor has 16 a clock beside 128 of the
-rest. So two denominators share one reciprocal: 1 / a and 1 / b are b r and a r with r = 1 / (a b),
-three special functions for two gates. The exponentials are bounded by 2^60 for it: a gate is never
-less than 2^-60.
-
 A thread has one column and all rows of its tile (columns are 32 times the warps), so that it reads
 a parameter once for all rows, and the other operand four at a time. Convolutions go by a table: at
 [tap, row] which row of x the tap sees, -1 where it lies outside, where the synapse is silent.
@@ -22,113 +17,23 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from threshold_gating.kernels.instructions import INTERPRETED, LOG2E, exp2, inverse
-
-_MOST = tl.constexpr(60.0)  # of an exponent: the product of two denominators must not overflow
-_CROSSED = tl.constexpr(30.0)
-
-
-@triton.jit
-def tanh(x):
-    """By one special function, 5e-4 from exact."""
-    if INTERPRETED:
-        return 1.0 - 2.0 / (1.0 + tl.exp(2.0 * x))
-    return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
-
-
-@triton.jit
-def _row(pointer, columns, inside):
-    return tl.load(pointer + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
-
-
-@triton.jit
-def _rows(pointer, width, columns, inside, COUNT: tl.constexpr):
-    """COUNT rows of parameters, one behind the other."""
-    found = ()
-    for k in tl.static_range(COUNT):
-        found = found + (_row(pointer + k * width, columns, inside),)
-    return found
-
-
-@triton.jit
-def _odds(z, gate, K: tl.constexpr, TAUS: tl.constexpr):
-    """What the other branches weigh against the middle one (K = 3) or the upper (K = 2).
-
-    Thresholds that have crossed, with a middle branch that weighs nothing between them, take the
-    same off both: no more than 2^-30 of a gate is lost.
-    """
-    low = (z - gate[TAUS]) * (gate[0] * -LOG2E)
-    if K == 2:
-        odds = (exp2(tl.minimum(low, _MOST)),)
-    else:
-        high = (z - gate[TAUS + 1]) * (gate[TAUS - 1] * LOG2E)
-        both = tl.maximum(tl.minimum(low, high) - _CROSSED, 0.0)
-        odds = (exp2(tl.minimum(low - both, _MOST)), exp2(tl.minimum(high - both, _MOST)))
-    return odds
-
-
-@triton.jit
-def _line(z, line, k: tl.constexpr, less: tl.constexpr, K: tl.constexpr, CONSTANTS: tl.constexpr):
-    """Branch k less another one."""
-    found = z * (line[k] - line[less])
-    if CONSTANTS:
-        found += line[K + k] - line[K + less]
-    return found
-
-
-@triton.jit
-def _opened(z, gate, K: tl.constexpr, TAUS: tl.constexpr, FAST: tl.constexpr):
-    """(odds, their sum with 1); FAST has the gate itself, which needs no reciprocal."""
-    if FAST:
-        half = gate[0] * 0.5
-        below = tanh(z * half - gate[1] * half) * 0.5 + 0.5
-        odds = (below,)
-    else:
-        odds = _odds(z, gate, K, TAUS)
-        below = 1.0 + odds[0]
-        if K == 3:
-            below += odds[1]
-    return odds, below
-
-
-@triton.jit
-def _shares(below, FAST: tl.constexpr):
-    """The gates of the upper (K = 2) or middle branch (K = 3) of two synapses."""
-    if FAST:
-        shares = below
-    else:
-        r = inverse(below[0] * below[1])
-        shares = (r * below[1], r * below[0])
-    return shares
-
-
-@triton.jit
-def _mean(share, odds, line, at: tl.constexpr, K: tl.constexpr):
-    """The mean of a row of `line` from `at` on."""
-    if K == 2:
-        found = line[at] + share * (line[at + 1] - line[at])
-    else:
-        found = line[at + 1] + (odds[0] * share) * (line[at] - line[at + 1])
-        found += (odds[1] * share) * (line[at + 2] - line[at + 1])
-    return found
-
-
-@triton.jit
-def _seen(seen, tap, n, rows, TABLE: tl.constexpr):
-    """(row that is seen, whether there is one)."""
-    inside = n < rows
-    at = n
-    if TABLE:
-        at = tl.load(seen + tap * tl.cast(rows, tl.int64) + n, mask=inside, other=-1)
-        inside = at >= 0
-    return at, inside
+from threshold_gating.kernels.synapse.arithmetic import (
+    mean_of,
+    opened,
+    outer_turns,
+    parameter_rows,
+    seen_row,
+    shares_of,
+    slope_of,
+    tile_of,
+)
 
 
 @triton.jit
 def synapse_forward(
     x, gates, lines, seen, y, rows, across, inputs, outputs, taps, depth, apart,
     K: tl.constexpr, TAUS: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr,
-    TABLE: tl.constexpr, SHARED: tl.constexpr,
+    TABLE: tl.constexpr, SHARED: tl.constexpr, EVEN: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """x (groups * inputs, across) -> y (parts, rows, groups * outputs), a part `depth` inputs.
@@ -147,7 +52,7 @@ def synapse_forward(
     last = tl.minimum(first + depth, inputs)
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for tap in range(taps):
-        at, inside = _seen(seen, tap, n, rows, TABLE)
+        at, inside = seen_row(seen, tap, n, rows, TABLE)
         place = x + group.to(tl.int64) * inputs * across + at
         synapse = (group * taps + tap).to(tl.int64) * inputs
         pair = group.to(tl.int64) * inputs if SHARED else synapse
@@ -155,19 +60,24 @@ def synapse_forward(
         for c in tl.range(first, last, 2, num_stages=STAGES):
             z, line, odds, below = (), (), (), ()
             for j in tl.static_range(2):
-                mine = there & (c + j < last)
-                near = inside & (c + j < last)
+                mine, near = there, inside
+                if not EVEN:
+                    mine, near = there & (c + j < last), inside & (c + j < last)
                 v = tl.load(place + (c + j) * tl.cast(across, tl.int64), mask=near, other=0.0)
                 v = v.to(tl.float32)[:, None]
-                g = _rows(gates + (pair + c + j) * GATES * outputs, outputs, o, mine, GATES)
-                w = _rows(lines + (synapse + c + j) * LINES * outputs, outputs, o, mine, LINES)
-                q, b = _opened(v, g, K, TAUS, FAST)
+                g = parameter_rows(
+                    gates + (pair + c + j) * GATES * outputs, outputs, o, mine, GATES
+                )
+                w = parameter_rows(
+                    lines + (synapse + c + j) * LINES * outputs, outputs, o, mine, LINES
+                )
+                q, b = opened(v, g, K, TAUS, FAST)
                 z, line, odds, below = z + (v,), line + (w,), odds + (q,), below + (b,)
-            shares = _shares(below, FAST)
+            shares = shares_of(below, FAST)
             for j in tl.static_range(2):
-                total += z[j] * _mean(shares[j], odds[j], line[j], 0, K)
+                total += z[j] * mean_of(shares[j], odds[j], line[j], 0, K)
                 if CONSTANTS:
-                    total += _mean(shares[j], odds[j], line[j], K, K)
+                    total += mean_of(shares[j], odds[j], line[j], K, K)
         if CONSTANTS and TABLE:  # without constants a synapse is 0 at 0
             total = tl.where(inside[:, None], total, before)
     whole = outputs * tl.num_programs(1)
@@ -176,38 +86,10 @@ def synapse_forward(
 
 
 @triton.jit
-def _turned(z, share, odds, line, K: tl.constexpr, CONSTANTS: tl.constexpr):
-    """(gates of all but the base, what a unit of their logits adds to the synapse)."""
-    if K == 2:
-        gates = (share,)
-        turns = (_line(z, line, 1, 0, K, CONSTANTS) * (share - share * share),)
-    else:
-        low, high = odds[0] * share, odds[1] * share
-        a = low * _line(z, line, 0, 1, K, CONSTANTS)
-        b = high * _line(z, line, 2, 1, K, CONSTANTS)
-        gates, turns = (low, high), (a - low * (a + b), b - high * (a + b))
-    return gates, turns
-
-
-@triton.jit
-def _slope(
-    z, share, odds, gate, line, K: tl.constexpr, TAUS: tl.constexpr, CONSTANTS: tl.constexpr
-):
-    """d synapse / d x."""
-    gates, turns = _turned(z, share, odds, line, K, CONSTANTS)
-    if K == 2:
-        slope = line[0] + gates[0] * (line[1] - line[0]) + turns[0] * gate[0]
-    else:
-        slope = line[1] + gates[0] * (line[0] - line[1]) + gates[1] * (line[2] - line[1])
-        slope += turns[1] * gate[TAUS - 1] - turns[0] * gate[0]
-    return slope
-
-
-@triton.jit
 def synapse_inputs(
     x, gates, lines, seeing, dy, dx, rows, across, inputs, outputs, taps, depth, apart,
     K: tl.constexpr, TAUS: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr,
-    TABLE: tl.constexpr, SHARED: tl.constexpr,
+    TABLE: tl.constexpr, SHARED: tl.constexpr, EVEN: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dx (parts, across, groups * inputs), part by part of `depth` outputs.
@@ -230,42 +112,102 @@ def synapse_inputs(
     last = tl.minimum(first + depth, outputs)
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for tap in range(taps):
-        at, inside = _seen(seeing, tap, p, across, TABLE)
+        at, inside = seen_row(seeing, tap, p, across, TABLE)
         down = dy + group.to(tl.int64) * outputs * rows + at
         synapse = (group * taps + tap).to(tl.int64) * outputs
         pair = group.to(tl.int64) * outputs if SHARED else synapse
         for o in tl.range(first, last, 2, num_stages=STAGES):
             d, gate, line, odds, below = (), (), (), (), ()
             for j in tl.static_range(2):
-                mine = there & (o + j < last)
-                near = inside & (o + j < last)
-                g = _rows(gates + (pair + o + j) * GATES * inputs, inputs, c, mine, GATES)
-                w = _rows(lines + (synapse + o + j) * LINES * inputs, inputs, c, mine, LINES)
+                mine, near = there, inside
+                if not EVEN:
+                    mine, near = there & (o + j < last), inside & (o + j < last)
+                g = parameter_rows(gates + (pair + o + j) * GATES * inputs, inputs, c, mine, GATES)
+                w = parameter_rows(
+                    lines + (synapse + o + j) * LINES * inputs, inputs, c, mine, LINES
+                )
                 v = tl.load(down + (o + j) * tl.cast(rows, tl.int64), mask=near, other=0.0)
-                q, b = _opened(z, g, K, TAUS, FAST)
+                q, b = opened(z, g, K, TAUS, FAST)
                 d, gate, line = d + (v.to(tl.float32)[:, None],), gate + (g,), line + (w,)
                 odds, below = odds + (q,), below + (b,)
-            shares = _shares(below, FAST)
+            shares = shares_of(below, FAST)
             for j in tl.static_range(2):
-                slope = _slope(z, shares[j], odds[j], gate[j], line[j], K, TAUS, CONSTANTS)
+                slope = slope_of(z, shares[j], odds[j], gate[j], line[j], K, TAUS, CONSTANTS)
                 total += d[j] * slope
     tl.store(dx + part * apart + place, total.to(dx.dtype.element_ty), mask=tile)
 
 
 @triton.jit
-def _tile(pointer, width, step, columns, inside, COUNT: tl.constexpr):
-    """COUNT kinds of parameters of a tile of synapses."""
-    found = ()
-    for k in tl.static_range(COUNT):
-        found = found + (tl.load(pointer + step + k * width + columns, mask=inside, other=0.0),)
-    return found
+def _zeros(ROWS: tl.constexpr, COLUMNS: tl.constexpr, K: tl.constexpr, CONSTANTS: tl.constexpr):
+    """Where the sums of `_moments` and `_turns` start; the sum of dy alone has one column."""
+    FULL: tl.constexpr = 4 + 3 * CONSTANTS if K == 2 else 7 + 2 * CONSTANTS
+    sums = ()
+    for _ in tl.static_range(FULL):
+        sums = sums + (tl.zeros((ROWS, COLUMNS), tl.float32),)
+    if CONSTANTS:
+        sums = sums + (tl.zeros((ROWS, 1), tl.float32),)
+    return sums
+
+
+@triton.jit
+def _moments(sums, d, z, g, from_theta, CONSTANTS: tl.constexpr):
+    """K = 2: sums over rows to which the branches are factors: of d z, d g z, d g' z, d g' z (z -
+    theta), and with constants of the same without z."""
+    m = d * g
+    h = m - m * g
+    hz = h * z
+    more = (sums[0] + d * z, sums[1] + m * z, sums[2] + hz, sums[3] + hz * from_theta)
+    if CONSTANTS:
+        more = more + (sums[4] + m, sums[5] + h, sums[6] + h * from_theta, sums[7] + d)
+    return more
+
+
+@triton.jit
+def _of_moments(sums, gate, line, CONSTANTS: tl.constexpr):
+    """(gradients of tau and theta, of slopes and constants)."""
+    rise = line[1] - line[0]
+    theta, tau = rise * sums[2], rise * sums[3]
+    dline = (sums[0] - sums[1], sums[1])
+    if CONSTANTS:
+        jump = line[3] - line[2]
+        theta, tau = theta + jump * sums[5], tau + jump * sums[6]
+        dline = dline + (sums[7] - sums[4], sums[4])
+    return (tau, -theta * gate[0]), dline
+
+
+@triton.jit
+def _turns(sums, d, z, gates, turns, gate, TAUS: tl.constexpr, CONSTANTS: tl.constexpr):
+    """K = 3: sums over rows of d z, of d times the outer gates and z, of d times what a unit of
+    their logits adds, of that and x - theta; and with constants of the first without z."""
+    low, high = d * gates[0], d * gates[1]
+    down, up = d * turns[0], d * turns[1]
+    more = (sums[0] + d * z, sums[1] + low * z, sums[2] + high * z, sums[3] + down, sums[4] + up)
+    first, second = down * (z - gate[TAUS]), up * (z - gate[TAUS + 1])
+    if TAUS == 1:
+        more = more + (sums[5] + (second - first), sums[6])
+    else:
+        more = more + (sums[5] - first, sums[6] + second)
+    if CONSTANTS:
+        more = more + (sums[7] + low, sums[8] + high, sums[9] + d)
+    return more
+
+
+@triton.jit
+def _of_turns(sums, gate, TAUS: tl.constexpr, CONSTANTS: tl.constexpr):
+    """(gradients of taus and thetas, of slopes and constants)."""
+    dgate = (sums[5],) if TAUS == 1 else (sums[5], sums[6])
+    dgate = dgate + (sums[3] * gate[0], -sums[4] * gate[TAUS - 1])
+    dline = (sums[1], sums[0] - sums[1] - sums[2], sums[2])
+    if CONSTANTS:
+        dline = dline + (sums[7], sums[9] - sums[7] - sums[8], sums[8])
+    return dgate, dline
 
 
 @triton.jit
 def synapse_parameters(
     x, gates, lines, seen, dy, dgates, dlines, rows, across, inputs, outputs, taps, depth,
     K: tl.constexpr, TAUS: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr,
-    TABLE: tl.constexpr, SHARED: tl.constexpr,
+    TABLE: tl.constexpr, SHARED: tl.constexpr, EVEN: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dgates and dlines (parts, groups, taps, outputs, kind, inputs), part by part of `depth` rows.
@@ -282,81 +224,39 @@ def synapse_parameters(
     tile = (o < outputs)[:, None] & (c < inputs)[None, :]
     at_gate = ((group if SHARED else which) * outputs + o).to(tl.int64)[:, None] * GATES * inputs
     at_line = (which * outputs + o).to(tl.int64)[:, None] * LINES * inputs
-    gate = _tile(gates, inputs, at_gate, c[None, :], tile, GATES)
-    line = _tile(lines, inputs, at_line, c[None, :], tile, LINES)
+    gate = tile_of(gates, inputs, at_gate, c[None, :], tile, GATES)
+    line = tile_of(lines, inputs, at_line, c[None, :], tile, LINES)
     groups = tl.num_programs(1) // taps
     z_place = x + group * inputs + c
     d_place = dy + group * outputs + o
     first = part * depth
     last = tl.minimum(first + depth, rows)
-    zero = tl.zeros((ROWS, COLUMNS), tl.float32)
-    base, rise, const, tau, theta = zero, zero, zero, zero, zero
-    rise1, const1, tau1, theta1 = zero, zero, zero, zero
-    sums = tl.zeros((ROWS, 1), tl.float32)
+    sums = _zeros(ROWS, COLUMNS, K, CONSTANTS)
     for n in tl.range(first, last, 2, num_stages=STAGES):
         d, z, odds, below = (), (), (), ()
         for j in tl.static_range(2):
             at = n + j
-            near = at < last
+            near = True if EVEN else at < last
             if TABLE:
                 at = tl.load(seen + tap * tl.cast(rows, tl.int64) + n + j, mask=near, other=-1)
                 near = at >= 0
-            v = tl.load(
-                z_place + at * tl.cast(inputs * groups, tl.int64),
-                mask=(c < inputs) & near,
-                other=0.0,
-            )
-            u = tl.load(
-                d_place + (n + j) * tl.cast(outputs * groups, tl.int64),
-                mask=(o < outputs) & near,
-                other=0.0,
-            )
-            v = v.to(tl.float32)[None, :]
-            q, b = _opened(v, gate, K, TAUS, FAST)
-            z, d = z + (v,), d + (u.to(tl.float32)[:, None],)
-            odds, below = odds + (q,), below + (b,)
-        shares = _shares(below, FAST)
+            v = z_place + at * tl.cast(inputs * groups, tl.int64)
+            u = d_place + (n + j) * tl.cast(outputs * groups, tl.int64)
+            v = tl.load(v, mask=(c < inputs) & near, other=0.0).to(tl.float32)[None, :]
+            u = tl.load(u, mask=(o < outputs) & near, other=0.0).to(tl.float32)[:, None]
+            q, b = opened(v, gate, K, TAUS, FAST)
+            z, d, odds, below = z + (v,), d + (u,), odds + (q,), below + (b,)
+        shares = shares_of(below, FAST)
         for j in tl.static_range(2):
-            g, t = _turned(z[j], shares[j], odds[j], line, K, CONSTANTS)
-            base += d[j] * z[j]
-            if CONSTANTS:
-                sums += d[j]
             if K == 2:
-                m = d[j] * g[0]
-                rise += m * z[j]
-                if CONSTANTS:
-                    const += m
-                m = d[j] * t[0]
-                theta += m
-                tau += m * (z[j] - gate[1])
+                sums = _moments(sums, d[j], z[j], shares[j], z[j] - gate[1], CONSTANTS)
             else:
-                m = d[j] * g[0]
-                m1 = d[j] * g[1]
-                rise += m * z[j]
-                rise1 += m1 * z[j]
-                if CONSTANTS:
-                    const += m
-                    const1 += m1
-                m = d[j] * t[0]
-                m1 = d[j] * t[1]
-                theta += m
-                theta1 += m1
-                if TAUS == 1:
-                    tau += m1 * (z[j] - gate[2]) - m * (z[j] - gate[1])
-                else:
-                    tau -= m * (z[j] - gate[2])
-                    tau1 += m1 * (z[j] - gate[3])
+                outer, turns = outer_turns(z[j], shares[j], odds[j], line, CONSTANTS)
+                sums = _turns(sums, d[j], z[j], outer, turns, gate, TAUS, CONSTANTS)
     if K == 2:
-        dgate = (tau, -theta * gate[0])
-        dline = (base - rise, rise)
-        if CONSTANTS:
-            dline = dline + (sums - const, const)
+        dgate, dline = _of_moments(sums, gate, line, CONSTANTS)
     else:
-        moved = (theta * gate[0], -theta1 * gate[TAUS - 1])
-        dgate = (tau,) + moved if TAUS == 1 else (tau, tau1) + moved
-        dline = (rise, base - rise - rise1, rise1)
-        if CONSTANTS:
-            dline = dline + (const, sums - const - const1, const1)
+        dgate, dline = _of_turns(sums, gate, TAUS, CONSTANTS)
     size = tl.num_programs(1).to(tl.int64) * outputs * inputs * part
     at_gate = (which * outputs + o).to(tl.int64)[:, None] * GATES * inputs + size * GATES
     at_line += size * LINES
