@@ -272,9 +272,10 @@ def _synapses() -> Iterator[Pair]:
             shapes=((9, 7), (1031, 63), (64, 515)), off=2e-3 if f.accuracy == "fast" else 0.0,
         )  # fmt: skip
         yield pair
-        images = ((1, 3, 3, 2), (4, 32, 14, 14))
+        images = ((1, 3, 2, 2), (4, 32, 14, 14))
         launched = _PAIRS if f.share == "channel_pair" else _SYNAPSES
-        yield replace(pair, name=f"{name} synapses of images", launches=launched, shapes=images)
+        if f.tier == "general" or launched == _PAIRS:
+            yield replace(pair, name=f"{name} synapses of images", launches=launched, shapes=images)
 
 
 def _attention() -> Iterator[Pair]:

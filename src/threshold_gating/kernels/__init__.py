@@ -17,8 +17,6 @@ from threshold_gating.kernels.lowering import native, overwritten
 from threshold_gating.kernels.product.formula import Conv
 from threshold_gating.kernels.product.function import gated_product
 from threshold_gating.kernels.structure import Structure
-from threshold_gating.kernels.synapse.formula import Formula as SynapticFormula
-from threshold_gating.kernels.synapse.formula import Synapses
 from threshold_gating.kernels.synapse.function import synaptic
 
 __all__ = [
@@ -27,8 +25,6 @@ __all__ = [
     "BackendError",
     "Conv",
     "Structure",
-    "Synapses",
-    "SynapticFormula",
     "attention",
     "backend",
     "blend",

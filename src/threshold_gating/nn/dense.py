@@ -201,10 +201,8 @@ class _Tiered(nn.Module):
         if self.const is not None:
             constants = [a + b for a, b in zip(self.const.unbind(1), constants, strict=True)]
         jumps = known.may_jump or (moves and free)
-        formula = kernels.SynapticFormula(known.form, known.owner, jumps, conv)
-        synapses = kernels.Synapses(tau, theta, slopes, constants)
-        fast = self.accuracy == "fast"
-        return kernels.synaptic(x, synapses, formula, factor=factor, fast=fast)
+        fast, rows = self.accuracy == "fast", (tau, theta, slopes, constants)
+        return kernels.synaptic(x, known, *rows, conv=conv, jumps=jumps, factor=factor, fast=fast)
 
     def overhead(self) -> float:
         """Parameters more than the dense layer has, over those it has."""
@@ -236,8 +234,8 @@ class Linear(_Tiered, nn.Linear):
         init: the activation it starts as, an instance or a key of `TAXONOMY`.
         train: which of "tau", "theta", "c" are learned beside the weights.
         accuracy: of gates of each synapse or pair of channels, two soft branches, on a GPU: "fast"
-            takes one special function instead of two and is off by up to 5e-4 of a gate. Elsewhere
-            it changes nothing.
+            takes one special function instead of two and is off by up to 4e-6 of a gate on an H200
+            (docs/kernels.md). Elsewhere it changes nothing.
 
     >>> Linear(8, 4, init="relu")
     Linear(in_features=8, out_features=4, bias=True, tier=W, K=2, share=channel, multiplicative, \

@@ -21,6 +21,7 @@ _TILES = {
     "pair_parameters": (4, 2),
 }
 _STAGES = 3
+MOST_PROGRAMS = 65535  # on the second axis of a grid, which CUDA limits
 _PROGRAMS = 6  # for each multiprocessor, before a sum is split between several
 _LEAST = 64  # terms of a sum that is split
 # Taps that share their gates are summed one beside the other, in registers; what each of them makes
