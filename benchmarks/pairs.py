@@ -137,8 +137,11 @@ def _found(f: Function, given: Tensors, like: Tensors) -> Tensors:
 _BLEND = ("blend_forward", "blend_backward")
 _ATTENTION = ("forward", "queries_gradient", "keys_gradient")
 _TWO_SOFT = ("two_soft_forward", "two_soft_backward")
-_SYNAPSES = ("synapse_forward", "synapse_inputs", "synapse_parameters")
-_PAIRS = ("synapse_taps", "synapse_gathered", "synapse_pair_inputs", "synapse_pair_parameters")
+_SYNAPSES = ("synapse_turned", "synapse_forward", "synapse_inputs", "synapse_parameters")
+_PAIRS = (
+    "synapse_turned", "synapse_taps", "synapse_gathered", "synapse_pair_inputs",
+    "synapse_pair_parameters",
+)  # fmt: skip
 # One instance for each way a kernel takes: K = 2, K = 2 about its middle, one tau, a tau for each
 # threshold, hard gates.
 _INSTANCES = ("silu", "tanh", "mish", "gelu", "gelu_k4", "leaky_relu", "hardtanh")
@@ -269,12 +272,12 @@ def _synapses() -> Iterator[Pair]:
         # sigmoid 5e-4 is off, and of its slope, which is 1/4 at most, four times that.
         pair = Pair(
             "synapse", f"{name} synapses", _SYNAPSES, f.draw, f.reference, f.module,
-            shapes=((9, 7), (1031, 63), (64, 515)), off=2e-3 if f.accuracy == "fast" else 0.0,
+            shapes=((5, 3), (1031, 63), (64, 515)), off=2e-3 if f.accuracy == "fast" else 0.0,
         )  # fmt: skip
         yield pair
         images = ((1, 3, 2, 2), (4, 32, 14, 14))
         launched = _PAIRS if f.share == "channel_pair" else _SYNAPSES
-        if f.tier == "general" or launched == _PAIRS:
+        if name in ("two general", "two shared", "three shared"):
             yield replace(pair, name=f"{name} synapses of images", launches=launched, shapes=images)
 
 

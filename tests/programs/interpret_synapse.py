@@ -25,6 +25,7 @@ for dtype in (torch.bfloat16, torch.float16):
     layer = t.moved(tg.Conv2d(3, 2, 2, tier="general")).to(dtype)
     t.check(layer, torch.randn(2, 3, 4, 3).to(dtype))
 t.check_values("cpu")
+t.check_ops("cpu")
 t.check_compiled("cpu", "aot_eager")
 t.check_extremes("cpu")
 t.check_memory("cpu")

@@ -201,8 +201,10 @@ class _Tiered(nn.Module):
         if self.const is not None:
             constants = [a + b for a, b in zip(self.const.unbind(1), constants, strict=True)]
         jumps = known.may_jump or (moves and free)
-        fast, rows = self.accuracy == "fast", (tau, theta, slopes, constants)
-        return kernels.synaptic(x, known, *rows, conv=conv, jumps=jumps, factor=factor, fast=fast)
+        return kernels.synaptic(
+            x, known, tau, theta, slopes, constants, conv=conv, jumps=jumps, factor=factor,
+            fast=self.accuracy == "fast", weight=self.weight if set(s) == {1.0} else None,
+        )  # fmt: skip
 
     def overhead(self) -> float:
         """Parameters more than the dense layer has, over those it has."""

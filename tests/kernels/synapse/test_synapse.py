@@ -7,7 +7,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import threshold_gating as tg
-from threshold_gating.kernels.synapse import gpu
+from threshold_gating.kernels.synapse import function, gpu
+from threshold_gating.kernels.synapse.formula import Formula
 from threshold_gating.training import tiers
 
 # Over the largest true value. float32: sums of hundreds of terms in another order. 16 bits: the
@@ -85,16 +86,15 @@ def check_all(device, dtype, times=1):
     for k, (given, outputs, options) in enumerate(LINEAR):
         layer = moved(tg.Linear(given * times, outputs * times, **options)).to(device, dtype)
         for rows in ROWS if k == 0 else ROWS[:1]:
-            check(layer, torch.randn(*rows, given * times, device=device).to(dtype))
-        if k == 1:
-            check(layer, torch.randn(given * times, 6 * times, device=device).to(dtype).t())
+            x = torch.randn(*rows, given * times, device=device).to(dtype)
+            check(layer, x.t().contiguous().t() if k == 1 else x)
     for k, (kind, given, outputs, kernel, options, size) in enumerate(IMAGES):
         known = {"tier": "S", **options}
         layer = moved(getattr(tg, kind)(given * times, outputs * times, kernel, **known))
         image = torch.randn(1 + (k < 2), given * times, *size, device=device).to(dtype)
+        image = image.to(memory_format=torch.channels_last) if k == 1 else image
         check(layer.to(device, dtype), image)
         if k == 1:
-            check(layer, image.to(memory_format=torch.channels_last))
             check(layer, image[:0])
 
 
@@ -154,19 +154,29 @@ def check_extremes(device):
 def check_compiled(device, backend):
     """In a graph without breaks, with the same kernels as nodes."""
     torch.manual_seed(0)
-    for layer, shape in (
-        (tg.Linear(5, 4, tier="S"), (3, 5)),
-        (tg.Conv2d(3, 2, 2, padding=1, tier="general"), (1, 3, 2, 2)),
-    ):
-        layer, x = moved(layer).to(device), torch.randn(shape, device=device).requires_grad_()
-        given = [x, *layer.parameters()]
-        with tg.kernels.use("triton"):
-            found = []
-            for f in (torch.compile(layer, backend=backend, fullgraph=True), layer):
-                y = f(x)
-                found.append([y, *torch.autograd.grad(y.square().sum(), given)])
-        for ours, eager in zip(*found, strict=True):
-            torch.testing.assert_close(ours, eager)
+    layer, x = moved(tg.Linear(5, 4, tier="general")).to(device), torch.randn(3, 5, device=device)
+    given, found = [x.requires_grad_(), *layer.parameters()], []
+    with tg.kernels.use("triton"):
+        for f in (torch.compile(layer, backend=backend, fullgraph=True), layer):
+            y = f(x)
+            found.append([y, *torch.autograd.grad(y.square().sum(), given)])
+    for ours, eager in zip(*found, strict=True):
+        torch.testing.assert_close(ours, eager)
+
+
+def check_ops(device):
+    """What the compiler is told of the ops' results is what they are."""
+    torch.manual_seed(0)
+    tests = ("test_schema", "test_faketensor")
+    layer = tg.Conv2d(4, 2, 2, padding=1, groups=2, tier="S").to(device)
+    x, weight = torch.randn(1, 4, 1, 2, device=device), layer.weight.detach()
+    formula = Formula("softmax", None, False, layer._conv()._replace(pad=(1,) * 4))
+    plan = function.Plan(formula, 2, 1, False, False, layer.kernel_size)
+    given = x, torch.rand_like(weight), weight, plan.numbers(), plan.window(x)
+    torch.library.opcheck(function.synapse_forward, given, test_utils=tests)
+    dy = torch.randn_like(function.synapse_forward(*given))
+    given = dy, *given, [True, True]
+    torch.library.opcheck(function.synapse_backward, given, test_utils=tests)
 
 
 class Largest(TorchDispatchMode):
@@ -238,13 +248,13 @@ def test_on_a_cpu_fast_changes_nothing():
 
 def test_tables_say_which_row_a_tap_sees():
     """Against the unfolded numbers of the rows themselves."""
-    window = gpu.Window(2, (4, 5), (2, 5), (3, 2), (2, 1), (1, 1), (1, 2))
+    window = gpu.Window((4, 5), (2, 5), (3, 2), (2, 1), (1, 1), (1, 2))
     seen, seeing = gpu.tables(window, torch.device("cpu"))
-    numbers = torch.arange(1.0, 41.0).view(2, 1, 4, 5)
+    numbers = torch.arange(1.0, 21.0).view(1, 1, 4, 5)
     unfolded = torch.nn.functional.unfold(
         numbers, (3, 2), dilation=(1, 2), padding=(1, 1), stride=(2, 1)
     )
-    assert torch.equal(seen.view(6, 2, 10).transpose(0, 1) + 1, unfolded.int())
+    assert torch.equal(seen + 1, unfolded[0].int())
     for tap, row in (seen >= 0).nonzero().tolist():
         assert seeing[tap, seen[tap, row]] == row
     assert (seeing >= 0).sum() == (seen >= 0).sum()
@@ -260,6 +270,7 @@ def test_the_kernels_equal_float64(dtype):
 @pytest.mark.gpu
 def test_values_extremes_and_memory_on_a_gpu():
     check_values("cuda")
+    check_ops("cuda")
     check_extremes("cuda")
     check_memory("cuda")
     check_fast("cuda", 1e-4)  # 4e-6 of a sigmoid was measured, over all numbers

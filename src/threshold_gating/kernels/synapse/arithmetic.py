@@ -145,11 +145,15 @@ def slope_of(
 
 
 @triton.jit
-def seen_row(seen, tap, n, rows, TABLE: tl.constexpr):
-    """(row that is seen, whether there is one)."""
+def seen_row(table, tap, n, rows, each, others, TABLE: tl.constexpr):
+    """(which of the other rows a tap sees from row n, whether there is one).
+
+    The table is that of one image, of `each` rows and `others` of the other kind.
+    """
     inside = n < rows
     at = n
     if TABLE:
-        at = tl.load(seen + tap * tl.cast(rows, tl.int64) + n, mask=inside, other=-1)
+        at = tl.load(table + tap * each + n % each, mask=inside, other=-1)
         inside = at >= 0
+        at += n // each * others
     return at, inside

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -107,12 +108,10 @@ class Formula(NamedTuple):
         scales: Sequence[Tensor | None] = [None] * len(zs)
         if factor is not None:
             scales = factor.reshape(len(x), groups, 1, -1).split(rows)  # type: ignore[no-untyped-call]
-        parts = [
-            checkpoint(
-                self._summed, part, by, *synapses, use_reentrant=False, preserve_rng_state=False
-            )
-            for part, by in zip(zs, scales, strict=True)
-        ]
+        run: Callable[..., Tensor] = self._summed
+        if not torch._C._are_functorch_transforms_active():  # they do not see into a checkpoint
+            run = partial(checkpoint, run, use_reentrant=False, preserve_rng_state=False)
+        parts = [run(part, by, *synapses) for part, by in zip(zs, scales, strict=True)]
         return torch.cat(parts).flatten(-2)
 
     def _summed(

@@ -40,6 +40,7 @@ def synaptic(
     jumps: bool = False,
     factor: Tensor | None = None,
     fast: bool = False,
+    weight: Tensor | None = None,
 ) -> Tensor:
     """a_o = sum_i sum_k g_k(x_i) (w^k_oi x_i + c^k_oi) (Eq. 4), the gates those of synapse (o, i).
 
@@ -54,18 +55,24 @@ def synaptic(
         factor: what multiplies the gated inputs, as large as x.
         fast: two branches only: sigmoids by one special function where kernels run, 4e-6 from
             exact on an H200.
+        weight: the slopes in one tensor (O, K, I / groups, *kernel), if there is one.
     """
     synapses = Synapses(*rows)
     formula = Formula(structure.form, structure.owner, jumps, conv)
     if torch._C._len_torch_function_stack() == 0:
-        return _synaptic(x, synapses, formula, factor, fast)
+        return _synaptic(x, synapses, formula, factor, fast, weight)
     # A converted network around us must not look at our steps, nor answer them.
     with torch._C.DisableTorchFunction():
-        return _synaptic(x, synapses, formula, factor, fast)
+        return _synaptic(x, synapses, formula, factor, fast, weight)
 
 
 def _synaptic(
-    x: Tensor, synapses: Synapses, formula: Formula, factor: Tensor | None, fast: bool
+    x: Tensor,
+    synapses: Synapses,
+    formula: Formula,
+    factor: Tensor | None,
+    fast: bool,
+    weight: Tensor | None,
 ) -> Tensor:
     name = backend()
     if name == "native":
@@ -77,8 +84,10 @@ def _synaptic(
     casts = torch.is_autocast_enabled(x.device.type)  # sums are float32 there
     x = x.to(torch.float32 if casts else torch.promote_types(x.dtype, slope.dtype))
     constants = any(isinstance(c, Tensor) or c != 0 for c in synapses.constants)
-    lines = [*synapses.slopes, *(synapses.constants if constants else ())]
-    stacked = _stacked([*synapses.tau, *synapses.theta], slope), _stacked(lines, slope)
+    lines = _stacked(synapses.slopes, slope) if weight is None else weight
+    if constants:
+        lines = torch.cat((lines, _stacked(synapses.constants, slope)), 1)
+    stacked = _stacked([*synapses.tau, *synapses.theta], slope), lines
     known = (synapses.K, len(synapses.tau), constants, fast)
     if formula.conv is None:
         rows, plan = x.reshape(-1, x.shape[-1]), Plan(formula, *known, ())
@@ -148,7 +157,7 @@ class Plan(NamedTuple):
         padded = [n + a + b for n, a, b in zip(size, low, high, strict=True)]
         out = out_sizes(padded, self.kernel, conv)
         sizes = (size, out, self.kernel, conv.stride, low, conv.dilation)
-        return [conv.groups, len(x), *(n for each in sizes for n in each)]
+        return [conv.groups, *(n for each in sizes for n in each)]
 
     def value(self, x: Tensor, gates: Tensor, lines: Tensor) -> Tensor:
         """By the formula, for those who differentiate twice."""
@@ -189,17 +198,17 @@ def _packed(
     gates, lines = _grouped(gates, groups), _grouped(lines, groups)
     _, taps, outputs, _, inputs = lines.shape
     rows = _rows(x)
-    count = len(rows) if seen is None else seen.batch * math.prod(seen.out)
-    sizes = gpu.Sizes(count, len(rows), inputs, outputs, taps, groups)
+    images = 1 if seen is None else len(x)
+    count = len(rows) if seen is None else images * math.prod(seen.out)
+    sizes = gpu.Sizes(count, len(rows), inputs, outputs, taps, groups, images)
     shared = gates.shape[1] < taps
     known = gpu.Known(K, taus, bool(constants), bool(fast), seen is not None, shared)
     return gpu.Packed(rows, gates, lines, known, sizes, seen)
 
 
 def _window(numbers: list[int]) -> gpu.Window:
-    _, batch, *rest = numbers
-    axes = len(rest) // 6
-    return gpu.Window(batch, *[tuple(rest[k * axes : (k + 1) * axes]) for k in range(6)])
+    axes = len(numbers) // 6
+    return gpu.Window(*[tuple(numbers[1 + k * axes : 1 + (k + 1) * axes]) for k in range(6)])
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -214,7 +223,7 @@ def _grouped(w: Tensor, groups: int) -> Tensor:
 
 
 def _ungrouped(w: Tensor, like: Tensor) -> Tensor:
-    return w.permute(0, 2, 3, 4, 1).reshape(like.shape).to(like.dtype)
+    return w.permute(0, 2, 3, 4, 1).reshape(like.shape).to(like.dtype).contiguous()
 
 
 def _forward(
@@ -223,8 +232,7 @@ def _forward(
     y = _packed(x, gates, lines, numbers, window).forward().to(x.dtype)
     if not window:
         return y
-    seen = _window(window)
-    return y.view(seen.batch, *seen.out, -1).movedim(-1, 1)
+    return y.view(len(x), *_window(window).out, -1).movedim(-1, 1)
 
 
 def _forward_shape(
@@ -232,8 +240,7 @@ def _forward_shape(
 ) -> Tensor:
     if not window:
         return x.new_empty(len(x), len(lines))
-    seen = _window(window)
-    return x.new_empty(seen.batch, *seen.out, len(lines)).movedim(-1, 1)
+    return x.new_empty(len(x), *_window(window).out, len(lines)).movedim(-1, 1)
 
 
 def _backward(

@@ -7,19 +7,11 @@ import math
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from threshold_gating.kernels.runtime import Launch, interpreting, total
 
-# Rows of a tile and warps, which have 32 columns each, swept on an H200.
-_TILES = {
-    "forward": (64, 2),
-    "inputs": (32, 2),
-    "parameters": (8, 2),
-    "taps": (16, 2),
-    "pair_inputs": (16, 2),
-    "pair_parameters": (4, 2),
-}
 _STAGES = 3
 MOST_PROGRAMS = 65535  # on the second axis of a grid, which CUDA limits
 _PROGRAMS = 6  # for each multiprocessor, before a sum is split between several
@@ -41,7 +33,7 @@ class Known(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Rows of y and of x, inputs and outputs of a group, taps of the kernel, groups."""
+    """Rows of y and of x, inputs and outputs of a group, taps of the kernel, groups, images."""
 
     rows: int
     across: int
@@ -49,12 +41,12 @@ class Sizes(NamedTuple):
     outputs: int
     taps: int
     groups: int
+    images: int
 
 
 class Window(NamedTuple):
-    """How a kernel goes over images; `low` is the padding on the lower side of each axis."""
+    """How a kernel goes over an image; `low` is the padding on the lower side of each axis."""
 
-    batch: int
     size: tuple[int, ...]
     out: tuple[int, ...]
     kernel: tuple[int, ...]
@@ -79,7 +71,7 @@ class Packed(NamedTuple):
 
     def by_pairs(self) -> bool:
         """Whether gates are evaluated once for all taps: not worth it for positions few see."""
-        rows, across, inputs, outputs, taps, groups = self.sizes
+        rows, across, inputs, outputs, taps, groups, _ = self.sizes
         fits = taps * across * max(inputs, outputs) * groups <= _MOST_NUMBERS
         return self.known.shared and fits and taps <= _MOST_TAPS and across <= 2 * rows
 
@@ -87,28 +79,26 @@ class Packed(NamedTuple):
         """y, (rows, groups * outputs)."""
         if self.by_pairs():
             return self._forward_of_pairs()
-        rows, _, _, outputs, _, groups = self.sizes
+        rows, _, _, outputs, _, groups, _ = self.sizes
         run, parts = _prepared("forward", self.known, self.sizes, self._processors())
-        shape = (parts, rows, groups * outputs)
-        y = self.x.new_empty(shape, dtype=torch.float32 if parts > 1 else None)
-        across = (self.x.t(), self.gates.transpose(2, 4), self.lines.transpose(2, 4))
-        run((*(t.contiguous() for t in across), self._table(0), y))
-        return total(y, 0).to(self.x.dtype)
+        y = self.x.new_empty(parts, rows, groups * outputs)
+        gates, lines = (turned(w.flatten(0, 1)) for w in (self.gates, self.lines))
+        run((turned(self.x), gates, lines, self._table(0), y))
+        return total(y, 0)
 
     def inputs_gradient(self, dy: Tensor) -> Tensor:
         """dx from dy, (rows, groups * outputs)."""
         if self.by_pairs():
             dx = torch.empty_like(self.x)
-            down = _with_zeros(dy.t(), 1)[
-                :, self._table(1)
-            ].contiguous()  # (groups * outputs, taps, across)
-            _of_pairs("pair_inputs", self.known, self.sizes)[0]((*self._pairs(), down, dx))
+            # (groups * outputs, images, taps, positions), zeros where a tap sees nothing
+            down = F.pad(self._by_image(dy).permute(2, 0, 1), (0, 1))[..., self._table(1)]
+            run, _ = _of_pairs("pair_inputs", self.known, self.sizes)
+            run((*self._pairs(), down.contiguous(), dx))
             return dx
         run, parts = _prepared("inputs", self.known, self.sizes, self._processors())
-        shape = (parts, *self.x.shape)
-        dx = self.x.new_empty(shape, dtype=torch.float32 if parts > 1 else None)
-        run((self.x, self.gates, self.lines, self._table(1), dy.t().contiguous(), dx))
-        return total(dx, 0).to(self.x.dtype)
+        dx = self.x.new_empty(parts, *self.x.shape)
+        run((self.x, self.gates, self.lines, self._table(1), turned(dy), dx))
+        return total(dx, 0)
 
     def parameter_gradients(self, dy: Tensor) -> tuple[Tensor, Tensor]:
         """dgates and dlines, as these are."""
@@ -117,8 +107,8 @@ class Packed(NamedTuple):
         run, parts = _prepared("parameters", self.known, self.sizes, self._processors())
         _, taps, outputs, kinds, inputs = self.lines.shape
         each = (parts, self.sizes.groups, taps, outputs)
-        dgates = self.x.new_empty((*each, self.gates.shape[3], inputs), dtype=torch.float32)
-        dlines = self.x.new_empty((*each, kinds, inputs), dtype=torch.float32)
+        dgates = self.x.new_empty(*each, self.gates.shape[3], inputs)
+        dlines = self.x.new_empty(*each, kinds, inputs)
         run((self.x, self.gates, self.lines, self._table(0), dy.contiguous(), dgates, dlines))
         gates, lines = total(dgates, 0), total(dlines, 0)
         return gates.sum(1, keepdim=True) if self.known.shared else gates, lines
@@ -128,25 +118,27 @@ class Packed(NamedTuple):
         return self.x, self.gates, self.lines.transpose(1, 2).contiguous()
 
     def _forward_of_pairs(self) -> Tensor:
-        rows, across, _, outputs, taps, groups = self.sizes
+        rows, across, _, outputs, taps, groups, images = self.sizes
         width = groups * outputs
         parts = self.x.new_empty(taps, across, width)
-        gates, lines = self.gates.transpose(2, 4), self.lines.permute(0, 4, 1, 3, 2)
+        gates, lines = (turned(w.transpose(1, 2).flatten(2, 3)) for w in (self.gates, self.lines))
         run, _ = _of_pairs("taps", self.known, self.sizes)
-        run((*(t.contiguous() for t in (self.x.t(), gates, lines)), parts))
+        run((turned(self.x), gates, lines, parts))
         y = self.x.new_empty(rows, width)
-        _gathered(rows, across, width, taps)((parts, self._table(0), y))
+        _gathered(rows, across, images, width, taps)((parts, self._table(0), y))
         return y
 
     def _gradients_of_pairs(self, dy: Tensor) -> tuple[Tensor, Tensor]:
         x, gates, lines = self._pairs()
         run, parts = _of_pairs("pair_parameters", self.known, self.sizes, self._processors())
-        down = _with_zeros(dy, 0)[
-            self._table(1).t().contiguous()
-        ].contiguous()  # (across, taps, groups * outputs)
+        # (images, positions, taps, groups * outputs)
+        down = F.pad(self._by_image(dy), (0, 0, 0, 1))[:, self._table(1).t()].contiguous()
         dgates, dlines = (w.new_empty(parts, *w.shape) for w in (gates, lines))
         run((x, gates, lines, down, dgates, dlines))
         return total(dgates, 0), total(dlines, 0).transpose(1, 2)
+
+    def _by_image(self, dy: Tensor) -> Tensor:
+        return dy.view(self.sizes.images, -1, dy.shape[1])
 
     def _processors(self) -> int:
         if not self.x.is_cuda:
@@ -163,25 +155,21 @@ def _prepared(kind: str, known: Known, sizes: Sizes, processors: int) -> tuple[L
     """The kernel, and how many parts its sum has."""
     from threshold_gating.kernels.synapse import kernels
 
-    rows, across, inputs, outputs, taps, groups = sizes
-    down, wide, terms = {
-        "forward": (rows, outputs, inputs),
-        "inputs": (across, inputs, outputs),
-        "parameters": (outputs, inputs, rows),
+    rows, across, inputs, outputs, taps, groups, images = sizes
+    each, others = rows // images, across // images
+    down, wide, terms, second, last = {
+        "forward": (rows, outputs, inputs, groups, [rows * outputs * groups]),
+        "inputs": (across, inputs, outputs, groups, [across * inputs * groups]),
+        "parameters": (outputs, inputs, rows, groups * taps, []),
     }[kind]
-    tile, warps = (16, 1) if interpreting() else _TILES[kind]
-    columns = 32 * warps
-    programs = -(-down // tile) * -(-wide // columns)
-    second = groups * taps if kind == "parameters" else groups
+    tile, warps = _tile(kind, known, down)
+    programs = -(-down // tile) * -(-wide // (32 * warps))
     depth, parts = _split(terms, programs * second, processors)
-    rest: list[Any] = [rows, across, inputs, outputs, taps, depth]
-    rest += {"forward": [rows * outputs * groups], "inputs": [across * inputs * groups]}.get(
-        kind, []
-    )
-    rest += [*known, terms % 2 == 0, tile, columns, _STAGES]
-    return Launch(
-        getattr(kernels, f"synapse_{kind}"), (programs, second, parts), warps, rest
-    ), parts
+    image = (others, each) if kind == "inputs" else (each, others)
+    rest: list[Any] = [rows, across, *image, inputs, outputs, taps, depth, *last]
+    rest += [*known, terms % 2 == 0, tile, 32 * warps, _STAGES]
+    kernel = getattr(kernels, f"synapse_{kind}")
+    return Launch(kernel, (programs, second, parts), warps, rest), parts
 
 
 @functools.lru_cache(1024)
@@ -189,34 +177,66 @@ def _of_pairs(kind: str, known: Known, sizes: Sizes, processors: int = 1) -> tup
     """As `_prepared`, for gates that all taps share; only parameters have sums in parts."""
     from threshold_gating.kernels.synapse import pair_kernels
 
-    _, across, inputs, outputs, taps, groups = sizes
-    tile, warps = (4, 1) if interpreting() else _TILES[kind]
+    _, across, inputs, outputs, taps, groups, images = sizes
     down, wide = {
         "taps": (across, outputs),
         "pair_inputs": (across, inputs),
         "pair_parameters": (outputs, inputs),
     }[kind]
+    tile, warps = _tile(kind, known, down)
+    programs, parts = -(-down // tile) * -(-wide // (32 * warps)), 1
     rest: list[Any] = [across, inputs, outputs]
-    parts = 1
-    if kind == "pair_parameters":
-        rows = known.K * (2 if known.constants else 1)  # of a tap: all are in registers, twice
-        tile = max(1, 2 * tile // 2 ** (rows - 1).bit_length())
-        programs = -(-down // tile) * -(-wide // (32 * warps)) * groups
-        depth, parts = _split(across, programs, processors)
+    if kind == "pair_inputs":
+        rest.insert(1, across // images)
+    elif kind == "pair_parameters":
+        depth, parts = _split(across, programs * groups, processors)
         rest.append(depth)
-    programs = -(-down // tile) * -(-wide // (32 * warps))
-    rest += [known.K, known.taus, known.constants, known.fast, taps, tile, 32 * warps, 2]
+    rest += [known.K, known.taus, known.constants, known.fast, taps, tile, 32 * warps]
+    rest.append(2 if kind == "pair_inputs" else _STAGES)
     kernel = getattr(pair_kernels, f"synapse_{kind}")
     return Launch(kernel, (programs, groups, parts), warps, rest), parts
 
 
 @functools.lru_cache(1024)
-def _gathered(rows: int, across: int, width: int, taps: int) -> Launch:
+def _gathered(rows: int, across: int, images: int, width: int, taps: int) -> Launch:
     from threshold_gating.kernels.synapse.pair_kernels import synapse_gathered
 
     tile, columns = (16, 32) if interpreting() else (16, 128)
     programs = -(-rows // tile) * -(-width // columns)
-    return Launch(synapse_gathered, (programs,), 4, (rows, across, width, taps, tile, columns))
+    sizes = rows, across, rows // images, across // images, width, taps
+    return Launch(synapse_gathered, (programs,), 4, (*sizes, tile, columns))
+
+
+def _tile(kind: str, known: Known, rows: int) -> tuple[int, int]:
+    """Rows of a tile and warps, which have 32 columns each; swept on an H200."""
+    if interpreting():
+        return (16 if kind in ("forward", "inputs", "parameters") else 4), 1
+    two, plain = known.K == 2, known.K == 2 and not known.constants
+    most, warps = {
+        "forward": (128 if known.fast and plain else 64, 2) if two else (32, 1),
+        "inputs": (64, 2) if known.fast and plain else (32 if two else 16, 1),
+        "parameters": (8 if plain else 4, 2),
+        "taps": (16, 2),
+        "pair_inputs": (32, 1) if two else (16, 1),
+        "pair_parameters": (4 if plain else 1, 2),
+    }[kind]
+    return min(most, max(16, 1 << (rows - 1).bit_length())), warps
+
+
+def turned(x: Tensor) -> Tensor:
+    """(A, B) as (B, A), or (groups, A, kinds, B) as (groups, B, kinds, A), in memory."""
+    groups, first, kinds, last = (1, len(x), 1, x.shape[1]) if x.dim() == 2 else x.shape
+    y = x.new_empty((last, first) if x.dim() == 2 else (groups, last, kinds, first))
+    _turned(groups, first, kinds, last)((x.contiguous(), y))
+    return y
+
+
+@functools.lru_cache(1024)
+def _turned(groups: int, first: int, kinds: int, last: int) -> Launch:
+    from threshold_gating.kernels.synapse.kernels import synapse_turned
+
+    programs = -(-first // 32) * -(-last // 32)
+    return Launch(synapse_turned, (programs, kinds, groups), 4, (first, kinds, last, 32, 32))
 
 
 def _split(terms: int, programs: int, processors: int) -> tuple[int, int]:
@@ -227,30 +247,23 @@ def _split(terms: int, programs: int, processors: int) -> tuple[int, int]:
     return depth, -(-terms // depth)
 
 
-def _with_zeros(t: Tensor, axis: int) -> Tensor:
-    """With one more row at the end, which -1 finds."""
-    shape = list(t.shape)
-    shape[axis] = 1
-    return torch.cat((t, t.new_zeros(shape)), axis)
-
-
-@functools.lru_cache(64)
+@functools.lru_cache(1024)
 def tables(window: Window, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Which row of x a tap of a row of y sees, (taps, rows); and the other way round. -1: none."""
+    """Which position a tap of a row of y sees, (taps, rows of an image); and the other way round.
+
+    -1 where it sees none.
+    """
     axes = len(window.size)
     at = torch.zeros((1,) * (2 * axes), dtype=torch.int64, device=device)  # (*kernel, *out)
-    for axis, (size, out, kernel, stride, low, step) in enumerate(zip(*window[1:], strict=True)):
+    for axis, (size, out, kernel, stride, low, step) in enumerate(zip(*window, strict=True)):
         taps, places = (torch.arange(n, device=device) for n in (kernel, out))
         place = taps[:, None] * step + places * stride - low
         shape = [1] * (2 * axes)
         shape[axis], shape[axis + axes] = kernel, out
         place = torch.where((place >= 0) & (place < size), place, -1).view(shape)
         at = torch.where((at < 0) | (place < 0), -1, at * size + place)
-    every = math.prod(window.size)
-    first = torch.arange(window.batch, device=device)[:, None] * every
-    at = at.reshape(math.prod(window.kernel), 1, -1)
-    seen = torch.where(at < 0, -1, at + first).flatten(1)
-    nowhere = window.batch * every
+    seen = at.reshape(math.prod(window.kernel), -1)
+    nowhere = math.prod(window.size)
     seeing = seen.new_full((len(seen), nowhere + 1), -1)
     rows = torch.arange(seen.shape[1], device=device).expand_as(seen)
     seeing.scatter_(1, torch.where(seen < 0, nowhere, seen), rows)

@@ -31,7 +31,7 @@ from threshold_gating.kernels.synapse.arithmetic import (
 
 @triton.jit
 def synapse_forward(
-    x, gates, lines, seen, y, rows, across, inputs, outputs, taps, depth, apart,
+    x, gates, lines, seen, y, rows, across, each, others, inputs, outputs, taps, depth, apart,
     K: tl.constexpr, TAUS: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr,
     TABLE: tl.constexpr, SHARED: tl.constexpr, EVEN: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
@@ -52,7 +52,7 @@ def synapse_forward(
     last = tl.minimum(first + depth, inputs)
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for tap in range(taps):
-        at, inside = seen_row(seen, tap, n, rows, TABLE)
+        at, inside = seen_row(seen, tap, n, rows, each, others, TABLE)
         place = x + group.to(tl.int64) * inputs * across + at
         synapse = (group * taps + tap).to(tl.int64) * inputs
         pair = group.to(tl.int64) * inputs if SHARED else synapse
@@ -87,7 +87,8 @@ def synapse_forward(
 
 @triton.jit
 def synapse_inputs(
-    x, gates, lines, seeing, dy, dx, rows, across, inputs, outputs, taps, depth, apart,
+    x, gates, lines, seeing, dy, dx,
+    rows, across, each, others, inputs, outputs, taps, depth, apart,
     K: tl.constexpr, TAUS: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr,
     TABLE: tl.constexpr, SHARED: tl.constexpr, EVEN: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
@@ -112,7 +113,7 @@ def synapse_inputs(
     last = tl.minimum(first + depth, outputs)
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for tap in range(taps):
-        at, inside = seen_row(seeing, tap, p, across, TABLE)
+        at, inside = seen_row(seeing, tap, p, across, each, others, TABLE)
         down = dy + group.to(tl.int64) * outputs * rows + at
         synapse = (group * taps + tap).to(tl.int64) * outputs
         pair = group.to(tl.int64) * outputs if SHARED else synapse
@@ -205,7 +206,8 @@ def _of_turns(sums, gate, TAUS: tl.constexpr, CONSTANTS: tl.constexpr):
 
 @triton.jit
 def synapse_parameters(
-    x, gates, lines, seen, dy, dgates, dlines, rows, across, inputs, outputs, taps, depth,
+    x, gates, lines, seen, dy, dgates, dlines,
+    rows, across, each, others, inputs, outputs, taps, depth,
     K: tl.constexpr, TAUS: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr,
     TABLE: tl.constexpr, SHARED: tl.constexpr, EVEN: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
@@ -235,11 +237,7 @@ def synapse_parameters(
     for n in tl.range(first, last, 2, num_stages=STAGES):
         d, z, odds, below = (), (), (), ()
         for j in tl.static_range(2):
-            at = n + j
-            near = True if EVEN else at < last
-            if TABLE:
-                at = tl.load(seen + tap * tl.cast(rows, tl.int64) + n + j, mask=near, other=-1)
-                near = at >= 0
+            at, near = seen_row(seen, tap, n + j, last, each, others, TABLE)
             v = z_place + at * tl.cast(inputs * groups, tl.int64)
             u = d_place + (n + j) * tl.cast(outputs * groups, tl.int64)
             v = tl.load(v, mask=(c < inputs) & near, other=0.0).to(tl.float32)[None, :]
@@ -264,3 +262,20 @@ def synapse_parameters(
         tl.store(dgates + at_gate + k * inputs + c[None, :], dgate[k], mask=tile)
     for k in tl.static_range(LINES):
         tl.store(dlines + at_line + k * inputs + c[None, :], dline[k], mask=tile)
+
+
+@triton.jit
+def synapse_turned(
+    x, y, first, kinds, last,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """x (groups, first, kinds, last) -> y (groups, last, kinds, first), by tiles."""
+    wide = tl.cdiv(last, COLUMNS)
+    here, kind, group = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    a = (here // wide) * ROWS + tl.arange(0, ROWS)
+    b = (here % wide) * COLUMNS + tl.arange(0, COLUMNS)
+    tile = (a < first)[:, None] & (b < last)[None, :]
+    whole = group.to(tl.int64) * first * kinds * last
+    at = (a.to(tl.int64) * kinds + kind)[:, None] * last + b[None, :]
+    to = (b.to(tl.int64) * kinds + kind)[None, :] * first + a[:, None]
+    tl.store(y + whole + to, tl.load(x + whole + at, mask=tile), mask=tile)

@@ -80,7 +80,7 @@ def synapse_taps(
 
 @triton.jit
 def synapse_gathered(
-    parts, seen, y, rows, across, width,
+    parts, seen, y, rows, across, each, others, width,
     TAPS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """parts (taps, across, width) -> y (rows, width): what each tap of a row sees, added up."""
@@ -91,7 +91,7 @@ def synapse_gathered(
     tile = (n < rows)[:, None] & (o < width)[None, :]
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for t in tl.static_range(TAPS):
-        at, inside = seen_row(seen, t, n, rows, True)
+        at, inside = seen_row(seen, t, n, rows, each, others, True)
         row = (t * tl.cast(across, tl.int64) + at) * width
         total += tl.load(parts + row[:, None] + o[None, :], mask=tile & inside[:, None], other=0.0)
     place = n.to(tl.int64)[:, None] * width + o[None, :]
@@ -100,11 +100,11 @@ def synapse_gathered(
 
 @triton.jit
 def synapse_pair_inputs(
-    x, gates, lines, dy, dx, across, inputs, outputs,
+    x, gates, lines, dy, dx, across, each, inputs, outputs,
     K: tl.constexpr, TAUS: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr,
     TAPS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dx (across, groups * inputs) from dy (groups * outputs, taps, across).
+    """dx (across, groups * inputs) from dy (groups * outputs, images, taps, each).
 
     gates (groups, outputs, TAUS + K - 1, inputs), lines (groups, outputs, taps, K or 2 K, inputs).
     """
@@ -119,6 +119,7 @@ def synapse_pair_inputs(
     place = p.to(tl.int64)[:, None] * (inputs * tl.num_programs(1)) + (group * inputs + c)[None, :]
     z = tl.load(x + place, mask=tile, other=0.0).to(tl.float32)
     pair = group.to(tl.int64) * outputs
+    spot = p // each * (TAPS * each) + p % each
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for o in tl.range(0, outputs, 2, num_stages=STAGES):
         gate, odds, below = (), (), ()
@@ -131,21 +132,21 @@ def synapse_pair_inputs(
         for j in tl.static_range(2):
             mine = there & (o + j < outputs)
             first = lines + (pair + o + j) * TAPS * LINES * inputs
-            down = dy + (pair + o + j) * TAPS * across + p
+            down = dy + (pair + o + j) * TAPS * across + spot
             near = inside & (o + j < outputs)
-            line = _weighted(down, across, near, first, inputs, c, mine, TAPS, LINES)
+            line = _weighted(down, each, near, first, inputs, c, mine, TAPS, LINES)
             total += slope_of(z, shares[j], odds[j], gate[j], line, K, TAUS, CONSTANTS)
     tl.store(dx + place, total.to(dx.dtype.element_ty), mask=tile)
 
 
 @triton.jit
 def _weighted(
-    down, across, inside, first, width, columns, mine, TAPS: tl.constexpr, LINES: tl.constexpr
+    down, each, inside, first, width, columns, mine, TAPS: tl.constexpr, LINES: tl.constexpr
 ):
     """The branches of all taps, each times what comes down by it: LINES of (rows, columns)."""
     line = ()
     for t in tl.static_range(TAPS):
-        d = tl.load(down + t * across, mask=inside, other=0.0).to(tl.float32)[:, None]
+        d = tl.load(down + t * each, mask=inside, other=0.0).to(tl.float32)[:, None]
         w = parameter_rows(first + t * LINES * width, width, columns, mine, LINES)
         more = ()
         for k in tl.static_range(LINES):
