@@ -16,7 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.subjects import Attention, Gates, Product, Shape, Tensors, exactly, learned
+from benchmarks.subjects import (
+    Attention,
+    Gates,
+    Product,
+    Shape,
+    Synaptic,
+    Tensors,
+    exactly,
+    learned,
+)
 from threshold_gating import kernels
 from threshold_gating.instance import TG
 from threshold_gating.nn import Activation
@@ -47,6 +56,7 @@ class Pair:
         roundings: to 16 bits on the way to a value.
         tau: of the steepest gate. Branches that meet where it turns cancel, and their rounding
             errors stand in dx with up to tau / 4.
+        off: what an approximation that was asked for adds to the bounds.
         slow: whether it takes seconds to compile, so that one dtype has to do.
     """
 
@@ -59,6 +69,7 @@ class Pair:
     shapes: tuple[Shape, ...] = ((63, 7), (1031, 63))
     roundings: int = 1
     tau: float = 0.0
+    off: float = 0.0
     slow: bool = False
 
     def inputs(self, shape: Shape, dtype: torch.dtype, device: Any) -> Tensors:
@@ -73,9 +84,12 @@ class Pair:
         """
         if name.startswith(_SUMS):
             single = ALLOWED[torch.float32]
-            return single if self.roundings == 1 else self.roundings * max(single, ALLOWED[dtype])
+            rounded = (
+                single if self.roundings == 1 else self.roundings * max(single, ALLOWED[dtype])
+            )
+            return rounded + self.off
         steep = torch.finfo(torch.float32).eps * self.tau / 4 if name == "dx" else 0.0
-        return ALLOWED[dtype] * self.roundings + steep
+        return ALLOWED[dtype] * self.roundings + steep + self.off
 
 
 def disagreement(pair: Pair, inputs: Tensors, kernel: Function | None = None) -> dict[str, float]:
@@ -123,6 +137,11 @@ def _found(f: Function, given: Tensors, like: Tensors) -> Tensors:
 _BLEND = ("blend_forward", "blend_backward")
 _ATTENTION = ("forward", "queries_gradient", "keys_gradient")
 _TWO_SOFT = ("two_soft_forward", "two_soft_backward")
+_SYNAPSES = ("synapse_turned", "synapse_forward", "synapse_inputs", "synapse_parameters")
+_PAIRS = (
+    "synapse_turned", "synapse_taps", "synapse_gathered", "synapse_pair_inputs",
+    "synapse_pair_parameters",
+)  # fmt: skip
 # One instance for each way a kernel takes: K = 2, K = 2 about its middle, one tau, a tau for each
 # threshold, hard gates.
 _INSTANCES = ("silu", "tanh", "mish", "gelu", "gelu_k4", "leaky_relu", "hardtanh")
@@ -139,6 +158,15 @@ _PRODUCTS = {
     "two soft": TG(1.0, (0.0,), (1.0, 1.0), (0.0, 0.0)),
     "three soft": TG(1.2, (-0.5, 0.7), (1.0, 1.0, 1.0), (0.2, -0.3, 0.1)),
     "hard": TG(math.inf, (-1.0, 0.5), (1.0, 1.0, 1.0), (0.5, 1.0, 2.0), owner=("hi", "lo")),
+}
+_SYNAPTIC = {
+    "two": Synaptic(TG(1.2, (0.1,), (1.0, 1.0), (0.0, 0.0))),
+    "two general": Synaptic(TG(1.2, (0.1,), (1.0, 1.0), (0.5, -0.2)), "general"),
+    "two fast": Synaptic(TG(1.2, (0.1,), (1.0, 1.0), (0.0, 0.0)), accuracy="fast"),
+    "three": Synaptic(_PRODUCTS["three soft"]),
+    "three general": Synaptic(_OWN_TAUS["flat"], "general"),
+    "two shared": Synaptic(TG(1.2, (0.1,), (1.0, 1.0), (0.0, 0.0)), share="channel_pair"),
+    "three shared": Synaptic(_PRODUCTS["three soft"], share="channel_pair"),
 }
 _ATTENTIONS = (
     Attention("fused"),
@@ -239,6 +267,21 @@ def _products() -> Iterator[Pair]:
         )  # fmt: skip
 
 
+def _synapses() -> Iterator[Pair]:
+    for name, f in _SYNAPTIC.items():
+        # the arithmetic is float32; of 16 bits a gradient of the weights is rounded too. Of a
+        # sigmoid 5e-4 is off, and of its slope, which is 1/4 at most, four times that.
+        pair = Pair(
+            "synapse", f"{name} synapses", _SYNAPSES, f.draw, f.reference, f.module,
+            shapes=((5, 3), (1031, 63), (64, 515)), off=2e-3 if f.accuracy == "fast" else 0.0,
+        )  # fmt: skip
+        yield pair
+        images = ((1, 3, 2, 2), (4, 32, 14, 14))
+        launched = _PAIRS if f.share == "channel_pair" else _SYNAPSES
+        if name in ("two general", "two shared", "three shared"):
+            yield replace(pair, name=f"{name} synapses of images", launches=launched, shapes=images)
+
+
 def _attention() -> Iterator[Pair]:
     for a in _ATTENTIONS:
         words = ("causal" * a.causal, a.mask, "tau" * a.temperature, "shared" * (a.shared > 1))
@@ -286,7 +329,7 @@ def _in_a_graph(pair: Pair, launches: tuple[str, ...], g: Gates | None) -> Pair:
 
 
 def _table() -> dict[str, Pair]:
-    made = (*_gates(), *_frozen(), *_products(), *_attention())
+    made = (*_gates(), *_frozen(), *_products(), *_synapses(), *_attention())
     found = {pair.name: pair for pair in made}
     return found | {pair.name: pair for pair in _compiled(found)}
 

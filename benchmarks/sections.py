@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks import attention, elementwise, host, llm, networks, tier_w
+from benchmarks import attention, elementwise, host, llm, networks, synapse, tier_w
 from benchmarks.calibration import calibration
 from benchmarks.checking import check, machine, unchecked
 from benchmarks.conversion import conversion
@@ -33,6 +33,7 @@ class Sizes(NamedTuple):
 
     elementwise: elementwise.Sizes
     tier_w: tier_w.Sizes
+    synapse: synapse.Sizes
     powers: range
     host: host.Sizes
     images: tuple[int, int, int, int]
@@ -49,6 +50,13 @@ LARGE = Sizes(
         width=4096,
         image=(64, 256, 28, 28),
         vectors=(4096, 8192),
+    ),
+    synapse.Sizes(
+        cubes=(2048, 512),
+        image=(64, 64, 28, 28),
+        batches=(64, 256, 1024, 4096, 16384),
+        width=1024,
+        most=4096,
     ),
     range(12, 29),
     host.Sizes((16384, 4096), (64, 197, 3072), 400),
@@ -69,6 +77,7 @@ def on_gpu(place: Place, sizes: Sizes) -> Sections:
         "host": lambda: host.host(sizes.host, place),
         "frozen": lambda: frozen(sizes.elementwise.rows, torch.bfloat16, place),
         "tier W": lambda: tier_w.tier_w(sizes.tier_w, place),
+        "tier S": lambda: synapse.synapse(sizes.synapse, place),
         "growth": lambda: growth(sizes.powers, place),
         "networks": lambda: networks.networks(sizes.networks, sizes.images, place),
         "attention": lambda: attention.attend(sizes.attention, place),

@@ -169,6 +169,85 @@ class Product:
         return y
 
 
+@dataclass(frozen=True)
+class Synaptic:
+    """Gates of each synapse, or of each pair of channels in a convolution 3 x 3."""
+
+    t: TG
+    tier: str = "S"
+    share: str = "synapse"
+    accuracy: str = "full"
+    outputs: int = 5
+
+    def draw(self, shape: Shape, dtype: torch.dtype, device: Any) -> Tensors:
+        kernel, K = (3,) * (len(shape) - 2), self.t.K
+        each = (
+            self.outputs,
+            shape[1],
+            *((1,) * len(kernel) if self.share != "synapse" else kernel),
+        )
+        scale = (shape[1] * 3 ** len(kernel) * K) ** -0.5
+        weights = (self.outputs, K, shape[1], *kernel)
+        found = {
+            "x": torch.randn(shape, device=device),
+            "weight": torch.randn(weights, device=device).mul(scale),
+        }
+        if self.tier == "general":
+            found["const"] = torch.randn(weights, device=device).mul(scale)
+        found = {name: w.to(dtype) for name, w in found.items()}
+        taus = self.t.tau if isinstance(self.t.tau, tuple) else (self.t.tau,)
+        for name, row in (("tau", taus), ("theta", self.t.theta)):
+            for k, value in enumerate(row):
+                found[f"{name} {k}"] = torch.rand(each, device=device).mul(0.5) + value
+        return learned(found)
+
+    def reference(self, w: Tensors) -> Tensor:
+        """Every synapse at every row, written out: (N, O, I) and, unfolded, (N L, O, C taps)."""
+        x, weight = w["x"], w["weight"].flatten(2)  # (O, K, synapses)
+        tau, theta = ([v for n, v in w.items() if n.split()[0] == p] for p in ("tau", "theta"))
+        rows, inside = x, None
+        if x.dim() > 2:
+            rows, inside = (
+                F.unfold(image, 3, padding=1).transpose(1, 2).flatten(0, 1)
+                for image in (x, torch.ones_like(x))
+            )
+
+        def wide(v: Tensor) -> Tensor:
+            return v.expand(w["weight"][:, 0].shape).flatten(1)
+
+        # constants of tier S are those of the branches, times the weights
+        const = (
+            w["const"].flatten(2) if "const" in w else weight * weight.new_tensor(self.t.c)[:, None]
+        )
+        gate = [wide(t) for t in tau]
+        y = primitive.blend(
+            rows.unsqueeze(1), gate if len(gate) > 1 else gate[0], [wide(t) for t in theta],
+            [*weight.unbind(1)], [*const.unbind(1)],
+        )  # fmt: skip
+        y = (y if inside is None else y * inside.unsqueeze(1)).sum(-1)
+        if x.dim() > 2:
+            y = y.view(len(x), *x.shape[2:], -1).movedim(-1, 1)
+        return y
+
+    def module(self, w: Tensors) -> Tensor:
+        x, weight = w["x"], w["weight"]
+        make = functools.partial(Conv2d, kernel_size=3, padding=1) if x.dim() > 2 else Linear
+        layer = make(
+            x.shape[1], len(weight), init=self.t, tier=cast(Any, self.tier),
+            share=cast(Any, self.share), accuracy=cast(Any, self.accuracy), bias=False,
+            device=x.device, dtype=x.dtype,
+        )  # fmt: skip
+        gate = layer.gate
+        tau, theta = (
+            torch.stack([v for n, v in w.items() if n.split()[0] == p]) for p in ("tau", "theta")
+        )
+        given = {"weight": weight, "gate.dtheta": theta - gate.theta0}
+        given["gate.rho"] = (tau.view_as(gate.tau0) / gate.tau0).log()
+        given |= {"const": w["const"]} if "const" in w else {}
+        y: Tensor = torch.func.functional_call(layer, given, (x,))
+        return y
+
+
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return F.linear(x, weight, bias) if x.dim() == 2 else F.conv2d(x, weight, bias, padding=1)
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from benchmarks import attention, elementwise, host, llm, sections, tier_w, timing
+from benchmarks import attention, elementwise, host, llm, sections, synapse, tier_w, timing
 from benchmarks.networks import Network
 
 
@@ -27,6 +27,7 @@ LLAMA = {
 SMALL = sections.Sizes(
     elementwise.Sizes((6, 4), (2, 4, 3, 3), (2, 4, 2, 2)),
     tier_w.Sizes(((4, 6, 6), (5, 4, 4)), (1, 3), 8, (2, 4, 5, 5), (8,)),
+    synapse.Sizes((6,), (2, 3, 4, 4), (3,), 8, 3),
     range(2, 4),
     host.Sizes((6, 4), (2, 3, 4), 2),
     (2, 3, 32, 32),

@@ -24,6 +24,8 @@ ENOUGH = (
     "silu frozen times",
     "two soft channel product of few",
     "one vector channel product",
+    "two general synapses",
+    "two shared synapses of images",
     "attention literal causal",
     "attention fused causal tau",
     "attention statistics causal",

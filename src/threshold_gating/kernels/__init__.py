@@ -17,6 +17,7 @@ from threshold_gating.kernels.lowering import native, overwritten
 from threshold_gating.kernels.product.formula import Conv
 from threshold_gating.kernels.product.function import gated_product
 from threshold_gating.kernels.structure import Structure
+from threshold_gating.kernels.synapse.function import synaptic
 
 __all__ = [
     "BACKENDS",
@@ -32,6 +33,7 @@ __all__ = [
     "gated_product",
     "native",
     "overwritten",
+    "synaptic",
     "takes_native",
     "use",
 ]

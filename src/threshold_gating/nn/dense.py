@@ -15,23 +15,22 @@ its weights would never receive a gradient.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from threshold_gating import kernels, primitive, taxonomy
+from threshold_gating import kernels, taxonomy
 from threshold_gating.instance import TG
 from threshold_gating.nn.activation import Activation
 from threshold_gating.nn.tying import (
     SHARES,
+    Accuracy,
     Tier,
     TierShare,
+    accuracy_of,
     branches_of,
     parameter_count,
     record_of,
@@ -41,9 +40,6 @@ from threshold_gating.nn.tying import (
 from threshold_gating.primitive import Value
 
 __all__ = ["SHARES", "TIERED", "Conv1d", "Conv2d", "Conv3d", "Linear", "parameter_count"]
-
-# Elements of one gate that are held at once where each synapse has its own.
-_AT_ONCE = 1 << 22
 
 
 class _Tiered(nn.Module):
@@ -55,6 +51,7 @@ class _Tiered(nn.Module):
     c: nn.Parameter | None  # tier S: the constants of the branches, where they are learned
     const: nn.Parameter | None  # general: the constant of each synapse
     gate: Activation
+    _accuracy: Accuracy = "full"
 
     @classmethod
     def from_dense(
@@ -66,6 +63,7 @@ class _Tiered(nn.Module):
         share: TierShare | None = None,
         train: Iterable[str] | None = None,
         size: Sequence[int] = (),
+        accuracy: Accuracy = "full",
     ) -> Self:
         """The layer that computes `layer(init(x))`, with the weights of `layer`."""
         plain = next(c for c, ours in TIERED.items() if ours is cls)
@@ -80,7 +78,7 @@ class _Tiered(nn.Module):
             if not name.startswith("_") or name == "_reversed_padding_repeated_twice":
                 vars(new)[name] = value
         new.weight, new.bias = layer.weight, layer.bias
-        new._set(None, tier, share, init, train, size)
+        new._set(None, tier, share, init, train, size, accuracy)
         return new
 
     def _set(
@@ -91,11 +89,13 @@ class _Tiered(nn.Module):
         init: TG | str | None,
         train: Iterable[str] | None,
         size: Sequence[int],
+        accuracy: Accuracy,
     ) -> None:
         """Replace the dense weight by K of them that make the layer start as `init`, then W."""
         name = type(self).__name__
         self.tier, self.share = tier, share_of(name, tier, share)
         self.init, self.size = record_of(name, K, init), tuple(size)
+        self.accuracy = accuracy
         learned = trained_of(name, self.init, train)
         branches, self._factors = branches_of(self.init, free_constants=tier == "general")
         group = self._group()
@@ -163,6 +163,15 @@ class _Tiered(nn.Module):
         """Number of branches."""
         return int(self.weight.shape[1])
 
+    @property
+    def accuracy(self) -> Accuracy:
+        """How the gates of synapses are evaluated on a GPU, "full" or "fast"; may be set."""
+        return self._accuracy
+
+    @accuracy.setter
+    def accuracy(self, accuracy: Accuracy) -> None:
+        self._accuracy = accuracy_of(type(self).__name__, accuracy, self.init, self.share)
+
     def _shared(self, x: Tensor, factor: Tensor | None, conv: kernels.Conv | None) -> Tensor:
         """Tier W, one product."""
         spatial = 0 if conv is None else x.dim() - 2
@@ -172,22 +181,10 @@ class _Tiered(nn.Module):
         gate = (self.gate._structure, held, shape)
         return kernels.gated_product(x, *gate, self.weight, self.bias, conv=conv, factor=factor)
 
-    def _synaptic(
-        self, x: Tensor, factor: Tensor | None, tap: tuple[int, ...], groups: int
-    ) -> Tensor:
-        """Tiers S and general for one tap of the kernel: (N, C) -> (N, O)."""
-
-        def here(w: Tensor) -> Tensor:  # (O, .., *kernel) at this tap as (groups, O / groups, ..)
-            kernel = w.shape[w.dim() - len(tap) :]  # 1 where all taps share
-            where: tuple[Any, ...] = tuple(min(t, n - 1) for t, n in zip(tap, kernel, strict=True))
-            return w[(..., *where)].view(groups, -1, *w.shape[1 : w.dim() - len(tap)])
-
-        def value(w: Value) -> Value:
-            return here(w) if isinstance(w, Tensor) and w.dim() > 1 else w
-
-        tau, theta, s, c = self.gate.values()
-        taus = [value(t) for t in tau] if isinstance(tau, list) else value(tau)
-        weights = here(self.weight).unbind(-2)  # K of (groups, O / groups, I)
+    def _synaptic(self, x: Tensor, factor: Tensor | None, conv: kernels.Conv | None) -> Tensor:
+        """Tiers S and general, gates of each synapse."""
+        tau, theta, s, c = self.gate._structure.rows(self.gate.tensors())
+        weights = self.weight.unbind(1)  # K of (O, I / groups, *kernel)
         slopes: list[Value] = [_times(sk, w) for sk, w in zip(s, weights, strict=True)]
         each: list[Any] = list(c if self.c is None else self.c.unbind(0))
         known, free = self.gate._structure, self.c is not None or self.const is not None
@@ -200,27 +197,14 @@ class _Tiered(nn.Module):
                 if moves
                 else [0.0] * self.K
             )
-        constants = [_times(value(ck), w) for ck, w in zip(each, weights, strict=True)]
+        constants = [_times(ck, w) for ck, w in zip(each, weights, strict=True)]
         if self.const is not None:
-            own = here(self.const).unbind(-2)
-            constants = [a + b for a, b in zip(own, constants, strict=True)]
-        z = x.view(len(x), groups, 1, x.shape[1] // groups)
-        z = z.expand(-1, -1, weights[0].shape[1], -1)
-        rows = max(1, _AT_ONCE // max(1, weights[0].numel()))
+            constants = [a + b for a, b in zip(self.const.unbind(1), constants, strict=True)]
         jumps = known.may_jump or (moves and free)
-        zs = z.split(rows)  # type: ignore[no-untyped-call]
-        scales: list[Tensor | None] = [None] * len(zs)
-        if factor is not None:
-            scales = factor.reshape(len(x), groups, 1, -1).split(rows)  # type: ignore[no-untyped-call]
-        values = [value(t) for t in theta]
-        parts = [
-            checkpoint(
-                _summed, part, by, taus, values, slopes, constants, self.init, jumps,
-                use_reentrant=False, preserve_rng_state=False,
-            )
-            for part, by in zip(zs, scales, strict=True)
-        ]  # fmt: skip
-        return torch.cat(parts).flatten(-2)
+        return kernels.synaptic(
+            x, known, tau, theta, slopes, constants, conv=conv, jumps=jumps, factor=factor,
+            fast=self.accuracy == "fast", weight=self.weight if set(s) == {1.0} else None,
+        )  # fmt: skip
 
     def overhead(self) -> float:
         """Parameters more than the dense layer has, over those it has."""
@@ -235,26 +219,9 @@ class _Tiered(nn.Module):
         family = taxonomy.family(self.init)
         return (
             f"{super().extra_repr()}, tier={self.tier}, K={self.K}, share={self.share}, {family}, "
+            f"{'accuracy=fast, ' if self.accuracy == 'fast' else ''}"
             f"+{100 * self.overhead():.3g}% parameters"
         )
-
-
-def _summed(
-    z: Tensor,
-    by: Tensor | None,
-    tau: Any,
-    theta: list[Value],
-    s: list[Value],
-    c: list[Value],
-    t: TG,
-    jumps: bool,
-) -> Tensor:
-    """sum_i sum_k g_k(z_i) (w^k_i z_i + c^k_i) by_i: (N, groups, O, I) -> (N, groups, O)."""
-    about: dict[str, Any] = {"form": t.form, "owner": t.owner, "centred": False}
-    y = kernels.blend(z, tau, theta, s, c, known=True, **about)
-    if jumps and torch.is_grad_enabled():
-        y = primitive.straight_through(z, y, theta, s, c)
-    return (y if by is None else y * by).sum(-1)
 
 
 class Linear(_Tiered, nn.Linear):
@@ -268,6 +235,9 @@ class Linear(_Tiered, nn.Linear):
             (default), "channel_pair", "channel" (which is W); general: "synapse".
         init: the activation it starts as, an instance or a key of `TAXONOMY`.
         train: which of "tau", "theta", "c" are learned beside the weights.
+        accuracy: of gates of each synapse or pair of channels, two soft branches, on a GPU: "fast"
+            takes one special function instead of two and is off by up to 4e-6 of a gate on an H200
+            (docs/kernels.md). Elsewhere it changes nothing.
 
     >>> Linear(8, 4, init="relu")
     Linear(in_features=8, out_features=4, bias=True, tier=W, K=2, share=channel, multiplicative, \
@@ -284,19 +254,19 @@ class Linear(_Tiered, nn.Linear):
         share: TierShare | None = None,
         init: TG | str | None = None,
         train: Iterable[str] | None = None,
+        accuracy: Accuracy = "full",
         bias: bool = True,
         device: Any = None,
         dtype: Any = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
-        self._set(K, tier, share, init, train, ())
+        self._set(K, tier, share, init, train, (), accuracy)
 
     def forward(self, x: Tensor, factor: Tensor | None = None) -> Tensor:
         """(..., in_features) -> (..., out_features); the gated input is multiplied by `factor`."""
         if self.share in ("layer", "channel", "neuron"):
             return self._shared(x, factor, None)
-        y = self._synaptic(x.reshape(-1, x.shape[-1]), factor, (), 1)
-        y = y.view(*x.shape[:-1], y.shape[-1])
+        y = self._synaptic(x, factor, None)
         return y if self.bias is None else y + self.bias
 
 
@@ -322,10 +292,11 @@ class _Conv(_Tiered):
         init: TG | str | None = None,
         train: Iterable[str] | None = None,
         size: Sequence[int] = (),
+        accuracy: Accuracy = "full",
         **options: Any,
     ) -> None:
         super().__init__(in_channels, out_channels, kernel_size, **options)
-        self._set(K, tier, share, init, train, size)
+        self._set(K, tier, share, init, train, size, accuracy)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """As torch's, which goes by the number of axes when it converts to channels_last."""
@@ -345,7 +316,7 @@ class _Conv(_Tiered):
             return self.forward(x.unsqueeze(0), one).squeeze(0)
         if self.share in ("layer", "channel", "neuron"):
             return self._shared(x, factor, self._conv())
-        y = self._taps(x, factor)
+        y = self._synaptic(x, factor, self._conv())
         return y if self.bias is None else y + self.bias.view(-1, *(1,) * len(self.stride))
 
     def _conv(self) -> kernels.Conv:
@@ -357,41 +328,6 @@ class _Conv(_Tiered):
             self.stride, padding, self.dilation, self.groups, outside,
             "constant" if mode == "zeros" else mode,
         )  # fmt: skip
-
-    def _taps(self, x: Tensor, factor: Tensor | None) -> Tensor:
-        """Tiers S and general: a sum over the taps of the kernel, each with its own gates.
-
-        With zero padding a synapse whose input lies outside is silent: its gates, which would see a
-        zero there, are not evaluated.
-        """
-        pad, mode = self._reversed_padding_repeated_twice, self.padding_mode
-        zeros = mode == "zeros"
-        padded = F.pad(x, pad, "constant" if zeros else mode)
-        scale = None if factor is None else F.pad(factor, pad, "constant" if zeros else mode)
-        inside = F.pad(torch.ones_like(x[:1, :1]), pad) if zeros and any(pad) else None
-        out = [
-            (n - d * (k - 1) - 1) // s + 1
-            for n, d, k, s in zip(
-                padded.shape[2:], self.dilation, self.kernel_size, self.stride, strict=True
-            )
-        ]
-        total: Tensor | None = None
-        for tap in itertools.product(*map(range, self.kernel_size)):
-            where: tuple[Any, ...] = (
-                ...,
-                *(
-                    slice(t * d, t * d + s * (n - 1) + 1, s)
-                    for t, d, s, n in zip(tap, self.dilation, self.stride, out, strict=True)
-                ),
-            )
-            part = padded[where].movedim(1, -1)  # (B, *out, C)
-            by = None if scale is None else scale[where].movedim(1, -1)
-            y = self._synaptic(part.reshape(-1, part.shape[-1]), by, tap, self.groups)
-            y = y.view(*part.shape[:-1], y.shape[-1]).movedim(-1, 1)
-            y = y if inside is None else y * inside[where]
-            total = y if total is None else total + y
-        assert total is not None
-        return total
 
 
 class Conv1d(_Conv, nn.Conv1d):

@@ -13,6 +13,7 @@ from threshold_gating.nn.activation import names_of
 # The pairs of Table 1. Gates per neuron are gates per channel unless there are positions.
 Tier = Literal["W", "S", "general"]
 TierShare = Literal["layer", "channel", "neuron", "synapse", "channel_pair"]
+Accuracy = Literal["full", "fast"]
 SHARES: dict[str, tuple[TierShare, ...]] = {
     "W": ("layer", "channel", "neuron"),
     "S": ("synapse", "channel_pair", "channel"),
@@ -52,6 +53,19 @@ def share_of(name: str, tier: str, share: str | None) -> TierShare:
             f"{name}: tier {tier} has share {', '.join(SHARES[tier])} (Table 1); got {share!r}."
         )
     return chosen
+
+
+def accuracy_of(name: str, accuracy: str, t: TG, share: str) -> Accuracy:
+    if accuracy not in ("full", "fast"):
+        raise ValueError(f"{name}: accuracy is 'full' or 'fast'; got {accuracy!r}.")
+    per_synapse = share in ("synapse", "channel_pair")
+    if accuracy == "fast" and not (per_synapse and t.K == 2 and not t.hard):
+        asked = f"{t.K} {'hard' if t.hard else 'soft'} branches and share={share!r}"
+        raise ValueError(
+            f"{name}: accuracy='fast' is for two soft branches with gates of each synapse or pair "
+            f"of channels; got {asked}. Leave it out: 'full' has every gate."
+        )
+    return "fast" if accuracy == "fast" else "full"
 
 
 def record_of(name: str, K: int | None, init: TG | str | None) -> TG:

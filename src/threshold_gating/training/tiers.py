@@ -90,9 +90,11 @@ def projected(layer: Any, tier: str) -> tuple[nn.Module, float]:
 def _empty(layer: Any, tier: str, share: str) -> Any:
     """A layer of `tier` like `layer`, its weights and gates yet to be written."""
     dense = _dense(layer, layer.weight[:, -1].clone())
+    per_synapse = share in ("synapse", "channel_pair")  # else there is one accuracy
     new = type(layer).from_dense(
-        dense, layer.init, tier=tier, share=share, train=_train(layer, tier), size=layer.size
-    )
+        dense, layer.init, tier=tier, share=share, train=_train(layer, tier), size=layer.size,
+        accuracy=layer.accuracy if per_synapse else "full",
+    )  # fmt: skip
     return new.train(layer.training)
 
 

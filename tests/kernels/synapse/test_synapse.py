@@ -1,0 +1,281 @@
+"""Gates of each synapse by Triton: interpreted in a process of its own, compiled where marked gpu."""
+
+import copy
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import threshold_gating as tg
+from threshold_gating.kernels.synapse import function, gpu
+from threshold_gating.kernels.synapse.formula import Formula
+from threshold_gating.training import tiers
+
+# Over the largest true value. float32: sums of hundreds of terms in another order. 16 bits: the
+# arithmetic is float32; the sum, which the bias may take to a smaller number, and the result are
+# rounded, each by half a unit in the last place.
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
+OWN_TAUS = tg.TG((1.3, 2.0), (-0.6, 0.8), (0.2, -0.5, 1.0), (0.1, 0.4, -0.3))
+EVERY = ("tau", "theta", "c")
+# (features in, features out, options): two and three branches, one tau and two, constants that are
+# none, numbers of the instance, K that are learned, or those of each synapse.
+LINEAR = [
+    (9, 5, {"tier": "S"}),
+    (5, 33, {"tier": "S", "init": "sigmoid", "train": EVERY}),
+    (33, 3, {"tier": "general", "init": "tanh", "bias": False}),
+    (6, 4, {"tier": "S", "init": "gelu_k3"}),
+    (9, 2, {"tier": "S", "init": OWN_TAUS, "train": EVERY}),
+    (7, 3, {"tier": "general", "init": OWN_TAUS}),
+    (7, 3, {"tier": "S", "share": "channel_pair", "train": ()}),
+]
+ROWS = [(7,), (1,), (3, 2), (0,)]
+# (kind, channels in, out, kernel, options, size of the image)
+IMAGES = [
+    ("Conv1d", 4, 2, 3, {"stride": 2, "padding": 2, "groups": 2}, (9,)),
+    ("Conv2d", 3, 4, 2, {"padding": 1, "tier": "general", "init": "sigmoid"}, (2, 3)),
+    (
+        "Conv2d",
+        2,
+        3,
+        (3, 2),
+        {"stride": (2, 1), "dilation": (1, 2), "share": "channel_pair"},
+        (4, 4),
+    ),
+    ("Conv2d", 2, 3, (2, 3), {"padding": "same", "init": "gelu_k3"}, (2, 3)),
+    ("Conv2d", 2, 2, (1, 3), {"padding": (0, 1), "padding_mode": "circular"}, (2, 4)),
+    ("Conv2d", 4, 2, 2, {"padding": 1, "groups": 2, "share": "channel_pair"}, (2, 3)),
+    ("Conv1d", 2, 3, 3, {"padding": 1, "share": "channel_pair", "init": OWN_TAUS}, (5,)),
+    ("Conv3d", 2, 2, 2, {"padding": (1, 0, 0)}, (1, 2, 3)),
+]
+
+
+def moved(layer):
+    with torch.no_grad():
+        for p in layer.parameters():
+            p.add_(torch.randn_like(p), alpha=0.3)
+    return layer
+
+
+def results(layer, x, dy, backend):
+    """The output and every gradient."""
+    own, z = copy.deepcopy(layer), x.detach().clone().requires_grad_()
+    with tg.kernels.use(backend):
+        y = own(z)
+        y.backward(dy)
+    return {"y": y.detach(), "x": z.grad, **{n: p.grad for n, p in own.named_parameters()}}
+
+
+def check(layer, x, tolerance=None):
+    """The kernels against the same layer in float64."""
+    with torch.no_grad(), tg.kernels.use("reference"):
+        dy = torch.randn(layer(x).shape, device=x.device).to(x.dtype)
+    have = results(layer, x, dy, "triton")
+    want = results(copy.deepcopy(layer).double(), x.double(), dy.double(), "reference")
+    for name, true in want.items():
+        assert have[name].shape == true.shape, name
+        if true.numel():
+            size = max(float(true.abs().max()), 1e-30)
+            error = float((have[name].double() - true).abs().max()) / size
+            allowed = tolerance or TOLERANCE[x.dtype]
+            assert error <= allowed, f"{layer} {name} {tuple(x.shape)} {x.dtype}: {error:.1e}"
+
+
+def check_all(device, dtype, times=1):
+    """Ragged shapes, none at all, memory in another order; `times` as wide."""
+    torch.manual_seed(0)
+    for k, (given, outputs, options) in enumerate(LINEAR):
+        layer = moved(tg.Linear(given * times, outputs * times, **options)).to(device, dtype)
+        for rows in ROWS if k == 0 else ROWS[:1]:
+            x = torch.randn(*rows, given * times, device=device).to(dtype)
+            check(layer, x.t().contiguous().t() if k == 1 else x)
+    for k, (kind, given, outputs, kernel, options, size) in enumerate(IMAGES):
+        known = {"tier": "S", **options}
+        layer = moved(getattr(tg, kind)(given * times, outputs * times, kernel, **known))
+        image = torch.randn(1 + (k < 2), given * times, *size, device=device).to(dtype)
+        image = image.to(memory_format=torch.channels_last) if k == 1 else image
+        check(layer.to(device, dtype), image)
+        if k == 1:
+            check(layer, image[:0])
+
+
+def check_values(device):
+    """Without derivatives, twice derived, with odd numbers, mixed types, and in a transform."""
+    torch.manual_seed(0)
+    layer = moved(tg.Linear(8, 4, tier="S")).to(device)
+    x = torch.randn(5, 8, device=device)
+    with tg.kernels.use("triton"):
+        y = layer(x)
+        with torch.no_grad():
+            assert torch.equal(layer(x), y)
+        y.mul_(2)  # a user may
+        assert layer(x.bfloat16()).dtype == torch.float32  # as the formulas have it
+        with torch.autocast(device, torch.bfloat16):
+            assert layer(x).dtype == torch.float32
+        odd = x.clone()
+        odd[1, 2], odd[3, 4] = float("nan"), 1e30
+        found = layer(odd)
+        assert found[1].isnan().all()
+        assert torch.equal(found[[0, 2, 4]], layer(x)[[0, 2, 4]])
+        torch.testing.assert_close(torch.func.vmap(layer)(x[None])[0], layer(x))
+    with tg.kernels.use("reference"):
+        torch.testing.assert_close(found[3], layer(odd)[3])
+    grads = []
+    for backend in ("triton", "reference"):
+        with tg.kernels.use(backend):
+            z = x.clone().requires_grad_()
+            (dx,) = torch.autograd.grad(layer(z).square().sum(), z, create_graph=True)
+            given = [z, layer.weight, layer.gate.rho, layer.gate.dtheta]
+            grads.append(torch.autograd.grad(dx.square().sum(), given))
+    for ours, theirs in zip(*grads, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def check_extremes(device):
+    """Steep gates, far inputs, thresholds that have crossed: the gates are those of float64."""
+    torch.manual_seed(0)
+    for init in ("silu", OWN_TAUS):
+        layer = moved(tg.Linear(12, 5, tier="general", init=init)).to(device)
+        for tau, spread in ((30.0, 3.0), (1000.0, 1.0), (0.01, 100.0)):
+            with torch.no_grad():
+                layer.gate.tau0.fill_(tau)
+                layer.gate.rho.zero_()
+                layer.gate.dtheta.normal_(std=spread)  # the upper one is below as often as not
+            x = 4 * torch.randn(6, 12, device=device)
+            exact = copy.deepcopy(layer).double()
+            with tg.kernels.use("triton"):
+                y = layer(x).detach()
+            with tg.kernels.use("reference"):
+                want = exact(x.double()).detach()
+            # the difference of x and theta is rounded, and tau times that moves a gate by tau / 4
+            bound = 2**-23 * (8 + tau * spread) * 12 * float(want.abs().max())
+            assert float((y - want).abs().max()) < bound
+
+
+def check_compiled(device, backend):
+    """In a graph without breaks, with the same kernels as nodes."""
+    torch.manual_seed(0)
+    layer, x = moved(tg.Linear(5, 4, tier="general")).to(device), torch.randn(3, 5, device=device)
+    given, found = [x.requires_grad_(), *layer.parameters()], []
+    with tg.kernels.use("triton"):
+        for f in (torch.compile(layer, backend=backend, fullgraph=True), layer):
+            y = f(x)
+            found.append([y, *torch.autograd.grad(y.square().sum(), given)])
+    for ours, eager in zip(*found, strict=True):
+        torch.testing.assert_close(ours, eager)
+
+
+def check_ops(device):
+    """What the compiler is told of the ops' results is what they are."""
+    torch.manual_seed(0)
+    tests = ("test_schema", "test_faketensor")
+    layer = tg.Conv2d(4, 2, 2, padding=1, groups=2, tier="S").to(device)
+    x, weight = torch.randn(1, 4, 1, 2, device=device), layer.weight.detach()
+    formula = Formula("softmax", None, False, layer._conv()._replace(pad=(1,) * 4))
+    plan = function.Plan(formula, 2, 1, False, False, layer.kernel_size)
+    given = x, torch.rand_like(weight), weight, plan.numbers(), plan.window(x)
+    torch.library.opcheck(function.synapse_forward, given, test_utils=tests)
+    dy = torch.randn_like(function.synapse_forward(*given))
+    given = dy, *given, [True, True]
+    torch.library.opcheck(function.synapse_backward, given, test_utils=tests)
+
+
+class Largest(TorchDispatchMode):
+    """How many elements the largest tensor has that anything makes."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        for t in found if isinstance(found, tuple | list) else (found,):
+            if isinstance(t, torch.Tensor):
+                self.elements = max(self.elements, t.untyped_storage().nbytes() // 4)
+        return found
+
+
+def check_memory(device):
+    """Nothing is as large as batch x inputs x outputs: the largest are sums of the parameters."""
+    layer, x = tg.Linear(16, 12, tier="general").to(device), torch.randn(60, 16, device=device)
+    with tg.kernels.use("triton"), Largest() as seen:
+        layer(x.requires_grad_()).sum().backward()
+    assert seen.elements <= 60 * 16 * 12 // 2
+
+
+def check_fast(device, tolerance):
+    """Sigmoids by one special function; interpreted they are exact."""
+    torch.manual_seed(0)
+    layers = [
+        tg.Linear(9, 5, tier="S", accuracy="fast"),
+        tg.Linear(9, 5, tier="general", init="sigmoid", accuracy="fast"),
+        tg.Conv2d(3, 4, 2, tier="S", padding=1, share="channel_pair", accuracy="fast"),
+    ]
+    for layer in layers:
+        shape = (7, 9) if isinstance(layer, tg.Linear) else (1, 3, 3, 3)
+        check(moved(layer).to(device), torch.randn(shape, device=device), tolerance)
+
+
+def test_the_kernels_equal_float64_step_by_step(step_by_step):
+    step_by_step("interpret_synapse.py")
+
+
+def test_fast_is_refused_where_it_does_not_exist_and_said_where_it_does():
+    assert "accuracy=fast" in repr(tg.Linear(3, 2, tier="S", accuracy="fast"))
+    assert "accuracy" not in repr(tg.Linear(3, 2, tier="S"))
+    for options in ({"tier": "W"}, {"tier": "S", "init": "relu"}, {"tier": "S", "K": 3}):
+        with pytest.raises(ValueError, match=r"two soft branches .* Leave it out"):
+            tg.Linear(3, 2, accuracy="fast", **options)
+    with pytest.raises(ValueError, match="'full' or 'fast'; got 'half'"):
+        tg.Conv1d(3, 2, 3, tier="S", accuracy="half")
+    layer = tg.Linear.from_dense(torch.nn.Linear(3, 2), "silu", tier="S", accuracy="fast")
+    assert layer.accuracy == "fast"
+    layer.accuracy = "full"
+    assert "accuracy" not in repr(layer)
+    with pytest.raises(ValueError, match="Leave it out"):
+        tg.Linear(3, 2).accuracy = "fast"
+
+
+def test_fast_stays_on_the_way_up_and_ends_where_there_is_none():
+    layer = tg.Linear(3, 2, tier="S", accuracy="fast")
+    assert tiers.lifted(layer, "general").accuracy == "fast"
+    assert tiers.projected(layer, "W")[0].accuracy == "full"
+
+
+def test_on_a_cpu_fast_changes_nothing():
+    layer, x = moved(tg.Linear(9, 5, tier="S")), torch.randn(7, 9)
+    y = layer(x)
+    layer.accuracy = "fast"
+    assert torch.equal(layer(x), y)
+
+
+def test_tables_say_which_row_a_tap_sees():
+    """Against the unfolded numbers of the rows themselves."""
+    window = gpu.Window((4, 5), (2, 5), (3, 2), (2, 1), (1, 1), (1, 2))
+    seen, seeing = gpu.tables(window, torch.device("cpu"))
+    numbers = torch.arange(1.0, 21.0).view(1, 1, 4, 5)
+    unfolded = torch.nn.functional.unfold(
+        numbers, (3, 2), dilation=(1, 2), padding=(1, 1), stride=(2, 1)
+    )
+    assert torch.equal(seen + 1, unfolded[0].int())
+    for tap, row in (seen >= 0).nonzero().tolist():
+        assert seeing[tap, seen[tap, row]] == row
+    assert (seeing >= 0).sum() == (seen >= 0).sum()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_the_kernels_equal_float64(dtype):
+    check_all("cuda", dtype)
+    check_all("cuda", dtype, times=11)
+
+
+@pytest.mark.gpu
+def test_values_extremes_and_memory_on_a_gpu():
+    check_values("cuda")
+    check_ops("cuda")
+    check_extremes("cuda")
+    check_memory("cuda")
+    check_fast("cuda", 1e-4)  # 4e-6 of a sigmoid was measured, over all numbers
+
+
+@pytest.mark.gpu
+def test_a_compiled_graph_has_the_kernels_on_a_gpu():
+    check_compiled("cuda", "inductor")

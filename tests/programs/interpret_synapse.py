@@ -1,0 +1,33 @@
+"""The kernels of synapses, step by step: they equal float64, and wrong ones are found."""
+
+import test_synapse as t
+import torch
+
+import threshold_gating as tg
+from threshold_gating.kernels.synapse import gpu
+
+new = torch.Tensor.new_empty
+
+
+def poisoned(x, *sizes, **options):
+    made = new(x, *sizes, **options)
+    return made.fill_(float("nan")) if made.is_floating_point() else made
+
+
+torch.Tensor.new_empty = poisoned
+prepared, parts = gpu._prepared, []
+gpu._prepared = lambda *a: parts.append((a[0], prepared(*a)[1])) or prepared(*a)
+t.check_all("cpu", torch.float32)
+for kind in ("forward", "inputs", "parameters"):  # it was the kernels, with sums in parts
+    assert max(n for k, n in parts if k == kind) > 1, kind
+for dtype in (torch.bfloat16, torch.float16):
+    t.check(t.moved(tg.Linear(9, 5, tier="S")).to(dtype), torch.randn(7, 9).to(dtype))
+    layer = t.moved(tg.Conv2d(3, 2, 2, tier="general")).to(dtype)
+    t.check(layer, torch.randn(2, 3, 4, 3).to(dtype))
+t.check_values("cpu")
+t.check_ops("cpu")
+t.check_compiled("cpu", "aot_eager")
+t.check_extremes("cpu")
+t.check_memory("cpu")
+t.check_fast("cpu", 1e-5)
+print("ok")
