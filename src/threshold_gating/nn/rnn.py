@@ -28,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 
 from threshold_gating import kernels, taxonomy
 from threshold_gating.instance import TG
+from threshold_gating.nn import rnn_fold
 from threshold_gating.nn.activation import keeping_wide
 from threshold_gating.nn.rnn_steps import FUNCTIONS, SITES, Gates
 from threshold_gating.nn.unitwise import HELD_BY, Learned, Learning, before, learning, start, values
@@ -47,6 +48,21 @@ class _Evaluated(TorchFunctionMode):
     ) -> Any:
         if func in FUNCTIONS:
             func = partial(FUNCTIONS[func], gates=self.gates)
+        return func(*args, **(kwargs or {}))
+
+
+class _Folded(TorchFunctionMode):
+    """Inside, torch's fused op runs with the learned gates in its weights."""
+
+    def __init__(self, pairs: rnn_fold.Pairs, held: Sequence[rnn_fold.Held]) -> None:
+        super().__init__()
+        self.pairs, self.held = pairs, held
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        if func in FUNCTIONS:
+            return rnn_fold.folded(func, args, self.pairs, self.held)
         return func(*args, **(kwargs or {}))
 
 
@@ -71,7 +87,11 @@ class _Gated(nn.Module):
             with _Evaluated(self._now()):
                 return plain(input, hx)
 
-        return kernels.either(plain if self.exact else None, gated)(input, hx)
+        return kernels.either(self._native(plain, input), gated)(input, hx)
+
+    def _native(self, plain: Callable[..., Any], input: Any) -> Callable[..., Any] | None:
+        """What runs torch's own op for the same result, if that is possible."""
+        return plain if self.exact else None
 
     @property
     def exact(self) -> bool:
@@ -236,10 +256,26 @@ class _Learnable(_Gated, nn.RNNBase):
             return self.gates
         return [{**self.gates, **self._learned(suffix)} for suffix in self._suffixes()]
 
+    def _native(self, plain: Callable[..., Any], input: Any) -> Callable[..., Any] | None:
+        train, family, sites = self.learning
+        if not train or family == "free" or not rnn_fold.takes(input):
+            return super()._native(plain, input)
+        pairs = rnn_fold.Pairs.of(self._standard(), self.gates, sites)
+        if pairs is None:
+            return None
+
+        def folded(input: Any, hx: Any) -> Any:
+            with _Folded(pairs, [self._held(suffix) for suffix in self._suffixes()]):
+                return plain(input, hx)
+
+        return folded
+
+    def _held(self, suffix: str) -> dict[str, Tensor]:
+        train = self.learning.train
+        return {what: getattr(self, f"gate_{HELD_BY[what]}{suffix}") for what in train}
+
     def _learned(self, suffix: str) -> dict[str, Learned]:
-        train, _, sites = self.learning
-        held = {what: getattr(self, f"gate_{HELD_BY[what]}{suffix}") for what in train}
-        return values({site: self.gates[site] for site in sites}, held)
+        return values({site: self.gates[site] for site in self.learning.sites}, self._held(suffix))
 
     def learned_gates(self) -> dict[str, Learned]:
         """The learned gates as they are: i_l0, .., cell_l0_reverse, .. with values [H]."""

@@ -21,6 +21,8 @@ from torch import Tensor
 
 from threshold_gating import kernels, taxonomy
 from threshold_gating.instance import TG
+from threshold_gating.kernels.recurrent import lstm as recurrent
+from threshold_gating.nn import rnn_gates
 from threshold_gating.nn.unitwise import Learned
 from threshold_gating.primitive import Value
 
@@ -220,6 +222,37 @@ def _layer(
     return (torch.stack(outputs) if sizes is None else torch.cat(outputs)), end
 
 
+def _direction(
+    build: _Build,
+    w: _Weights,
+    gates: Gates,
+    x: Tensor,
+    sizes: list[int] | None,
+    start: State,
+    reverse: bool,
+) -> tuple[Tensor, State]:
+    """`_layer`, or kernels that compute the same."""
+    sites = {site: gates[site] for site in SITES["lstm"]} if build is _lstm else {}
+    form = rnn_gates.form(sites)
+    given = [t for t in (*start, *w) if t is not None]
+    if not sites or form is None or w.hr is not None or not recurrent.takes(x, *given):
+        return _layer(build(w, gates), x, sizes, start, reverse)
+
+    def plain(x: Tensor, ih: Tensor, hh: Tensor, bias: Any, h: Tensor, c: Tensor, own: Tensor) -> Any:
+        none = None if bias is None else torch.zeros_like(bias)
+        cell = _lstm(_Weights(ih, hh, bias, none), rnn_gates.unpacked(own, sites))
+        y, end = _layer(cell, x, counts, (h, c), reverse)
+        return y, *end
+
+    units = w.hh.shape[1]
+    counts = [x.shape[1]] * len(x) if sizes is None else sizes
+    rows = x if sizes is not None else x.reshape(-1, x.shape[-1])
+    numbers, bias = rnn_gates.packed(sites, units, x.device), _summed(w.b_ih, w.b_hh)
+    layer = recurrent.Layer(rows, w.ih, w.hh, bias, *start, numbers)
+    y, *end = recurrent.lstm(layer, form, counts, reverse, plain)
+    return (y if sizes is not None else y.view(*x.shape[:2], units)), tuple(end)
+
+
 def _by_layer(params: Sequence[Any], has_biases: bool, count: int) -> list[_Weights]:
     """The flat list of parameters for each layer and direction."""
     n = len(params) // count
@@ -276,8 +309,8 @@ def _sequence(build: _Build, *args: Any, gates: Gates | Sequence[Gates]) -> Stat
         for reverse in (False, True)[:directions]:
             k = len(ends)
             own = gates if isinstance(gates, Mapping) else gates[k]
-            cell, start = build(weights[k], own), tuple(s[k] for s in states)
-            y, end = _layer(cell, x, sizes, start, reverse)
+            start = tuple(s[k] for s in states)
+            y, end = _direction(build, weights[k], own, x, sizes, start, reverse)
             outputs.append(y)
             ends.append(end)
         x = torch.cat(outputs, -1) if bidirectional else outputs[0]

@@ -1,0 +1,228 @@
+"""Learned pairs of a recurrent layer in its weights, on the way: torch's own fused op runs.
+
+Behind an affine map a pair adds no function, sigmoid(tau (a - theta)) = sigmoid(e a + d) with
+e = tau / tau0 and d = theta0 - e theta. So the weights times e, with d in a bias, give torch's op
+what the gates would give, once a call and not once a step; the gradients of weights, tau and theta
+go back through the same two lines. In 16 bits the folded weights are rounded to their type.
+
+cuDNN wants all weights in one buffer and copies them, with a warning, where they are not: the
+folded ones are written to where it wants them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.backends.cudnn.rnn
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+from threshold_gating import kernels
+from threshold_gating.instance import TG
+from threshold_gating.primitive import is_memory
+
+AUDITED_AS = "native"  # see conversion.audit
+
+Held = Mapping[str, Tensor]  # rho and dtheta of a layer and direction, as "tau", "theta": [sites, H]
+
+# The ops themselves: a converted network around us answers torch.lstm.
+_OPS = {
+    torch.lstm: (torch.ops.aten.lstm, "LSTM"),
+    torch.gru: (torch.ops.aten.gru, "GRU"),
+    torch.rnn_tanh: (torch.ops.aten.rnn_tanh, "RNN_TANH"),
+}
+
+
+class Pairs(NamedTuple):
+    """The gates that are learned, of those whose input is a block of rows of the weights.
+
+    A frozen block has None; a learned one tau and theta where it starts, tau over that of the gate
+    in torch's op.
+    """
+
+    blocks: tuple[tuple[float, float] | None, ...]
+
+    @classmethod
+    def of(
+        cls, standard: Mapping[str, TG], gates: Mapping[str, TG], learned: Sequence[str]
+    ) -> Pairs | None:
+        """Or None where one is no gate of torch's op at another tau and theta."""
+        found: list[tuple[float, float] | None] = []
+        for site, t in standard.items():
+            own = gates[site]
+            if site not in learned:
+                if own != t:
+                    return None
+                found += [] if site == "cell" else [None]
+            elif site == "cell" or not _is_moved(own, t):  # the cell's output reads no weights
+                return None
+            else:
+                found.append((_number(own.tau) / _number(t.tau), own.theta[0] - t.theta[0]))
+        return cls(tuple(found))
+
+    def affine(self, held: Held) -> tuple[Tensor, Tensor | None]:
+        """e and d, [blocks, H]; None for a d that is 0 and not learned."""
+        rows = [start for start in self.blocks if start is not None]
+        ratios, starts = zip(*rows, strict=True)
+        like = next(iter(held.values()))
+        e = kernels.Structure.sharpening(held["tau"]) if "tau" in held else torch.ones_like(like)
+        e = e if set(ratios) == {1.0} else e * _column(ratios, like.device, like.dtype)
+        theta = held.get("theta")
+        if set(starts) != {0.0}:
+            begin = _column(starts, like.device, like.dtype)
+            theta = begin if theta is None else theta + begin
+        d = None if theta is None else -(e * theta)
+        if len(rows) == len(self.blocks):
+            return e, d
+        return self._among(e, 1.0), None if d is None else self._among(d, 0.0)
+
+    def _among(self, rows: Tensor, other: float) -> Tensor:
+        """`rows` at their blocks, the number `other` at those that are not learned."""
+        each, frozen = iter(rows.split(1)), rows.new_full((1, rows.shape[1]), other)
+        return torch.cat([frozen if start is None else next(each) for start in self.blocks])
+
+
+def _is_moved(own: TG, t: TG) -> bool:
+    """Whether `own` is the soft gate `t` at another tau and theta."""
+    alike = (own.s, own.c) == (t.s, t.c) and not own.hard and not t.hard
+    return alike and own == TG(own.tau, own.theta, t.s, t.c)
+
+
+def _number(tau: float | tuple[float, ...]) -> float:
+    return tau[0] if isinstance(tau, tuple) else tau
+
+
+@functools.lru_cache(256)
+def _column(numbers: tuple[float, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.tensor(numbers, device=device, dtype=dtype).unsqueeze(-1)
+
+
+def takes(input: Any) -> bool:
+    """Whether a layer may be folded for this input; elsewhere its gates are evaluated.
+
+    A compiler fuses gates by itself, and torch's op has no forward-mode derivative and no vmap.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    return is_memory(input[0] if isinstance(input, PackedSequence) else input)
+
+
+def folded(op: Callable[..., Any], args: Sequence[Any], pairs: Pairs, held: Sequence[Held]) -> Any:
+    """What torch's `op` returns with the gates in its weights; `held` is for each of its layers."""
+    at = 2 if isinstance(args[3], bool) else 3  # packed ones have their batch sizes before
+    x, (params, has_biases, layers, dropout, train, both) = args[0], args[at : at + 6]
+    native, mode = _OPS[op]
+    if torch.is_grad_enabled() and not train:  # cuDNN differentiates in training only
+        dropout, train = 0.0, True
+    n = len(params) // len(held)
+    each = [tuple(params[k : k + n]) for k in range(0, len(params), n)]
+    pair = [pairs.affine(h) for h in held]
+    if not has_biases and pair[0][1] is not None:  # thresholds need one
+        zero = params[1].new_zeros(params[1].shape[0])
+        each, has_biases = [(ih, hh, zero, zero, *hr) for ih, hh, *hr in each], True
+    places = _places(mode, x, [*each], has_biases, layers, both)
+    scaled = 4 if has_biases else 2
+    new = [
+        w
+        for own, (e, d), rooms in zip(each, pair, places, strict=True)
+        for w in _Fold.apply(rooms, scaled, e, d, *own)  # type: ignore[no-untyped-call]
+    ]
+    return native(*args[:at], new, has_biases, layers, dropout, train, both, *args[at + 6 :])
+
+
+class _Fold(torch.autograd.Function):
+    """The first weights of one layer times e, row by row, and d in the first bias, in `rooms`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rooms: Sequence[Tensor], scaled: int, e: Tensor, d: Tensor | None, *weights: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.scaled, ctx.shifted = scaled, d is not None
+        ctx.save_for_backward(e, *weights[:scaled])
+        for k, (w, room) in enumerate(zip(weights, rooms, strict=True)):
+            if k >= scaled:
+                room.copy_(w)
+            elif k == 2 and d is not None:
+                torch.addcmul(d.reshape(-1), w, e.reshape(-1), out=room)
+            else:
+                torch.mul(w, e.reshape(-1, *(1,) * (w.dim() - 1)), out=room)
+        return tuple(rooms)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        e, *weights = ctx.saved_tensors
+        wanted, n = ctx.needs_input_grad, ctx.scaled
+        dw: list[Tensor | None] = [*grads]
+        along: Any = 0.0
+        for k, (w, g) in enumerate(zip(weights, grads, strict=False)):
+            wide = g.to(e.dtype)
+            if wanted[2]:
+                product = wide * w
+                along = along + (product.sum(1) if w.dim() > 1 else product)
+            scale = e.reshape(-1, *(1,) * (w.dim() - 1))
+            dw[k] = (wide * scale).to(w.dtype) if wanted[4 + k] else None
+        de = along.view_as(e) if wanted[2] else None
+        dd = grads[2].to(e.dtype).view_as(e) if ctx.shifted and n > 2 and wanted[3] else None
+        return None, None, de, dd, *dw
+
+
+class _Shape(NamedTuple):
+    """What decides where cuDNN wants each weight."""
+
+    mode: str
+    inputs: int
+    units: int
+    projected: int
+    layers: int
+    both: bool
+    shapes: tuple[tuple[int, ...], ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+def _places(
+    mode: str, x: Tensor, each: Sequence[Sequence[Tensor]], has_biases: bool, layers: int, both: bool
+) -> list[list[Tensor]]:
+    """Where the folded weights go: parts of one buffer for cuDNN, memory of their own elsewhere."""
+    first = each[0][0]
+    flat = x.is_cuda and torch.backends.cudnn.is_acceptable(first)
+    if not flat or not torch._use_cudnn_rnn_flatten_weight():
+        return [[torch.empty_like(w, memory_format=torch.contiguous_format) for w in own] for own in each]
+    is_projected = len(each[0]) == (5 if has_biases else 3)
+    hidden = each[0][-1].shape[1] if is_projected else each[0][1].shape[1]
+    shape = _Shape(
+        mode, first.shape[1], hidden, each[0][-1].shape[0] if is_projected else 0, layers, both,
+        tuple(tuple(w.shape) for own in each for w in own), first.dtype, first.device,
+    )  # fmt: skip
+    size, starts = _offsets(shape)
+    buffer, n = first.new_empty(size), len(each[0])
+    whole = [
+        buffer[start : start + w.numel()].view(w.shape)
+        for start, w in zip(starts, (w for own in each for w in own), strict=True)
+    ]
+    return [whole[k : k + n] for k in range(0, len(whole), n)]
+
+
+@functools.lru_cache(256)
+def _offsets(shape: _Shape) -> tuple[int, tuple[int, ...]]:
+    """How long the buffer is, and where each weight starts in it, as torch itself lays them out."""
+    with torch.inference_mode(False), torch.no_grad(), torch.cuda.device(shape.device):
+        likes = [torch.empty(s, dtype=shape.dtype, device=shape.device) for s in shape.shapes]
+        torch._cudnn_rnn_flatten_weight(
+            likes,
+            len(likes) // (shape.layers * (2 if shape.both else 1)),
+            shape.inputs,
+            torch.backends.cudnn.rnn.get_cudnn_mode(shape.mode),
+            shape.units,
+            shape.projected,
+            shape.layers,
+            False,
+            shape.both,
+        )
+    storage, size = likes[0].untyped_storage(), likes[0].element_size()
+    starts = tuple((w.data_ptr() - storage.data_ptr()) // size for w in likes)
+    return storage.nbytes() // size, starts
