@@ -26,7 +26,9 @@ from threshold_gating.primitive import is_memory
 
 AUDITED_AS = "native"  # see conversion.audit
 
-Held = Mapping[str, Tensor]  # rho and dtheta of a layer and direction, as "tau", "theta": [sites, H]
+Held = Mapping[
+    str, Tensor
+]  # rho and dtheta of a layer and direction, as "tau", "theta": [sites, H]
 
 # The ops themselves: a converted network around us answers torch.lstm.
 _OPS = {
@@ -81,7 +83,7 @@ class Pairs(NamedTuple):
 
     def _among(self, rows: Tensor, other: float) -> Tensor:
         """`rows` at their blocks, the number `other` at those that are not learned."""
-        each, frozen = iter(rows.split(1)), rows.new_full((1, rows.shape[1]), other)
+        each, frozen = iter(rows.unsqueeze(1).unbind(0)), rows.new_full((1, rows.shape[1]), other)
         return torch.cat([frozen if start is None else next(each) for start in self.blocks])
 
 
@@ -124,13 +126,10 @@ def folded(op: Callable[..., Any], args: Sequence[Any], pairs: Pairs, held: Sequ
     if not has_biases and pair[0][1] is not None:  # thresholds need one
         zero = params[1].new_zeros(params[1].shape[0])
         each, has_biases = [(ih, hh, zero, zero, *hr) for ih, hh, *hr in each], True
-    places = _places(mode, x, [*each], has_biases, layers, both)
-    scaled = 4 if has_biases else 2
-    new = [
-        w
-        for own, (e, d), rooms in zip(each, pair, places, strict=True)
-        for w in _Fold.apply(rooms, scaled, e, d, *own)  # type: ignore[no-untyped-call]
-    ]
+    scaled, new = 4 if has_biases else 2, []
+    rooms = _rooms(x, each, mode, layers, both)
+    for own, (e, d), room in zip(each, pair, rooms, strict=True):
+        new += _Fold.apply(room, scaled, e, d, *own)  # type: ignore[no-untyped-call]
     return native(*args[:at], new, has_biases, layers, dropout, train, both, *args[at + 6 :])
 
 
@@ -139,8 +138,9 @@ class _Fold(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rooms: Sequence[Tensor], scaled: int, e: Tensor, d: Tensor | None, *weights: Tensor
+        ctx: Any, rooms: Sequence[Tensor], scaled: int, *tensors: Any
     ) -> tuple[Tensor, ...]:
+        e, d, *weights = tensors
         ctx.scaled, ctx.shifted = scaled, d is not None
         ctx.save_for_backward(e, *weights[:scaled])
         for k, (w, room) in enumerate(zip(weights, rooms, strict=True)):
@@ -170,13 +170,10 @@ class _Fold(torch.autograd.Function):
         return None, None, de, dd, *dw
 
 
-class _Shape(NamedTuple):
+class _Network(NamedTuple):
     """What decides where cuDNN wants each weight."""
 
     mode: str
-    inputs: int
-    units: int
-    projected: int
     layers: int
     both: bool
     shapes: tuple[tuple[int, ...], ...]
@@ -184,44 +181,45 @@ class _Shape(NamedTuple):
     device: torch.device
 
 
-def _places(
-    mode: str, x: Tensor, each: Sequence[Sequence[Tensor]], has_biases: bool, layers: int, both: bool
+def _rooms(
+    x: Tensor, each: Sequence[Sequence[Tensor]], mode: str, layers: int, both: bool
 ) -> list[list[Tensor]]:
     """Where the folded weights go: parts of one buffer for cuDNN, memory of their own elsewhere."""
-    first = each[0][0]
-    flat = x.is_cuda and torch.backends.cudnn.is_acceptable(first)
-    if not flat or not torch._use_cudnn_rnn_flatten_weight():
-        return [[torch.empty_like(w, memory_format=torch.contiguous_format) for w in own] for own in each]
-    is_projected = len(each[0]) == (5 if has_biases else 3)
-    hidden = each[0][-1].shape[1] if is_projected else each[0][1].shape[1]
-    shape = _Shape(
-        mode, first.shape[1], hidden, each[0][-1].shape[0] if is_projected else 0, layers, both,
-        tuple(tuple(w.shape) for own in each for w in own), first.dtype, first.device,
-    )  # fmt: skip
-    size, starts = _offsets(shape)
-    buffer, n = first.new_empty(size), len(each[0])
-    whole = [
-        buffer[start : start + w.numel()].view(w.shape)
-        for start, w in zip(starts, (w for own in each for w in own), strict=True)
-    ]
-    return [whole[k : k + n] for k in range(0, len(whole), n)]
+    all_weights, n = [w for own in each for w in own], len(each[0])
+    first = all_weights[0]
+    if x.is_cuda and _by_cudnn(first) and torch._use_cudnn_rnn_flatten_weight():
+        shapes = tuple(tuple(w.shape) for w in all_weights)
+        size, starts = _offsets(_Network(mode, layers, both, shapes, first.dtype, first.device))
+        buffer = first.new_empty(size)
+        places = [(start, start + w.numel()) for start, w in zip(starts, all_weights, strict=True)]
+        flat = [buffer[i:j] for i, j in places]
+        rooms = [room.view(shape) for room, shape in zip(flat, shapes, strict=True)]
+    else:
+        rooms = [w.new_empty(w.shape) for w in all_weights]
+    return [rooms[k : k + n] for k in range(0, len(rooms), n)]
+
+
+_by_cudnn: Callable[[Tensor], bool] = torch.backends.cudnn.is_acceptable
 
 
 @functools.lru_cache(256)
-def _offsets(shape: _Shape) -> tuple[int, tuple[int, ...]]:
+def _offsets(network: _Network) -> tuple[int, tuple[int, ...]]:
     """How long the buffer is, and where each weight starts in it, as torch itself lays them out."""
-    with torch.inference_mode(False), torch.no_grad(), torch.cuda.device(shape.device):
-        likes = [torch.empty(s, dtype=shape.dtype, device=shape.device) for s in shape.shapes]
+    mode, layers, both, shapes, dtype, device = network
+    n = len(shapes) // (layers * (2 if both else 1))
+    projected = shapes[n - 1] if n % 2 else None  # (P, H)
+    with torch.inference_mode(False), torch.no_grad(), torch.cuda.device(device):
+        likes = [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
         torch._cudnn_rnn_flatten_weight(
             likes,
-            len(likes) // (shape.layers * (2 if shape.both else 1)),
-            shape.inputs,
-            torch.backends.cudnn.rnn.get_cudnn_mode(shape.mode),
-            shape.units,
-            shape.projected,
-            shape.layers,
-            False,
-            shape.both,
+            n,
+            shapes[0][1],
+            torch.backends.cudnn.rnn.get_cudnn_mode(mode),  # type: ignore[no-untyped-call]
+            projected[1] if projected else shapes[1][1],
+            projected[0] if projected else 0,
+            layers,
+            False,  # whether batches come first, which says nothing about weights
+            both,
         )
     storage, size = likes[0].untyped_storage(), likes[0].element_size()
     starts = tuple((w.data_ptr() - storage.data_ptr()) // size for w in likes)

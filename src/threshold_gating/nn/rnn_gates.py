@@ -19,13 +19,22 @@ from threshold_gating.kernels.recurrent.lstm import Form
 from threshold_gating.nn.unitwise import Learned
 from threshold_gating.primitive import Value, are_huge
 
+Sites = Mapping[str, TG | Learned]
 
-def form(sites: Mapping[str, Any]) -> Form | None:
-    """What kernels know of these gates; None where one is not two soft branches."""
-    starts = [t.start if isinstance(t, Learned) else t for t in sites.values()]
-    if not all(isinstance(t, TG) and _is_plain(t) for t in starts):
-        return None
-    middle = sum(2**k for k, t in enumerate(starts) if Structure.is_centred(t))
+
+def soft(gates: Mapping[str, Any]) -> Sites | None:
+    """`gates`, if each is two soft branches, as kernels take them."""
+    found = {site: t for site, t in gates.items() if isinstance(t, TG | Learned)}
+    return found if len(found) == len(gates) and all(map(_is_plain, starts(found))) else None
+
+
+def starts(sites: Sites) -> list[TG]:
+    return [t.start if isinstance(t, Learned) else t for t in sites.values()]
+
+
+def form(sites: Sites) -> Form:
+    """What kernels know of these gates."""
+    middle = sum(2**k for k, t in enumerate(starts(sites)) if Structure.is_centred(t))
     slopes = [w for t in sites.values() for w in t.s]
     return Form(middle, any(isinstance(w, Tensor) or w != 0 for w in slopes))
 
@@ -37,7 +46,7 @@ def _is_plain(t: TG) -> bool:
     return t.anchor is None and not are_huge(t.s, t.c) and all(map(math.isfinite, (*t.s, *t.c)))
 
 
-def packed(sites: Mapping[str, TG | Learned], units: int, device: torch.device) -> Tensor:
+def packed(sites: Sites, units: int, device: torch.device) -> Tensor:
     """(sites, 6, H), float32."""
     rows = [
         w.float() if isinstance(w, Tensor) else _row(w, units, device)
@@ -47,11 +56,10 @@ def packed(sites: Mapping[str, TG | Learned], units: int, device: torch.device) 
     return torch.stack([row.expand(units) for row in rows]).view(len(sites), 6, units)
 
 
-def unpacked(gates: Tensor, sites: Mapping[str, TG | Learned]) -> dict[str, Learned]:
+def unpacked(gates: Tensor, sites: Sites) -> dict[str, Learned]:
     found = {}
-    for own, (site, t) in zip(gates.unbind(0), sites.items(), strict=True):
+    for site, start, own in zip(sites, starts(sites), gates.unbind(0), strict=True):
         tau, theta, c0, c1, s0, s1 = own.unbind(0)
-        start = t.start if isinstance(t, Learned) else t
         found[site] = Learned(start, tau, theta, (s0, s1), (c0, c1))
     return found
 

@@ -231,25 +231,37 @@ def _direction(
     start: State,
     reverse: bool,
 ) -> tuple[Tensor, State]:
-    """`_layer`, or kernels that compute the same."""
-    sites = {site: gates[site] for site in SITES["lstm"]} if build is _lstm else {}
-    form = rnn_gates.form(sites)
+    """`_layer`, by kernels where they have that."""
     given = [t for t in (*start, *w) if t is not None]
-    if not sites or form is None or w.hr is not None or not recurrent.takes(x, *given):
-        return _layer(build(w, gates), x, sizes, start, reverse)
+    if build is _lstm and w.hr is None and recurrent.takes(x, *given):
+        sites = rnn_gates.soft({site: gates[site] for site in SITES["lstm"]})
+        if sites is not None:
+            return _launched(w, sites, x, sizes, start, reverse)
+    return _layer(build(w, gates), x, sizes, start, reverse)
 
-    def plain(x: Tensor, ih: Tensor, hh: Tensor, bias: Any, h: Tensor, c: Tensor, own: Tensor) -> Any:
+
+def _launched(
+    w: _Weights,
+    sites: Mapping[str, TG | Learned],
+    x: Tensor,
+    sizes: list[int] | None,
+    start: State,
+    reverse: bool,
+) -> tuple[Tensor, State]:
+    counts = [x.shape[1]] * len(x) if sizes is None else sizes
+
+    def plain(x: Tensor, ih: Tensor, hh: Tensor, bias: Any, *rest: Tensor) -> Any:
+        *state, gates = rest
         none = None if bias is None else torch.zeros_like(bias)
-        cell = _lstm(_Weights(ih, hh, bias, none), rnn_gates.unpacked(own, sites))
-        y, end = _layer(cell, x, counts, (h, c), reverse)
+        cell = _lstm(_Weights(ih, hh, bias, none), rnn_gates.unpacked(gates, sites))
+        y, end = _layer(cell, x, counts, tuple(state), reverse)
         return y, *end
 
-    units = w.hh.shape[1]
-    counts = [x.shape[1]] * len(x) if sizes is None else sizes
+    units, (h, c) = w.hh.shape[1], start
     rows = x if sizes is not None else x.reshape(-1, x.shape[-1])
     numbers, bias = rnn_gates.packed(sites, units, x.device), _summed(w.b_ih, w.b_hh)
-    layer = recurrent.Layer(rows, w.ih, w.hh, bias, *start, numbers)
-    y, *end = recurrent.lstm(layer, form, counts, reverse, plain)
+    layer = recurrent.Layer(rows, w.ih, w.hh, bias, h, c, numbers)
+    y, *end = recurrent.lstm(layer, rnn_gates.form(sites), counts, reverse, plain)
     return (y if sizes is not None else y.view(*x.shape[:2], units)), tuple(end)
 
 

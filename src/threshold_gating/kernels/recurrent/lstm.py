@@ -77,8 +77,8 @@ def course(sizes: tuple[int, ...], reverse: bool, device: torch.device) -> Cours
         last[on:n] = range(base + on, base + n)
     with torch.inference_mode(False):
         table = torch.tensor(steps, dtype=torch.int32, device=device)
-        lists = (torch.tensor(w, device=device) for w in (before, first, last))
-        return Course(table, *lists, rows)
+        lists = [torch.tensor(w, device=device) for w in (before, first, last)]
+        return Course(table, lists[0], lists[1], lists[2], rows)
 
 
 def takes(x: Tensor, *others: Tensor) -> bool:
@@ -91,7 +91,7 @@ def takes(x: Tensor, *others: Tensor) -> bool:
 def lstm(
     layer: Layer, form: Form, sizes: Sequence[int], reverse: bool, plain: Plain
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """h of all rows, and h and c at the end; `plain` gives the same of the tensors in torch's ops."""
+    """h of all rows, and h and c at the end; `plain` computes the same with ops of torch."""
     path = course(tuple(sizes), reverse, layer.x.device)
     hidden, h, c = _Lstm.apply(_Run(form, path, plain), *layer)  # type: ignore[no-untyped-call]
     return hidden[: path.rows], h, c  # out here: a view made inside could not be overwritten
@@ -129,9 +129,9 @@ def _again(
     own = [None if t is None else t.view_as(t) for t in tensors]
     asked = [t for t, want in zip(own, wanted, strict=True) if want and t is not None]
     slopes = (grads[0][: run.path.rows], *grads[1:])
-    found = iter(
-        torch.autograd.grad(run.plain(*own), asked, slopes, create_graph=True, materialize_grads=True)
-    )
+    ys = run.plain(*own)
+    grads = torch.autograd.grad(ys, asked, slopes, create_graph=True, materialize_grads=True)
+    found = iter(grads)
     return [next(found) if want else None for want in wanted]
 
 
@@ -199,8 +199,7 @@ def _precision() -> str:
     return "tf32" if torch._C._get_fp32_precision_getter("cuda", "rnn") == "tf32" else "ieee"
 
 
-# Rows, units and inner size of a tile, and stages; a tenth of a microsecond a step between the
-# best and the next.
+# Rows, units and inner size of a tile, stages, warps.
 TILES = {"lstm_forward": (32, 8, 64, 3, 4), "lstm_backward": (16, 16, 64, 3, 4)}
 
 

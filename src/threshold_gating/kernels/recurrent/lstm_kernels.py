@@ -1,4 +1,4 @@
-"""One step of an LSTM as a Triton kernel, back and forth: the product with the state, then the gates.
+"""A step of an LSTM as a Triton kernel, forth and back: the product with the state, then the gates.
 
 A program has a few units and a few sequences. `a` is (rows + B, 5 H): what goes into i, f, g, o and
 the cell's output; `hidden` is (rows + B, H). Their last B rows hold the state at the start. Where
@@ -8,7 +8,8 @@ rounded where they are stored, and gates see what is stored.
 """
 
 # mypy: ignore-errors
-# ruff: noqa: N803, N806
+# Constants of a kernel are capitals; tuples grow by +, which Triton understands.
+# ruff: noqa: N803, N806, RUF005
 from __future__ import annotations
 
 import triton
@@ -180,7 +181,7 @@ def lstm_sums(
     a, dgates, gates, sums, rows, H, iters,
     SLOPED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of the numbers of all gates, of all steps: a share for each part of the rows."""
+    """The gradients of the numbers of all gates over the steps: one share for each part of the rows."""
     across = tl.cdiv(H, BN)
     part, site = tl.program_id(0), tl.program_id(1) // across
     unit = (tl.program_id(1) % across) * BN + tl.arange(0, BN)
