@@ -31,7 +31,7 @@ Held = Mapping[
 ]  # rho and dtheta of a layer and direction, as "tau", "theta": [sites, H]
 
 # The ops themselves: a converted network around us answers torch.lstm.
-_OPS = {
+OPS = {
     torch.lstm: (torch.ops.aten.lstm, "LSTM"),
     torch.gru: (torch.ops.aten.gru, "GRU"),
     torch.rnn_tanh: (torch.ops.aten.rnn_tanh, "RNN_TANH"),
@@ -117,7 +117,7 @@ def folded(op: Callable[..., Any], args: Sequence[Any], pairs: Pairs, held: Sequ
     """What torch's `op` returns with the gates in its weights; `held` is for each of its layers."""
     at = 2 if isinstance(args[3], bool) else 3  # packed ones have their batch sizes before
     x, (params, has_biases, layers, dropout, train, both) = args[0], args[at : at + 6]
-    native, mode = _OPS[op]
+    native, mode = OPS[op]
     if torch.is_grad_enabled() and not train:  # cuDNN differentiates in training only
         dropout, train = 0.0, True
     n = len(params) // len(held)

@@ -181,7 +181,7 @@ def lstm_sums(
     a, dgates, gates, sums, rows, H, iters,
     SLOPED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of the numbers of all gates over the steps: one share for each part of the rows."""
+    """The gradients of the gates' numbers over all steps, a share for each part of the rows."""
     across = tl.cdiv(H, BN)
     part, site = tl.program_id(0), tl.program_id(1) // across
     unit = (tl.program_id(1) % across) * BN + tl.arange(0, BN)
