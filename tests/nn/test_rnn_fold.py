@@ -16,6 +16,8 @@ BOTH = ("tau", "theta")
 LEARNING = {
     "LSTM": {"sites": tuple("ifgo")},
     "LSTM forgetting": {"sites": "f", "train": "tau"},
+    "LSTM cell": {},
+    "LSTM output": {"sites": "cell", "train": "tau"},
     "GRU": {},
     "GRU new": {"sites": "n", "train": "theta"},
 }
@@ -28,6 +30,7 @@ OPTIONS = {
     "projected, no bias": {"proj_size": 3, "bias": False},
 }
 CASES = [(k, o) for k in LEARNING for o in OPTIONS if "LSTM" in k or "proj" not in o]
+FUSED = [k for k in LEARNING if k not in ("LSTM cell", "LSTM output")]
 LAYOUTS = ["padded", "unbatched", "packed"]
 
 
@@ -115,7 +118,7 @@ def test_torchs_op_runs_and_no_gate(kind, backend, train, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("kind", LEARNING)
+@pytest.mark.parametrize("kind", FUSED)
 def test_the_start_is_torchs_result_bit_by_bit(kind, dtype):
     layer = make(kind, "two bidirectional layers", dtype, size=0.0)
     theirs = getattr(nn, kind.split()[0])(D, H, num_layers=2, bidirectional=True, dtype=dtype)
@@ -125,7 +128,7 @@ def test_the_start_is_torchs_result_bit_by_bit(kind, dtype):
     assert torch.equal(layer(x)[0], theirs(x)[0])
 
 
-@pytest.mark.parametrize("kind", ["LSTM", "GRU"])
+@pytest.mark.parametrize("kind", ["LSTM", "LSTM cell", "GRU"])
 def test_16_bits_have_the_error_of_16_bit_weights(kind):
     layer = make(kind, dtype=torch.float32).bfloat16()
     x, leaves, state = example(layer)
@@ -139,9 +142,9 @@ def test_16_bits_have_the_error_of_16_bit_weights(kind):
         assert (a - b).abs().max() <= 8 * 2**-8 * b.abs().max()
 
 
-@pytest.mark.parametrize("kind", ["LSTM", "GRU"])
+@pytest.mark.parametrize("kind", ["LSTM", "LSTM cell", "GRU"])
 def test_autocast_gives_torchs_types(kind):
-    layer, theirs = make(kind, dtype=torch.float32), getattr(nn, kind)(D, H)
+    layer, theirs = make(kind, dtype=torch.float32), getattr(nn, kind.split()[0])(D, H)
     x = example(layer)[0].detach()
     with torch.autocast("cpu", torch.bfloat16):
         y = layer(x)[0]
@@ -167,7 +170,7 @@ def test_dropout_draws_torchs_numbers_and_none_in_evaluation(kind):
     assert torch.equal(run(layer, 1), run(layer, 2))
 
 
-@pytest.mark.parametrize("kind", ["LSTM", "GRU"])
+@pytest.mark.parametrize("kind", ["LSTM", "LSTM cell", "GRU"])
 def test_gradients_have_gradients(kind):
     layer = make(kind)
     x = example(layer)[0]
@@ -205,9 +208,8 @@ def test_frozen_weights_leave_gradients_for_gates_alone():
 @pytest.mark.parametrize(
     ("learning", "gates"),
     [
-        ({"sites": None}, {}),
-        ({"sites": "cell"}, {}),
         ({"family": "free"}, {}),
+        ({"sites": "cell"}, {"cell": TG(2.0, 0.0, (0, 0), (-1, 2))}),
         ({}, {"cell": TAXONOMY["hardtanh"]}),
         ({}, {"g": TAXONOMY["silu"]}),
         ({"sites": "f"}, {"i": TG(1.1, 0.0, (0, 0), (0, 1))}),
@@ -269,17 +271,43 @@ def test_recurrent_calls_that_learn_in_a_network_fold(kind, share):
     for a, b in zip(have, want, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
     (site,) = tg.audit(new, x).sites
-    assert site.native is (kind != "LSTM")  # whose cell output learns, too
+    assert site.native
     with kernels.use("reference"):
         (site,) = tg.audit(new, x).sites
     assert not site.native
+
+
+@pytest.mark.parametrize("options", ["no bias", "two bidirectional layers", "projected"])
+def test_all_weights_are_written_into_one_buffer_where_that_is_wanted(options, monkeypatch):
+    """As for cuDNN, with places as they might be: one after the other from the second number on."""
+    layer = make("LSTM", options, train="tau")
+    seen = []
+
+    def offsets(network):
+        sizes = [torch.Size(shape).numel() for shape in network.shapes]
+        starts = tuple(1 + sum(sizes[:k]) for k in range(len(sizes)))
+        return 2 + sum(sizes), starts
+
+    def op(*args):
+        seen.extend(args[2])
+        return torch.ops.aten.lstm(*args)
+
+    monkeypatch.setattr(rnn_fold, "_are_in_one_buffer", lambda w: True)
+    monkeypatch.setattr(rnn_fold, "_offsets", offsets)
+    monkeypatch.setitem(rnn_fold.OPS, torch.lstm, (op, "LSTM"))
+    compare(layer, "padded", 1e-12)
+    first = seen[0].untyped_storage()
+    assert all(w.untyped_storage().data_ptr() == first.data_ptr() for w in seen)
+    flat = torch.empty(0, dtype=torch.float64).set_(first)
+    want = [torch.zeros(1), *(w.detach().reshape(-1) for w in seen), torch.zeros(1)]
+    assert torch.equal(flat, torch.cat(want).double())
 
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("error")  # torch warns of weights that it has to copy
 @pytest.mark.parametrize("train", [True, False])
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("kind", "options"), CASES)
+@pytest.mark.parametrize(("kind", "options"), [(k, o) for k, o in CASES if k in FUSED])
 def test_cudnn_finds_the_folded_weights_where_it_wants_them(kind, options, layout, train):
     layer = make(kind, options).cuda().train(train)
     x, leaves, state = example(layer, layout)
@@ -306,6 +334,9 @@ def test_the_pairs_of_a_layer_are_found_by_their_numbers():
     standard = dict.fromkeys("ab", TAXONOMY["sigmoid"])
     moved = standard | {"a": TG(3.0, 0.5, (0, 0), (0, 1))}
     assert rnn_fold.Pairs.of(standard, moved, ("a",)) == rnn_fold.Pairs(((3.0, 0.5), None))
+    of_cell = rnn_fold.Pairs.of({"cell": TAXONOMY["tanh"]}, {"cell": TAXONOMY["tanh"]}, ("cell",))
+    assert of_cell.learns_cell
+    assert of_cell.blocks == 0
     assert rnn_fold.Pairs.of(standard, moved, ("b",)) is None  # a is frozen at another place
     e, d = rnn_fold.Pairs(((3.0, 0.5), None)).affine({"tau": torch.zeros(1, 2)})
     assert torch.equal(e, torch.tensor([[3.0, 3.0], [1.0, 1.0]]))

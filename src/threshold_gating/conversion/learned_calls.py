@@ -134,8 +134,9 @@ def _learned_step(function: Callable[..., Any], gated: Callable[..., Any]) -> Le
             held = learns.held(holder, prefix, units)
             return rnn_fold.folded(function, args, pairs, held)
 
-        pairs = _pairs(function, learns) if rnn_fold.takes(args[0]) else None
-        native = None if pairs is None else functools.partial(folded, pairs)
+        pairs, native = _pairs(function, learns), None
+        if pairs is not None and rnn_fold.takes(args[0], pairs):
+            native = functools.partial(folded, pairs)
         return kernels.either(native, evaluated)(*args)
 
     return run

@@ -9,6 +9,7 @@ from threshold_gating.kernels.backend import (
     BackendError,
     backend,
     either,
+    runs_triton,
     takes_native,
     use,
 )
@@ -32,6 +33,7 @@ __all__ = [
     "gated_product",
     "native",
     "overwritten",
+    "runs_triton",
     "takes_native",
     "use",
 ]

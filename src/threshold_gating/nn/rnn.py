@@ -258,10 +258,10 @@ class _Learnable(_Gated, nn.RNNBase):
 
     def _native(self, plain: Callable[..., Any], input: Any) -> Callable[..., Any] | None:
         train, family, sites = self.learning
-        if not train or family == "free" or not rnn_fold.takes(input):
+        if not train or family == "free":
             return super()._native(plain, input)
         pairs = rnn_fold.Pairs.of(self._standard(), self.gates, sites)
-        if pairs is None:
+        if pairs is None or not rnn_fold.takes(input, pairs):
             return None
 
         def folded(input: Any, hx: Any) -> Any:

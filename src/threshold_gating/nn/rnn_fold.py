@@ -3,7 +3,9 @@
 Behind an affine map a pair adds no function, sigmoid(tau (a - theta)) = sigmoid(e a + d) with
 e = tau / tau0 and d = theta0 - e theta. So the weights times e, with d in a bias, give torch's op
 what the gates would give, once a call and not once a step; the gradients of weights, tau and theta
-go back through the same two lines. In 16 bits the folded weights are rounded to their type.
+go back through the same two lines. In 16 bits the folded weights are rounded to their type. The
+output of an LSTM's cell is behind no weights: where that learns, torch's sigmoid and tanh run at
+every step.
 
 cuDNN wants all weights in one buffer and copies them, with a warning, where they are not: the
 folded ones are written to where it wants them.
@@ -22,13 +24,13 @@ from torch.nn.utils.rnn import PackedSequence
 
 from threshold_gating import kernels
 from threshold_gating.instance import TG
+from threshold_gating.nn.rnn_steps import FUNCTIONS
 from threshold_gating.primitive import is_memory
 
 AUDITED_AS = "native"  # see conversion.audit
 
-Held = Mapping[
-    str, Tensor
-]  # rho and dtheta of a layer and direction, as "tau", "theta": [sites, H]
+# Of a layer and direction, [sites, H]: rho as "tau", dtheta as "theta".
+Held = Mapping[str, Tensor]
 
 # The ops themselves: a converted network around us answers torch.lstm.
 OPS = {
@@ -36,16 +38,18 @@ OPS = {
     torch.gru: (torch.ops.aten.gru, "GRU"),
     torch.rnn_tanh: (torch.ops.aten.rnn_tanh, "RNN_TANH"),
 }
+_sigmoid, _tanh = torch.ops.aten.sigmoid.default, torch.ops.aten.tanh.default
 
 
 class Pairs(NamedTuple):
-    """The gates that are learned, of those whose input is a block of rows of the weights.
+    """Where the learned gates of a step start: tau over that of the gate in torch's op, and theta.
 
-    A frozen block has None; a learned one tau and theta where it starts, tau over that of the gate
-    in torch's op.
+    A frozen one has None. The output of a cell (`cell`) is the last and reads no weights; all
+    others read a block of their rows.
     """
 
-    blocks: tuple[tuple[float, float] | None, ...]
+    starts: tuple[tuple[float, float] | None, ...]
+    cell: bool = False
 
     @classmethod
     def of(
@@ -58,16 +62,24 @@ class Pairs(NamedTuple):
             if site not in learned:
                 if own != t:
                     return None
-                found += [] if site == "cell" else [None]
-            elif site == "cell" or not _is_moved(own, t):  # the cell's output reads no weights
+                found.append(None)
+            elif not _is_moved(own, t):
                 return None
             else:
                 found.append((_number(own.tau) / _number(t.tau), own.theta[0] - t.theta[0]))
-        return cls(tuple(found))
+        return cls(tuple(found), "cell" in standard)
+
+    @property
+    def blocks(self) -> int:
+        return len(self.starts) - self.cell
+
+    @property
+    def learns_cell(self) -> bool:
+        return self.cell and self.starts[-1] is not None
 
     def affine(self, held: Held) -> tuple[Tensor, Tensor | None]:
-        """e and d, [blocks, H]; None for a d that is 0 and not learned."""
-        rows = [start for start in self.blocks if start is not None]
+        """e and d, [sites, H]; None for a d that is 0 and not learned."""
+        rows = [start for start in self.starts if start is not None]
         ratios, starts = zip(*rows, strict=True)
         like = next(iter(held.values()))
         e = kernels.Structure.sharpening(held["tau"]) if "tau" in held else torch.ones_like(like)
@@ -77,14 +89,14 @@ class Pairs(NamedTuple):
             begin = _column(starts, like.device, like.dtype)
             theta = begin if theta is None else theta + begin
         d = None if theta is None else -(e * theta)
-        if len(rows) == len(self.blocks):
-            return e, d
         return self._among(e, 1.0), None if d is None else self._among(d, 0.0)
 
     def _among(self, rows: Tensor, other: float) -> Tensor:
-        """`rows` at their blocks, the number `other` at those that are not learned."""
+        """`rows` at their sites, the number `other` at those that are not learned."""
+        if len(rows) == len(self.starts):
+            return rows
         each, frozen = iter(rows.unsqueeze(1).unbind(0)), rows.new_full((1, rows.shape[1]), other)
-        return torch.cat([frozen if start is None else next(each) for start in self.blocks])
+        return torch.cat([frozen if start is None else next(each) for start in self.starts])
 
 
 def _is_moved(own: TG, t: TG) -> bool:
@@ -103,20 +115,22 @@ def _column(numbers: tuple[float, ...], device: torch.device, dtype: torch.dtype
         return torch.tensor(numbers, device=device, dtype=dtype).unsqueeze(-1)
 
 
-def takes(input: Any) -> bool:
-    """Whether a layer may be folded for this input; elsewhere its gates are evaluated.
+def takes(input: Any, pairs: Pairs) -> bool:
+    """Whether torch's ops compute the gates for this input; elsewhere they are evaluated.
 
     A compiler fuses gates by itself, and torch's op has no forward-mode derivative and no vmap.
+    An output of a cell that learns takes torch's ops at every step: kernels of ours are faster.
     """
-    if torch.compiler.is_compiling():
+    x = input[0] if isinstance(input, PackedSequence) else input
+    if torch.compiler.is_compiling() or not is_memory(x):
         return False
-    return is_memory(input[0] if isinstance(input, PackedSequence) else input)
+    return not (pairs.learns_cell and kernels.runs_triton(x, "auto"))
 
 
 def folded(op: Callable[..., Any], args: Sequence[Any], pairs: Pairs, held: Sequence[Held]) -> Any:
     """What torch's `op` returns with the gates in its weights; `held` is for each of its layers."""
     at = 2 if isinstance(args[3], bool) else 3  # packed ones have their batch sizes before
-    x, (params, has_biases, layers, dropout, train, both) = args[0], args[at : at + 6]
+    params, has_biases, layers, dropout, train, both = args[at : at + 6]
     native, mode = OPS[op]
     if torch.is_grad_enabled() and not train:  # cuDNN differentiates in training only
         dropout, train = 0.0, True
@@ -126,11 +140,39 @@ def folded(op: Callable[..., Any], args: Sequence[Any], pairs: Pairs, held: Sequ
     if not has_biases and pair[0][1] is not None:  # thresholds need one
         zero = params[1].new_zeros(params[1].shape[0])
         each, has_biases = [(ih, hh, zero, zero, *hr) for ih, hh, *hr in each], True
-    scaled, new = 4 if has_biases else 2, []
-    rooms = _rooms(x, each, mode, layers, both)
-    for own, (e, d), room in zip(each, pair, rooms, strict=True):
-        new += _Fold.apply(room, scaled, e, d, *own)  # type: ignore[no-untyped-call]
-    return native(*args[:at], new, has_biases, layers, dropout, train, both, *args[at + 6 :])
+    if any(pairs.starts[: pairs.blocks]):
+        rooms = _rooms(each, mode, layers, both)
+        each = [
+            _Fold.apply(room, 4 if has_biases else 2, *(_of(w, pairs.blocks) for w in own), *ws)  # type: ignore[no-untyped-call]
+            for ws, own, room in zip(each, pair, rooms, strict=True)
+        ]
+    new = [w for own in each for w in own]
+    whole = (*args[:at], new, has_biases, layers, dropout, train, both, *args[at + 6 :])
+    if not pairs.learns_cell:
+        return native(*whole)
+    sigmoids = dict.fromkeys(("i", "f", "o"), _sigmoid)
+    gates = [{**sigmoids, "g": _tanh, "cell": _Output.of(*own)} for own in pair]
+    return FUNCTIONS[op](*whole, gates=gates)
+
+
+def _of(rows: Tensor | None, blocks: int) -> Tensor | None:
+    return None if rows is None else rows[:blocks]
+
+
+class _Output(NamedTuple):
+    """What the cell puts out: tanh(e c + d), a pair behind no weights."""
+
+    e: Tensor
+    d: Tensor | None
+
+    @classmethod
+    def of(cls, e: Tensor, d: Tensor | None) -> _Output:
+        return cls(e[-1], None if d is None else d[-1])
+
+    def __call__(self, c: Tensor) -> Tensor:
+        z = c * self.e if self.d is None else torch.addcmul(self.d, c, self.e)
+        y: Tensor = _tanh(z).to(c.dtype)
+        return y
 
 
 class _Fold(torch.autograd.Function):
@@ -182,24 +224,29 @@ class _Network(NamedTuple):
 
 
 def _rooms(
-    x: Tensor, each: Sequence[Sequence[Tensor]], mode: str, layers: int, both: bool
+    each: Sequence[Sequence[Tensor]], mode: str, layers: int, both: bool
 ) -> list[list[Tensor]]:
     """Where the folded weights go: parts of one buffer for cuDNN, memory of their own elsewhere."""
     all_weights, n = [w for own in each for w in own], len(each[0])
     first = all_weights[0]
-    if x.is_cuda and _by_cudnn(first) and torch._use_cudnn_rnn_flatten_weight():
+    if _are_in_one_buffer(first):
         shapes = tuple(tuple(w.shape) for w in all_weights)
         size, starts = _offsets(_Network(mode, layers, both, shapes, first.dtype, first.device))
-        buffer = first.new_empty(size)
-        places = [(start, start + w.numel()) for start, w in zip(starts, all_weights, strict=True)]
-        flat = [buffer[i:j] for i, j in places]
-        rooms = [room.view(shape) for room, shape in zip(flat, shapes, strict=True)]
+        # without biases there is room for them, which is read
+        buffer = first.new_zeros(size).untyped_storage()
+        # no views: what is written to one of them is no change of another
+        rooms = [
+            first.new_empty(0).set_(buffer, start, w.shape, (*w.shape[1:], 1))
+            for start, w in zip(starts, all_weights, strict=True)
+        ]
     else:
         rooms = [w.new_empty(w.shape) for w in all_weights]
     return [rooms[k : k + n] for k in range(0, len(rooms), n)]
 
 
-_by_cudnn: Callable[[Tensor], bool] = torch.backends.cudnn.is_acceptable
+def _are_in_one_buffer(w: Tensor) -> bool:
+    """Whether cuDNN runs torch's op and wants it so; torch's own layers miss that in bfloat16."""
+    return w.is_cuda and torch._use_cudnn_rnn_flatten_weight() and torch.cudnn_is_acceptable(w)
 
 
 @functools.lru_cache(256)

@@ -135,7 +135,7 @@ def _lstm_update(gates: Gates, hr: Tensor | None) -> Callable[[Tensor, Tensor], 
 
     def update(a: Tensor, c: Tensor) -> State:
         i, f, o, g = evaluate(a)
-        c = f * c + i * g
+        c = torch.addcmul(f * c, i, g)
         h = o * squash(c)[0]
         return (h if hr is None else F.linear(h, hr)), c
 

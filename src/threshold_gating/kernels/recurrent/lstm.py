@@ -200,7 +200,7 @@ def _precision() -> str:
 
 
 # Rows, units and inner size of a tile, stages, warps.
-TILES = {"lstm_forward": (32, 8, 64, 3, 4), "lstm_backward": (16, 16, 64, 3, 4)}
+TILES = {"lstm_forward": (32, 8, 128, 3, 4), "lstm_backward": (32, 8, 64, 3, 2)}
 
 
 @functools.lru_cache(1024)
