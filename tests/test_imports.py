@@ -291,7 +291,7 @@ print(failed)
 
 
 # What modules of networks call of `kernels`: none of it asks which backend is in force.
-CALLED = {"Conv", "Structure", "attention", "blend", "either", "gated_product"}
+CALLED = {"Conv", "Structure", "attention", "blend", "either", "gated_product", "lstm"}
 
 
 def names_of_kernels(source):
@@ -305,7 +305,7 @@ def names_of_kernels(source):
     return found
 
 
-def test_modules_of_networks_call_six_names_of_kernels():
+def test_modules_of_networks_call_seven_names_of_kernels():
     texts = [path.read_text() for path in (SOURCE / "nn").glob("*.py")]
     assert set.union(*map(names_of_kernels, texts)) == CALLED
 

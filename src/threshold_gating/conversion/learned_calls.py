@@ -134,10 +134,11 @@ def _learned_step(function: Callable[..., Any], gated: Callable[..., Any]) -> Le
             held = learns.held(holder, prefix, units)
             return rnn_fold.folded(function, args, pairs, held)
 
-        pairs, native = _pairs(function, learns), None
-        if pairs is not None and rnn_fold.takes(args[0], pairs):
-            native = functools.partial(folded, pairs)
-        return kernels.either(native, evaluated)(*args)
+        pairs = _pairs(function, learns)
+        if pairs is None or not rnn_fold.takes(args[0]):
+            return kernels.either(None, evaluated)(*args)
+        rather = args[0] if pairs.learns_cell else None
+        return kernels.either(functools.partial(folded, pairs), evaluated, rather)(*args)
 
     return run
 

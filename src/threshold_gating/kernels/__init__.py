@@ -9,7 +9,6 @@ from threshold_gating.kernels.backend import (
     BackendError,
     backend,
     either,
-    runs_triton,
     takes_native,
     use,
 )
@@ -17,6 +16,7 @@ from threshold_gating.kernels.blend.function import blend, evaluate
 from threshold_gating.kernels.lowering import native, overwritten
 from threshold_gating.kernels.product.formula import Conv
 from threshold_gating.kernels.product.function import gated_product
+from threshold_gating.kernels.recurrent.lstm import lstm
 from threshold_gating.kernels.structure import Structure
 
 __all__ = [
@@ -31,9 +31,9 @@ __all__ = [
     "either",
     "evaluate",
     "gated_product",
+    "lstm",
     "native",
     "overwritten",
-    "runs_triton",
     "takes_native",
     "use",
 ]

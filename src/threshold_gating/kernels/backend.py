@@ -227,11 +227,15 @@ def no_native_op() -> BackendError:
     )
 
 
-def either(native: Any, gated: Any) -> Any:
-    """Torch's own function, if there is one and it may run, or the one that evaluates gates."""
+def either(native: Any, gated: Any, rather: Tensor | None = None) -> Any:
+    """Torch's own function, if there is one and it may run, or the one that evaluates gates.
+
+    Where kernels of Triton compute with `rather`, gates are faster: `auto` takes them.
+    """
     name = backend()
     if native is not None and takes_native(name):
-        return native
+        slow = rather is not None and name == "auto" and runs_triton(rather, name)
+        return gated if slow else native
     if name == "native":
         raise no_native_op()
     return gated

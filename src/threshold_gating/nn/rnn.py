@@ -36,6 +36,10 @@ from threshold_gating.nn.unitwise import HELD_BY, Learned, Learning, before, lea
 __all__ = ["FUNCTIONS", "GRU", "LSTM", "RNN", "SITES", "GRUCell", "LSTMCell", "RNNCell"]
 
 
+Run = Callable[..., Any]
+Ways = tuple[Run | None, Run, Tensor | None]  # as `kernels.either` takes them
+
+
 class _Evaluated(TorchFunctionMode):
     """Inside, torch's fused op is answered by what evaluates `gates`."""
 
@@ -87,11 +91,11 @@ class _Gated(nn.Module):
             with _Evaluated(self._now()):
                 return plain(input, hx)
 
-        return kernels.either(self._native(plain, input), gated)(input, hx)
+        return kernels.either(*self._native(plain, input, gated))(input, hx)
 
-    def _native(self, plain: Callable[..., Any], input: Any) -> Callable[..., Any] | None:
-        """What runs torch's own op for the same result, if that is possible."""
-        return plain if self.exact else None
+    def _native(self, plain: Run, input: Any, gated: Run) -> Ways:
+        """What runs torch's own ops for the same result, if that is possible, or the gates."""
+        return plain if self.exact else None, gated, None
 
     @property
     def exact(self) -> bool:
@@ -256,19 +260,19 @@ class _Learnable(_Gated, nn.RNNBase):
             return self.gates
         return [{**self.gates, **self._learned(suffix)} for suffix in self._suffixes()]
 
-    def _native(self, plain: Callable[..., Any], input: Any) -> Callable[..., Any] | None:
+    def _native(self, plain: Run, input: Any, gated: Run) -> Ways:
         train, family, sites = self.learning
-        if not train or family == "free":
-            return super()._native(plain, input)
+        if not train or family == "free" or not rnn_fold.takes(input):
+            return super()._native(plain, input, gated)
         pairs = rnn_fold.Pairs.of(self._standard(), self.gates, sites)
-        if pairs is None or not rnn_fold.takes(input, pairs):
-            return None
+        if pairs is None:
+            return None, gated, None
 
         def folded(input: Any, hx: Any) -> Any:
             with _Folded(pairs, [self._held(suffix) for suffix in self._suffixes()]):
                 return plain(input, hx)
 
-        return folded
+        return folded, gated, rnn_fold.data(input) if pairs.learns_cell else None
 
     def _held(self, suffix: str) -> dict[str, Tensor]:
         train = self.learning.train

@@ -115,16 +115,16 @@ def _column(numbers: tuple[float, ...], device: torch.device, dtype: torch.dtype
         return torch.tensor(numbers, device=device, dtype=dtype).unsqueeze(-1)
 
 
-def takes(input: Any, pairs: Pairs) -> bool:
-    """Whether torch's ops compute the gates for this input; elsewhere they are evaluated.
+def takes(input: Any) -> bool:
+    """Whether torch's ops may compute the gates for this input; elsewhere they are evaluated.
 
     A compiler fuses gates by itself, and torch's op has no forward-mode derivative and no vmap.
-    An output of a cell that learns takes torch's ops at every step: kernels of ours are faster.
     """
-    x = input[0] if isinstance(input, PackedSequence) else input
-    if torch.compiler.is_compiling() or not is_memory(x):
-        return False
-    return not (pairs.learns_cell and kernels.runs_triton(x, "auto"))
+    return not torch.compiler.is_compiling() and is_memory(data(input))
+
+
+def data(input: Any) -> Any:
+    return input[0] if isinstance(input, PackedSequence) else input
 
 
 def folded(op: Callable[..., Any], args: Sequence[Any], pairs: Pairs, held: Sequence[Held]) -> Any:

@@ -21,8 +21,6 @@ from torch import Tensor
 
 from threshold_gating import kernels, taxonomy
 from threshold_gating.instance import TG
-from threshold_gating.kernels.recurrent import lstm as recurrent
-from threshold_gating.nn import rnn_gates
 from threshold_gating.nn.unitwise import Learned
 from threshold_gating.primitive import Value
 
@@ -232,37 +230,42 @@ def _direction(
     reverse: bool,
 ) -> tuple[Tensor, State]:
     """`_layer`, by kernels where they have that."""
-    given = [t for t in (*start, *w) if t is not None]
-    if build is _lstm and w.hr is None and recurrent.takes(x, *given):
-        sites = rnn_gates.soft({site: gates[site] for site in SITES["lstm"]})
-        if sites is not None:
-            return _launched(w, sites, x, sizes, start, reverse)
+    sites = _two_branched(gates) if build is _lstm and w.hr is None else None
+    if sites is not None:
+        rows = x if sizes is not None else x.reshape(-1, x.shape[-1])
+        counts = [x.shape[1]] * len(x) if sizes is None else sizes
+        tensors = (rows, w.ih, w.hh, _summed(w.b_ih, w.b_hh), *start)
+        plain = partial(_lstm_rows, counts, reverse)
+        found = kernels.lstm(tensors, sites, counts, reverse, plain)
+        if found is not None:
+            y, *end = found
+            return (y if sizes is not None else y.view(*x.shape[:2], -1)), tuple(end)
     return _layer(build(w, gates), x, sizes, start, reverse)
 
 
-def _launched(
-    w: _Weights,
-    sites: Mapping[str, TG | Learned],
-    x: Tensor,
-    sizes: list[int] | None,
-    start: State,
-    reverse: bool,
-) -> tuple[Tensor, State]:
-    counts = [x.shape[1]] * len(x) if sizes is None else sizes
+def _two_branched(gates: Gates) -> list[Learned] | None:
+    """The gates of an LSTM in order, with their numbers; None if one has not two branches."""
+    found = []
+    for t in (gates[site] for site in SITES["lstm"]):
+        if isinstance(t, TG) and t.K == 2:
+            tau = t.tau if isinstance(t.tau, float) else t.tau[0]
+            found.append(Learned(t, tau, t.theta[0], t.s, t.c))
+        elif isinstance(t, Learned):
+            found.append(t)
+        else:
+            return None
+    return found
 
-    def plain(x: Tensor, ih: Tensor, hh: Tensor, bias: Any, *rest: Tensor) -> Any:
-        *state, gates = rest
-        none = None if bias is None else torch.zeros_like(bias)
-        cell = _lstm(_Weights(ih, hh, bias, none), rnn_gates.unpacked(gates, sites))
-        y, end = _layer(cell, x, counts, tuple(state), reverse)
-        return y, *end
 
-    units, (h, c) = w.hh.shape[1], start
-    rows = x if sizes is not None else x.reshape(-1, x.shape[-1])
-    numbers, bias = rnn_gates.packed(sites, units, x.device), _summed(w.b_ih, w.b_hh)
-    layer = recurrent.Layer(rows, w.ih, w.hh, bias, h, c, numbers)
-    y, *end = recurrent.lstm(layer, rnn_gates.form(sites), counts, reverse, plain)
-    return (y if sizes is not None else y.view(*x.shape[:2], units)), tuple(end)
+def _lstm_rows(
+    sizes: list[int], reverse: bool, tensors: Sequence[Any], sites: Sequence[Any]
+) -> tuple[Tensor, ...]:
+    """The same as kernels compute, with gates of these sites."""
+    x, ih, hh, bias, *start = tensors
+    w = _Weights(ih, hh, bias, None if bias is None else torch.zeros_like(bias))
+    gates = dict(zip(SITES["lstm"], (Learned(*t) for t in sites), strict=True))
+    y, end = _layer(_lstm(w, gates), x, sizes, tuple(start), reverse)
+    return y, *end
 
 
 def _by_layer(params: Sequence[Any], has_biases: bool, count: int) -> list[_Weights]:

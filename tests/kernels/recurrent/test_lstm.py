@@ -5,8 +5,8 @@ import torch
 
 from benchmarks.pairs import PAIRS, disagreement
 from benchmarks.subjects import Recurrent
-from threshold_gating import LSTM, TG, kernels
-from threshold_gating.kernels.recurrent import lstm
+from threshold_gating import LSTM, TAXONOMY, TG, kernels
+from threshold_gating.kernels.recurrent import gates, lstm
 
 # Steps, sequences, units: one of each, and no multiple of a tile.
 SHAPES = [(1, 1, 1), (2, 17, 7), (2, 2, 33)]
@@ -87,7 +87,31 @@ def test_a_course_names_the_row_before_and_after_each(reverse):
 
 
 def test_kernels_leave_what_they_do_not_have():
-    x = torch.randn(2, 3)
-    assert not lstm.takes(x)  # no GPU, and nobody asked
-    with torch.autograd.forward_ad.dual_level():
-        assert not lstm.takes(x)
+    x, state = torch.randn(2, 3), torch.zeros(2, 4)
+    tensors = (x, torch.zeros(16, 3), torch.zeros(16, 4), None, state, state)
+    sigmoid = TAXONOMY["sigmoid"]
+    sites = [(sigmoid, sigmoid.tau, 0.0, sigmoid.s, sigmoid.c)] * 5
+    assert kernels.lstm(tensors, sites, [2], False, None) is None  # no GPU, and nobody asked
+
+
+def test_what_kernels_read_of_gates_comes_back():
+    t = TG(1.5, 0.2, (0.1, 0.7), (-0.3, 0.4))
+    own = torch.tensor([2.0, 3.0])
+    sites = [gates.Site(t, own, 0.2, t.s, t.c), gates.Site(t, 1.5, 0.2, (own, 0.7), t.c)]
+    whole = gates.packed(sites, 2, torch.device("cpu"))
+    assert whole.shape == (2, 6, 2)
+    assert gates.form(sites) == gates.Form(0, True)
+    for have, want in zip(gates.unpacked(whole, sites), sites, strict=True):
+        assert have.start == want.start
+        for a, b in zip(
+            [have.tau, have.theta, *have.s, *have.c],
+            [want.tau, want.theta, *want.s, *want.c],
+            strict=True,
+        ):
+            assert torch.equal(a, torch.as_tensor(b).expand(2))
+
+
+@pytest.mark.parametrize("key", ["relu", "hardsigmoid", "gelu", "relu6_clamp"])
+def test_kernels_take_two_soft_branches_only(key):
+    assert not gates.is_soft(TAXONOMY[key])
+    assert gates.is_soft(TAXONOMY["silu"])

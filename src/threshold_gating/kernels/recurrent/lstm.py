@@ -15,20 +15,14 @@ import torch
 from torch import Tensor
 
 from threshold_gating.kernels.backend import backend, is_memory, runs_triton
+from threshold_gating.kernels.recurrent.gates import Form, Site, form, is_soft, packed, unpacked
 from threshold_gating.kernels.runtime import Launch, interpreting, total
 
 AUDITED_AS = "gates"  # see conversion.audit
 
-SITES, NUMBERS = 5, 6  # i, f, g, o, cell; tau, theta, c0, c1, s0, s1
+SITES = 5  # i, f, g, o, cell
 _PARTS = 64  # of all rows, for the sums
-Plain = Callable[..., tuple[Tensor, Tensor, Tensor]]
-
-
-class Form(NamedTuple):
-    """What a kernel knows of the gates: which are about their midpoint, whether branches slope."""
-
-    middle: int  # a bit for each site
-    sloped: bool
+Plain = Callable[[Sequence[Any], Sequence[Site]], tuple[Tensor, ...]]
 
 
 class Layer(NamedTuple):
@@ -81,25 +75,46 @@ def course(sizes: tuple[int, ...], reverse: bool, device: torch.device) -> Cours
         return Course(table, lists[0], lists[1], lists[2], rows)
 
 
-def takes(x: Tensor, *others: Tensor) -> bool:
-    """Whether kernels of Triton run this layer here."""
-    if torch.compiler.is_compiling() or not is_memory(x) or not runs_triton(x, backend()):
-        return False
-    return x.numel() > 0 and all(t.dtype == x.dtype and is_memory(t) for t in others)
-
-
 def lstm(
-    layer: Layer, form: Form, sizes: Sequence[int], reverse: bool, plain: Plain
-) -> tuple[Tensor, Tensor, Tensor]:
-    """h of all rows, and h and c at the end; `plain` computes the same with ops of torch."""
-    path = course(tuple(sizes), reverse, layer.x.device)
-    hidden, h, c = _Lstm.apply(_Run(form, path, plain), *layer)  # type: ignore[no-untyped-call]
-    return hidden[: path.rows], h, c  # out here: a view made inside could not be overwritten
+    tensors: Sequence[Tensor | None],
+    sites: Sequence[Sequence[Any]],
+    sizes: Sequence[int],
+    reverse: bool,
+    plain: Plain,
+) -> tuple[Tensor, ...] | None:
+    """h of all rows, h and c at the end of a layer; None where no kernel has that.
+
+    Args:
+        tensors: x as packed rows, the weights of x and h, the bias, h and c at the start.
+        sites: the gates of i, f, g, o and the cell's output, fields of `gates.Site`.
+        sizes: how many sequences each step has, the longest first.
+        plain: computes the same of tensors and sites with ops of torch, for second derivatives.
+    """
+    known = [Site(*t) for t in sites]
+    if not _takes(tensors) or not all(is_soft(t.start) for t in known):
+        return None
+    x, _, hh = tensors[:3]
+    assert x is not None and hh is not None
+    run = _Run(form(known), course(tuple(sizes), reverse, x.device), known, plain)
+    gates = packed(known, hh.shape[1], x.device)
+    hidden, h, c = _Lstm.apply(run, *tensors, gates)  # type: ignore[no-untyped-call]
+    return hidden[: run.path.rows], h, c  # out here: a view made inside could not be overwritten
+
+
+def _takes(tensors: Sequence[Tensor | None]) -> bool:
+    x = tensors[0]
+    if x is None or torch.compiler.is_compiling() or not runs_triton(x, backend()):
+        return False
+    there = [t for t in tensors if t is not None]
+    return x.numel() > 0 and all(t.dtype == x.dtype and is_memory(t) for t in there)
 
 
 class _Run(NamedTuple):
+    """Everything about a call that is not a tensor."""
+
     form: Form
     path: Course
+    sites: Sequence[Site]
     plain: Plain
 
 
@@ -129,7 +144,9 @@ def _again(
     own = [None if t is None else t.view_as(t) for t in tensors]
     asked = [t for t, want in zip(own, wanted, strict=True) if want and t is not None]
     slopes = (grads[0][: run.path.rows], *grads[1:])
-    ys = run.plain(*own)
+    *given, gates = own
+    assert gates is not None
+    ys = run.plain(given, unpacked(gates, run.sites))
     grads = torch.autograd.grad(ys, asked, slopes, create_graph=True, materialize_grads=True)
     found = iter(grads)
     return [next(found) if want else None for want in wanted]
