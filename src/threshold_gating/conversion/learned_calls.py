@@ -137,7 +137,7 @@ def _learned_step(function: Callable[..., Any], gated: Callable[..., Any]) -> Le
         pairs = _pairs(function, learns)
         if pairs is None or not rnn_fold.takes(args[0]):
             return kernels.either(None, evaluated)(*args)
-        rather = args[0] if pairs.learns_cell else None
+        rather = args[0] if pairs.cell else None
         return kernels.either(functools.partial(folded, pairs), evaluated, rather)(*args)
 
     return run

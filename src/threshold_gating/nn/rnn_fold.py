@@ -44,8 +44,8 @@ _sigmoid, _tanh = torch.ops.aten.sigmoid.default, torch.ops.aten.tanh.default
 class Pairs(NamedTuple):
     """Where the learned gates of a step start: tau over that of the gate in torch's op, and theta.
 
-    A frozen one has None. The output of a cell (`cell`) is the last and reads no weights; all
-    others read a block of their rows.
+    A frozen one has None. All read a block of rows of the weights but the output of a cell, which
+    is the last if it learns (`cell`).
     """
 
     starts: tuple[tuple[float, float] | None, ...]
@@ -67,15 +67,12 @@ class Pairs(NamedTuple):
                 return None
             else:
                 found.append((_number(own.tau) / _number(t.tau), own.theta[0] - t.theta[0]))
-        return cls(tuple(found), "cell" in standard)
+        frozen = "cell" in standard and "cell" not in learned
+        return cls(tuple(found[:-1] if frozen else found), "cell" in learned)
 
     @property
     def blocks(self) -> int:
         return len(self.starts) - self.cell
-
-    @property
-    def learns_cell(self) -> bool:
-        return self.cell and self.starts[-1] is not None
 
     def affine(self, held: Held) -> tuple[Tensor, Tensor | None]:
         """e and d, [sites, H]; None for a d that is 0 and not learned."""
@@ -101,8 +98,9 @@ class Pairs(NamedTuple):
 
 def _is_moved(own: TG, t: TG) -> bool:
     """Whether `own` is the soft gate `t` at another tau and theta."""
-    alike = (own.s, own.c) == (t.s, t.c) and not own.hard and not t.hard
-    return alike and own == TG(own.tau, own.theta, t.s, t.c)
+    if own.hard or t.hard or own.K != t.K:
+        return False
+    return own is t or own == TG(own.tau, own.theta, t.s, t.c)
 
 
 def _number(tau: float | tuple[float, ...]) -> float:
@@ -134,29 +132,37 @@ def folded(op: Callable[..., Any], args: Sequence[Any], pairs: Pairs, held: Sequ
     native, mode = OPS[op]
     if torch.is_grad_enabled() and not train:  # cuDNN differentiates in training only
         dropout, train = 0.0, True
-    n = len(params) // len(held)
-    each = [tuple(params[k : k + n]) for k in range(0, len(params), n)]
     pair = [pairs.affine(h) for h in held]
-    if not has_biases and pair[0][1] is not None:  # thresholds need one
-        zero = params[1].new_zeros(params[1].shape[0])
-        each, has_biases = [(ih, hh, zero, zero, *hr) for ih, hh, *hr in each], True
     if any(pairs.starts[: pairs.blocks]):
-        rooms = _rooms(each, mode, layers, both)
-        each = [
-            _Fold.apply(room, 4 if has_biases else 2, *(_of(w, pairs.blocks) for w in own), *ws)  # type: ignore[no-untyped-call]
-            for ws, own, room in zip(each, pair, rooms, strict=True)
-        ]
-    new = [w for own in each for w in own]
-    whole = (*args[:at], new, has_biases, layers, dropout, train, both, *args[at + 6 :])
-    if not pairs.learns_cell:
+        params, has_biases = fold(mode, params, has_biases, layers, pairs.blocks, pair)
+    whole = (*args[:at], params, has_biases, layers, dropout, train, both, *args[at + 6 :])
+    if not pairs.cell:
         return native(*whole)
     sigmoids = dict.fromkeys(("i", "f", "o"), _sigmoid)
     gates = [{**sigmoids, "g": _tanh, "cell": _Output.of(*own)} for own in pair]
     return FUNCTIONS[op](*whole, gates=gates)
 
 
-def _of(rows: Tensor | None, blocks: int) -> Tensor | None:
-    return None if rows is None else rows[:blocks]
+def fold(
+    mode: str,
+    params: Sequence[Any],
+    has_biases: bool,
+    layers: int,
+    blocks: int,
+    pair: Sequence[tuple[Tensor, Tensor | None]],
+) -> tuple[list[Tensor], bool]:
+    """The weights times e, with d in a bias, layer after layer; and whether there are biases."""
+    n = len(params) // len(pair)
+    each = [tuple(params[k : k + n]) for k in range(0, len(params), n)]
+    if not has_biases and pair[0][1] is not None:  # thresholds need one
+        zero = params[1].new_zeros(params[1].shape[0])
+        each, has_biases = [(ih, hh, zero, zero, *hr) for ih, hh, *hr in each], True
+    rooms = _rooms(each, mode, layers)
+    new: list[Tensor] = []
+    for own, (e, d), room in zip(each, pair, rooms, strict=True):
+        rows = [w if w is None or len(w) == blocks else w[:blocks] for w in (e, d)]
+        new += _Fold.apply(room, 4 if has_biases else 2, *rows, *own)  # type: ignore[no-untyped-call]
+    return new, has_biases
 
 
 class _Output(NamedTuple):
@@ -198,18 +204,20 @@ class _Fold(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         e, *weights = ctx.saved_tensors
         wanted, n = ctx.needs_input_grad, ctx.scaled
-        dw: list[Tensor | None] = [*grads]
-        along: Any = 0.0
-        for k, (w, g) in enumerate(zip(weights, grads, strict=False)):
-            wide = g.to(e.dtype)
-            if wanted[2]:
-                product = wide * w
-                along = along + (product.sum(1) if w.dim() > 1 else product)
-            scale = e.reshape(-1, *(1,) * (w.dim() - 1))
-            dw[k] = (wide * scale).to(w.dtype) if wanted[4 + k] else None
-        de = along.view_as(e) if wanted[2] else None
-        dd = grads[2].to(e.dtype).view_as(e) if ctx.shifted and n > 2 and wanted[3] else None
-        return None, None, de, dd, *dw
+        wide = [g.to(e.dtype) for g in grads[:n]]
+        dd = wide[2].view_as(e) if ctx.shifted and wanted[3] else None
+        de = None
+        if wanted[2]:
+            products = torch._foreach_mul(wide, weights)
+            de = products[0].sum(1) + products[1].sum(1)
+            for product in products[2:]:
+                de = de + product
+            de = de.view_as(e)
+        scales = [e.reshape(-1, *(1,) * (w.dim() - 1)) for w in weights]
+        made = [
+            g.to(w.dtype) for g, w in zip(torch._foreach_mul(wide, scales), weights, strict=True)
+        ]
+        return None, None, de, dd, *made, *grads[n:]
 
 
 class _Network(NamedTuple):
@@ -217,21 +225,21 @@ class _Network(NamedTuple):
 
     mode: str
     layers: int
-    both: bool
+    directions: int  # of all layers
     shapes: tuple[tuple[int, ...], ...]
     dtype: torch.dtype
     device: torch.device
 
 
-def _rooms(
-    each: Sequence[Sequence[Tensor]], mode: str, layers: int, both: bool
-) -> list[list[Tensor]]:
+def _rooms(each: Sequence[Sequence[Tensor]], mode: str, layers: int) -> list[list[Tensor]]:
     """Where the folded weights go: parts of one buffer for cuDNN, memory of their own elsewhere."""
     all_weights, n = [w for own in each for w in own], len(each[0])
     first = all_weights[0]
     if _are_in_one_buffer(first):
         shapes = tuple(tuple(w.shape) for w in all_weights)
-        size, starts = _offsets(_Network(mode, layers, both, shapes, first.dtype, first.device))
+        size, starts = _offsets(
+            _Network(mode, layers, len(each), shapes, first.dtype, first.device)
+        )
         # without biases there is room for them, which is read
         buffer = first.new_zeros(size).untyped_storage()
         # no views: what is written to one of them is no change of another
@@ -252,8 +260,8 @@ def _are_in_one_buffer(w: Tensor) -> bool:
 @functools.lru_cache(256)
 def _offsets(network: _Network) -> tuple[int, tuple[int, ...]]:
     """How long the buffer is, and where each weight starts in it, as torch itself lays them out."""
-    mode, layers, both, shapes, dtype, device = network
-    n = len(shapes) // (layers * (2 if both else 1))
+    mode, layers, directions, shapes, dtype, device = network
+    n = len(shapes) // directions
     projected = shapes[n - 1] if n % 2 else None  # (P, H)
     with torch.inference_mode(False), torch.no_grad(), torch.cuda.device(device):
         likes = [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
@@ -266,7 +274,7 @@ def _offsets(network: _Network) -> tuple[int, tuple[int, ...]]:
             projected[0] if projected else 0,
             layers,
             False,  # whether batches come first, which says nothing about weights
-            both,
+            directions > layers,
         )
     storage, size = likes[0].untyped_storage(), likes[0].element_size()
     starts = tuple((w.data_ptr() - storage.data_ptr()) // size for w in likes)
