@@ -2,13 +2,14 @@
 
 The classes are torch's and run torch's own `forward`, so arguments, checks, errors and results are
 the same. That `forward` ends in one fused op. It is called where the backend allows native and the
-gates are torch's; otherwise a torch function mode answers it by its entry in `FUNCTIONS`, which
-evaluates the gates (`threshold_gating.nn.rnn_steps`).
+gates are torch's or fold into the weights (`threshold_gating.nn.rnn_fold`); otherwise a torch
+function mode answers it by its entry in `FUNCTIONS`, which evaluates the gates
+(`threshold_gating.nn.rnn_steps`).
 
 An LSTM and a GRU can learn tau and theta of each gate and unit (`train=`). Behind an affine map
 that pair adds no function, sigma(tau (w x + b - theta)) = sigma((tau w) x + tau (b - theta)): for
-i, f, g, o and for r, z, n it changes only how training goes, and `fold` puts it into the weights.
-What is new as a function is the pair of an LSTM's cell output alone.
+i, f, g, o and for r, z, n it changes only how training goes, and `fold` puts it into the weights
+for good. What is new as a function is the pair of an LSTM's cell output alone.
 
 Dynamo refuses `torch.nn.LSTM`, `GRU` and `RNN`, and so these, unless
 `torch._dynamo.config.allow_rnn` is set; the cells and `FUNCTIONS` it takes as they are.
@@ -307,8 +308,8 @@ class _Learnable(_Gated, nn.RNNBase):
         """A copy that computes the same with the pairs of i, f, g, o (r, z, n) in its weights.
 
         A GRU is torch's own again (`to_torch`), and so is an LSTM that learned no cell output. One
-        that did keeps that pair, and with it evaluates its gates: torch's fused op has no place for
-        it. Exact but for the rounding of the weights to their type.
+        that did keeps that pair: torch's fused op has no place for it. Exact but for the rounding
+        of the weights to their type.
         """
         _check_foldable(self)
         new = copy.deepcopy(self)

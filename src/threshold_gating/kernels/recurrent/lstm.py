@@ -54,25 +54,23 @@ class Course(NamedTuple):
 @functools.lru_cache(64)
 def course(sizes: tuple[int, ...], reverse: bool, device: torch.device) -> Course:
     """For steps of so many sequences each, the longest first."""
-    bases = [0]
-    for n in sizes:
-        bases.append(bases[-1] + n)
-    order = range(len(sizes) - 1, -1, -1) if reverse else range(len(sizes))
-    each = [(bases[t], sizes[t]) for t in order]
-    rows, steps, before = bases[-1], [], [0] * bases[-1]
-    first, last = [0] * sizes[0], [0] * sizes[0]
-    for k, (base, n) in enumerate(each):
-        came, had = each[k - 1] if k else (0, 0)
-        after, on = each[k + 1] if k + 1 < len(each) else (0, 0)
-        steps.append((came, had, base, n, after, on, 0, 0))
-        for r in range(n):
-            before[base + r] = came + r if r < had else rows + r
-        first[had:n] = range(base + had, base + n)
-        last[on:n] = range(base + on, base + n)
     with torch.inference_mode(False):
-        table = torch.tensor(steps, dtype=torch.int32, device=device)
-        lists = [torch.tensor(w, device=device) for w in (before, first, last)]
-        return Course(table, lists[0], lists[1], lists[2], rows)
+        counts = torch.tensor(sizes)
+        each = torch.stack([counts.cumsum(0) - counts, counts], 1)  # first row, number of rows
+        each = each.flip(0) if reverse else each
+        none = each.new_zeros(1, 2)
+        steps = torch.cat([torch.cat([none, each[:-1]]), each, torch.cat([each[1:], none])], 1)
+        lines = steps.repeat_interleave(steps[:, 3], 0)  # for each row that of its step
+        came, had, base, _, _, on = lines.unbind(1)
+        rows, many = len(lines), each[:, 1]
+        r = torch.arange(rows) - (many.cumsum(0) - many).repeat_interleave(many)
+        here = base + r
+        before = torch.empty_like(r).scatter_(0, here, torch.where(r < had, came, rows) + r)
+        first, last = torch.empty(2, sizes[0], dtype=torch.int64)
+        first[r[r >= had]], last[r[r >= on]] = here[r >= had], here[r >= on]
+        table = torch.cat([steps, each.new_zeros(len(each), 2)], 1).int()  # lines of 32 bytes
+        table, before, first, last = (t.to(device) for t in (table, before, first, last))
+        return Course(table, before, first, last, rows)
 
 
 def lstm(
@@ -216,8 +214,9 @@ def _precision() -> str:
     return "tf32" if torch._C._get_fp32_precision_getter("cuda", "rnn") == "tf32" else "ieee"
 
 
-# Rows, units and inner size of a tile, stages, warps.
-TILES = {"lstm_forward": (32, 8, 128, 3, 4), "lstm_backward": (32, 8, 64, 3, 2)}
+# Rows, units and inner size of a tile, stages, warps. Larger inner sizes are two percent faster on
+# an H200, and take more shared memory than small GPUs have.
+TILES = {"lstm_forward": (32, 8, 64, 3, 4), "lstm_backward": (32, 8, 32, 4, 2)}
 
 
 @functools.lru_cache(1024)
