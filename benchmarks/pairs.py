@@ -20,6 +20,7 @@ from benchmarks.subjects import (
     Attention,
     Gates,
     Product,
+    Recurrent,
     Shape,
     Synaptic,
     Tensors,
@@ -295,6 +296,44 @@ def _attention() -> Iterator[Pair]:
         )  # fmt: skip
 
 
+_LSTM = ("lstm_forward", "lstm_backward")
+
+
+def _recurrent() -> Iterator[Pair]:
+    """A cell output that learns is evaluated; what folds runs torch's op, unless native is off."""
+    both = Recurrent(both=True)
+    for name, r, launches in (
+        ("lstm", Recurrent(), (*_LSTM, "lstm_sums")),
+        ("lstm cell both", replace(both, sites=("cell",)), (*_LSTM, "lstm_sums")),
+        ("lstm packed both", replace(both, packed=True), (*_LSTM, "lstm_sums")),
+        ("lstm free", Recurrent(free=True), (*_LSTM, "lstm_sums")),
+    ):
+        yield _over_time("recurrent", name, r, launches)
+    folding = Recurrent(sites=("i", "f", "g", "o"))
+    for name, r in (
+        ("lstm", folding),
+        ("lstm packed both", replace(folding, packed=True, both=True)),
+        ("lstm f", Recurrent(sites=("f",))),
+        ("gru both", Recurrent("gru", both=True)),
+        ("gru n packed", Recurrent("gru", sites=("n",), packed=True)),
+    ):
+        run = functools.partial(_natively, r)
+        yield replace(_over_time("folded", f"{name} folded", r, ()), kernel=run)
+
+
+def _over_time(family: str, name: str, r: Recurrent, launches: tuple[str, ...]) -> Pair:
+    # what goes into the gates of a step, the cell and the output are rounded, and the gradients
+    return Pair(
+        family, f"{name} over time", launches, r.draw, r.reference, r.module,
+        shapes=((3, 5, 7), (5, 33, 63), (4, 64, 128)), roundings=4,
+    )  # fmt: skip
+
+
+def _natively(r: Recurrent, w: Tensors) -> Tensors:
+    with kernels.use("native"):
+        return r.module(w)
+
+
 def _compiled(pairs: dict[str, Pair]) -> Iterator[Pair]:
     """A few of them in a compiled graph, where kernels are nodes and formulas are traced."""
     launches: tuple[str, ...]
@@ -329,7 +368,7 @@ def _in_a_graph(pair: Pair, launches: tuple[str, ...], g: Gates | None) -> Pair:
 
 
 def _table() -> dict[str, Pair]:
-    made = (*_gates(), *_frozen(), *_products(), *_synapses(), *_attention())
+    made = (*_gates(), *_frozen(), *_products(), *_synapses(), *_attention(), *_recurrent())
     found = {pair.name: pair for pair in made}
     return found | {pair.name: pair for pair in _compiled(found)}
 

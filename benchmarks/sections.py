@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks import attention, elementwise, host, llm, networks, synapse, tier_w
+from benchmarks import attention, elementwise, host, llm, networks, recurrent, synapse, tier_w
 from benchmarks.calibration import calibration
 from benchmarks.checking import check, machine, unchecked
 from benchmarks.conversion import conversion
@@ -40,6 +40,7 @@ class Sizes(NamedTuple):
     networks: dict[str, networks.Network]
     attention: attention.Sizes
     llm: llm.Sizes
+    recurrent: recurrent.Size = (256, 64, 512)
 
 
 LARGE = Sizes(
@@ -82,6 +83,7 @@ def on_gpu(place: Place, sizes: Sizes) -> Sections:
         "networks": lambda: networks.networks(sizes.networks, sizes.images, place),
         "attention": lambda: attention.attend(sizes.attention, place),
         "llm": lambda: llm.llm(sizes.llm, place),
+        "recurrent": lambda: recurrent.recurrent(sizes.recurrent, place, 1.1, 3.0),
     }
 
 
@@ -89,12 +91,14 @@ def here(smoke: bool) -> Sections:
     """The sections for one thread of a CPU."""
     elements = 2**17 if smoke else 2**22
     place = Place("cpu", None if smoke else torch.compile)
+    steps = (4, 2, 8) if smoke else (64, 16, 256)
     return {
         "cpu": lambda: on_cpu(elements, place),
         "small inputs": lambda: small_inputs(range(6, 8 if smoke else 23)),
         "frozen": lambda: frozen((elements,), torch.float32, place),
         "growth": lambda: growth(range(12, 17 if smoke else 25, 2), place),
         "training": lambda: training(place, 2 if smoke else 64),
+        "recurrent": lambda: recurrent.recurrent(steps, place, 1.5, None),
         "conversion": lambda: conversion(1 if smoke else 8),
         "calibration": lambda: calibration(*((1_000, (2,)) if smoke else (100_000, (None, 3, 2)))),
     }

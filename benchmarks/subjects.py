@@ -1,4 +1,4 @@
-"""What the pairs compare, each in two forms: gates of an instance, products of tier W, attention.
+"""What the pairs compare, each in two forms: gates, products of tier W, attention, recurrence.
 
 `draw` makes the tensors, `reference` is plain torch, `kernel` and `module` are what users call.
 """
@@ -14,10 +14,11 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from threshold_gating import kernels, primitive
 from threshold_gating.instance import TG
-from threshold_gating.nn import Activation, Conv2d, Linear, attention
+from threshold_gating.nn import Activation, Conv2d, Linear, attention, rnn
 from threshold_gating.taxonomy import TAXONOMY
 
 Shape = tuple[int, ...]
@@ -315,3 +316,128 @@ class Attention:
         rows = {"m1": found.m1, "m2": found.m2, "T": found.T, "z at i1": z.gather(-1, found.i1)}
         rows = {name: t.detach() for name, t in rows.items()}
         return {"y": y, **rows} if self.way == "statistics" else rows
+
+
+@dataclass(frozen=True)
+class Recurrent:
+    """A layer over (T, B, H) with learned gates at `sites`, all of them by default.
+
+    `free` learns the branches, too; `both` has a second direction; `packed` sequences end one
+    after the other.
+    """
+
+    kind: str = "lstm"
+    sites: tuple[str, ...] = ()
+    free: bool = False
+    both: bool = False
+    packed: bool = False
+    learns: bool = True
+
+    def _names(self) -> tuple[str, ...]:
+        return (self.sites or tuple(rnn.SITES[self.kind])) if self.learns else ()
+
+    def _numbers(self) -> tuple[str, ...]:
+        return NAMES if self.free else NAMES[:2]
+
+    def _directions(self) -> tuple[str, ...]:
+        return ("_l0", "_l0_reverse")[: 1 + self.both]
+
+    def draw(self, shape: Shape, dtype: torch.dtype, device: Any) -> Tensors:
+        steps, batch, units = shape
+        rows, inner = {"lstm": 4, "gru": 3}[self.kind] * units, units // 2 + 3
+        found = {"x": torch.randn(steps, batch, inner)}
+        for state in ("h", "c")[: 2 if self.kind == "lstm" else 1]:
+            found[state] = torch.randn(len(self._directions()), batch, units)
+        for end in self._directions():
+            sizes: dict[str, Shape] = {"weight_ih": (rows, inner), "weight_hh": (rows, units)}
+            sizes |= {"bias_ih": (rows,), "bias_hh": (rows,)}
+            found |= {n + end: torch.randn(size) * units**-0.5 for n, size in sizes.items()}
+        found = {name: t.to(dtype) for name, t in found.items()}
+        for end in self._directions():
+            for site in self._names():
+                t = rnn.SITES[self.kind][site]
+                for name in self._numbers():
+                    value = getattr(t, name)
+                    value = value if isinstance(value, tuple) else (value,)
+                    wide = torch.tensor(value).unsqueeze(-1) + torch.rand(len(value), units) / 4
+                    found[f"{name} {site}{end}"] = wide
+        return learned({name: t.to(device) for name, t in found.items()})
+
+    def _lasts(self, x: Tensor) -> list[int]:
+        """How many steps each sequence has, the longest first."""
+        steps, batch = x.shape[:2]
+        return [steps - k * (steps - 1) // max(batch - 1, 1) * self.packed for k in range(batch)]
+
+    def reference(self, w: Tensors) -> Tensors:
+        """A step after the other; where a sequence has ended, its state stays."""
+        x = w["x"]
+        lasts = torch.tensor(self._lasts(x), device=x.device)
+        sides, ends = [], []
+        for k, end in enumerate(self._directions()):
+            state = [w[name][k] for name in ("h", "c") if name in w]
+            seen = {}
+            for t in range(len(x))[:: -1 if k else 1]:
+                there = (t < lasts).unsqueeze(-1)
+                after = self._step(w, end, x[t], state)
+                state = [torch.where(there, *both) for both in zip(after, state, strict=True)]
+                seen[t] = state[0] * there
+            sides.append(torch.stack([seen[t] for t in range(len(x))]))
+            ends.append(state)
+        last = [torch.stack(each) for each in zip(*ends, strict=True)]
+        return dict(zip(("y", "h", "c"), (torch.cat(sides, -1), *last), strict=False))
+
+    def _step(self, w: Tensors, end: str, x: Tensor, state: list[Tensor]) -> list[Tensor]:
+        h, *cell = state
+        a = F.linear(x, w["weight_ih" + end], w["bias_ih" + end])
+        b = F.linear(h, w["weight_hh" + end], w["bias_hh" + end])
+        gate = functools.partial(self._gate, w, end)
+        if self.kind == "lstm":
+            i, f, g, o = (gate(*each) for each in zip("ifgo", (a + b).chunk(4, -1), strict=True))
+            c = f * cell[0] + i * g
+            return [o * gate("cell", c), c]
+        (a_r, a_z, a_n), (b_r, b_z, b_n) = a.chunk(3, -1), b.chunk(3, -1)
+        z, n = gate("z", a_z + b_z), gate("n", a_n + gate("r", a_r + b_r) * b_n)
+        return [(1 - z) * n + z * h]
+
+    def _gate(self, w: Tensors, end: str, site: str, x: Tensor) -> Tensor:
+        t = rnn.SITES[self.kind][site]
+        own: list[Any] = [w.get(f"{name} {site}{end}", getattr(t, name)) for name in NAMES]
+        tau, theta = (v[0] if not isinstance(v, float) else v for v in own[:2])
+        (s0, s1), (c0, c1) = own[2:]
+        high = 1 / (1 + torch.exp(-tau * (x - theta)))
+        y: Tensor = (1 - high) * (s0 * x + c0) + high * (s1 * x + c1)
+        return y
+
+    def module(self, w: Tensors) -> Tensors:
+        x, (inner, units) = w["x"], (w["x"].shape[-1], w["weight_hh_l0"].shape[1])
+        make = {"lstm": rnn.LSTM, "gru": rnn.GRU}[self.kind]
+        layer = make(
+            inner, units, bidirectional=self.both, device=x.device, dtype=x.dtype,
+            train=("tau", "theta") if self.learns else (), sites=self.sites or None,
+            family="free" if self.free else "constant",
+        )  # fmt: skip
+        given = {name: t for name, t in w.items() if name.startswith(("weight", "bias"))}
+        for end in self._directions() if self.learns else ():
+            given |= self._held(w, end)
+        state = (w["h"], w["c"]) if self.kind == "lstm" else w["h"]
+        lasts = torch.tensor(self._lasts(x))
+        data: Any = pack_padded_sequence(x, lasts) if self.packed else x
+        y, last = torch.func.functional_call(layer, given, (data, state))
+        y = pad_packed_sequence(y, total_length=len(x))[0] if self.packed else y
+        return dict(
+            zip(("y", "h", "c"), (y, *(last if self.kind == "lstm" else (last,))), strict=False)
+        )
+
+    def _held(self, w: Tensors, end: str) -> Tensors:
+        """The numbers of all sites as the layer holds them."""
+
+        def rows(name: str) -> Tensor:
+            return torch.stack([w[f"{name} {site}{end}"] for site in self._names()])
+
+        starts = [rnn.SITES[self.kind][site].tau for site in self._names()]
+        tau = rows("tau")[:, 0]
+        found = {"rho": (tau / torch.tensor(starts).to(tau).unsqueeze(-1)).log()}
+        found["dtheta"] = rows("theta")[:, 0]
+        if self.free:
+            found |= {"s": rows("s"), "c": rows("c")}
+        return {f"gate_{name}{end}": t for name, t in found.items()}

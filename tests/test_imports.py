@@ -291,7 +291,7 @@ print(failed)
 
 
 # What modules of networks call of `kernels`: none of it asks which backend is in force.
-CALLED = {"Conv", "Structure", "attention", "blend", "either", "gated_product", "synaptic"}
+CALLED = {"Conv", "Structure", "attention", "blend", "either", "gated_product", "lstm", "synaptic"}
 
 
 def names_of_kernels(source):

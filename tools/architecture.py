@@ -101,6 +101,8 @@ HELD_BY = {
     "kernels/product/function.py": "nn/test_dense.py",
     "kernels/product/one_vector_kernels.py": "kernels/product/test_one_vector.py",
     "kernels/product/two_soft_kernels.py": "kernels/product/test_two_soft.py",
+    "kernels/recurrent/gates.py": "kernels/recurrent/test_lstm.py",
+    "kernels/recurrent/lstm_kernels.py": "kernels/recurrent/test_lstm.py",
     "kernels/synapse/arithmetic.py": "kernels/synapse/test_synapse.py",
     "kernels/synapse/formula.py": "nn/test_dense.py",
     "kernels/synapse/function.py": "kernels/synapse/test_synapse.py",

@@ -34,6 +34,7 @@ SMALL = sections.Sizes(
     {"resnet": Network(small_resnet, 1.02), "vit": Network(small_vit, 1.10)},
     attention.Sizes({(1, 2, 9, 8): 2.0}, 2, (32, 64)),
     llm.Sizes(tuple(LLAMA.items()), torch.float32, 64, 2),
+    (3, 2, 5),
 )
 
 

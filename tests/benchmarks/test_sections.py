@@ -21,7 +21,10 @@ def named(rows):
 
 @pytest.mark.parametrize(
     "name",
-    ["elementwise", "gated units", "frozen", "host", "tier W", "growth", "networks", "attention"],
+    [
+        *("elementwise", "gated units", "frozen", "host", "tier W", "tier S", "growth", "networks"),
+        *("attention", "recurrent"),
+    ],
 )
 def test_every_contender_of_every_row_for_a_gpu_runs(name):
     rows = fake_rows(Place("cpu", None), name)
@@ -31,7 +34,7 @@ def test_every_contender_of_every_row_for_a_gpu_runs(name):
     assert all(row.ratio > 0 or row.unit == "error" for row in rows)
 
 
-@pytest.mark.parametrize("name", ["cpu", "frozen", "growth", "training", "conversion"])
+@pytest.mark.parametrize("name", ["cpu", "frozen", "growth", "training", "recurrent", "conversion"])
 def test_the_rows_for_a_cpu_run(name):
     works = [w for w in here(smoke=True)[name]() if not w.name.startswith(tuple(OF_TIMM))]
     assert len(works) > 2
@@ -126,7 +129,7 @@ def test_json_to_stdout_stands_alone(capsys, few):
 def test_a_section_that_is_not_there_is_an_error(capsys):
     assert main(["--smoke", "--only", "made up"]) == 2
     assert (
-        "no section 'made up' here; there are cpu, small inputs, frozen, growth, training, conversion, "
+        "no section 'made up' here; there are cpu, small inputs, frozen, growth, training, recurrent, "
         in capsys.readouterr().err
     )
 

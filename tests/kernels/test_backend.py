@@ -1,6 +1,7 @@
 """Which backend is in force: of a thread, a coroutine, a forward pass."""
 
 import asyncio
+import sys
 import threading
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import threshold_gating as tg
+from threshold_gating import kernels
 from threshold_gating.kernels import BackendError, backend, use
 
 
@@ -144,3 +146,15 @@ def test_a_compiled_module_follows_the_backend_in_each_thread():
     assert torch.equal(in_thread(lambda: run(x)), torch.nn.functional.silu(x))
     assert torch.equal(in_thread(lambda: under("reference")), under("reference"))
     assert len(graphs) == 2  # both are found again
+
+
+def test_kernels_that_are_faster_stand_before_torchs_ops(monkeypatch):
+    x, chosen = torch.zeros(1), kernels.backend.__module__
+    module = sys.modules[chosen]
+    assert kernels.either("native", "gates", x) == "native"  # no kernels run on a CPU
+    monkeypatch.setattr(module, "runs_triton", lambda x, name: name != "reference")
+    assert kernels.either("native", "gates", x) == "gates"
+    assert kernels.either("native", "gates") == "native"
+    for name in ("native", "reference"):
+        with use(name):
+            assert kernels.either("native", "gates", x) == {"reference": "gates"}.get(name, name)

@@ -29,6 +29,7 @@ ENOUGH = (
     "attention literal causal",
     "attention fused causal tau",
     "attention statistics causal",
+    "lstm free over time",
 )
 # Rooms for sums that are not done: what is in them afterwards nobody reads.
 SCRATCH = {("chosen_columns", "scratch")}

@@ -405,7 +405,8 @@ def _of_site(site: Site) -> Description:
 
 def described(act: nn.Module) -> Description:
     if isinstance(act, rnn._Gated):
-        return Description(type(act).__name__.lower(), None, act.exact)
+        learns = isinstance(act, rnn._Learnable) and bool(act.learning.train)
+        return Description(type(act).__name__.lower(), None, act.exact, learns)
     if not isinstance(act, Activation):
         return Description(type(act).__name__.lower(), None, None)
     site, row = act.__dict__.get("site"), taxonomy.ROWS.get(act.name or "")

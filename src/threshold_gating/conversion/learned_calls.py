@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from threshold_gating import kernels
 from threshold_gating.conversion import sites
 from threshold_gating.instance import TG
-from threshold_gating.nn import attention, rnn
+from threshold_gating.nn import attention, rnn, rnn_fold
 
 AUDITED_AS = "native"  # see conversion.audit
 
@@ -118,12 +120,35 @@ def _learned_glu(learns: Any, holder: Any, prefix: str, input: Tensor, dim: int 
     return y
 
 
-def _learned_step(kind: str, gated: Callable[..., Any]) -> Learns:
+def _learned_step(function: Callable[..., Any], gated: Callable[..., Any]) -> Learns:
+    kind = function.__name__
+
     def run(learns: Any, holder: Any, prefix: str, *args: Any) -> Any:
-        now = learns.now(holder, prefix, step_of(kind, args).units)
-        return gated(*args, gates=now[0] if kind.endswith("_cell") else now)
+        units = step_of(kind, args).units
+
+        def evaluated(*args: Any) -> Any:
+            now = learns.now(holder, prefix, units)
+            return gated(*args, gates=now[0] if kind.endswith("_cell") else now)
+
+        def folded(pairs: rnn_fold.Pairs, *args: Any) -> Any:
+            held = learns.held(holder, prefix, units)
+            return rnn_fold.folded(function, args, pairs, held)
+
+        pairs = _pairs(function, learns)
+        if pairs is None or not rnn_fold.takes(args[0]):
+            return kernels.either(None, evaluated)(*args)
+        rather = args[0] if pairs.cell else None
+        return kernels.either(functools.partial(folded, pairs), evaluated, rather)(*args)
 
     return run
+
+
+def _pairs(function: Callable[..., Any], learns: Any) -> rnn_fold.Pairs | None:
+    """What folds into the weights of a sequence; a single step is not worth a copy of them."""
+    if function not in rnn_fold.OPS or not set(learns.learned) <= {"tau", "theta"}:
+        return None
+    gates = dict(learns.gates)
+    return rnn_fold.Pairs.of(rnn.SITES[function.__name__], gates, tuple(gates))
 
 
 # The same where something is learned.
@@ -133,5 +158,5 @@ LEARNED: dict[str, Learns] = {
     "glu": _learned_glu,
     "scaled_dot_product_attention": _learned_attention,
     "multi_head_attention_forward": _learned_multi_head,
-    **{f.__name__: _learned_step(f.__name__, gated) for f, gated in rnn.FUNCTIONS.items()},
+    **{f.__name__: _learned_step(f, gated) for f, gated in rnn.FUNCTIONS.items()},
 }

@@ -16,6 +16,7 @@ from threshold_gating.kernels.blend.function import blend, evaluate
 from threshold_gating.kernels.lowering import native, overwritten
 from threshold_gating.kernels.product.formula import Conv
 from threshold_gating.kernels.product.function import gated_product
+from threshold_gating.kernels.recurrent.lstm import lstm
 from threshold_gating.kernels.structure import Structure
 from threshold_gating.kernels.synapse.function import synaptic
 
@@ -31,6 +32,7 @@ __all__ = [
     "either",
     "evaluate",
     "gated_product",
+    "lstm",
     "native",
     "overwritten",
     "synaptic",

@@ -1,9 +1,10 @@
 """Which backend is in force, for this context, this thread, this forward pass, and what it runs.
 
-`native` lowers a frozen exact instance to torch's own op, `reference` evaluates the gates in plain
-torch, `triton` by fused kernels on a GPU, `auto` (the default) takes native where there is one,
-Triton on a GPU and few in-place passes on a CPU. Figures and certificates are made with
-`reference`. The environment variable TG_BACKEND sets the initial choice.
+`native` lowers a frozen exact instance to torch's own op, and so learned gates of a recurrent layer
+that fold into its weights. `reference` evaluates the gates in plain torch, `triton` by fused
+kernels on a GPU, `auto` (the default) takes native where there is one, Triton on a GPU and few
+in-place passes on a CPU. Figures and certificates are made with `reference`. The environment
+variable TG_BACKEND sets the initial choice.
 
 Eager code reads a context variable, so threads and coroutines do not see each other's `with use`.
 Compiled code reads a thread-local, because Dynamo cannot trace a context variable: there a
@@ -227,11 +228,15 @@ def no_native_op() -> BackendError:
     )
 
 
-def either(native: Any, gated: Any) -> Any:
-    """Torch's own function, if there is one and it may run, or the one that evaluates gates."""
+def either(native: Any, gated: Any, rather: Tensor | None = None) -> Any:
+    """Torch's own function, if there is one and it may run, or the one that evaluates gates.
+
+    Where kernels of Triton compute with `rather`, gates are faster: `auto` takes them.
+    """
     name = backend()
     if native is not None and takes_native(name):
-        return native
+        slow = rather is not None and name == "auto" and runs_triton(rather, name)
+        return gated if slow else native
     if name == "native":
         raise no_native_op()
     return gated

@@ -88,6 +88,24 @@ class Launch:
         if not odd:
             self.ready[key] = _runner(compiled, self.grid, device)
 
+    def along(self, tensors: tuple[Tensor, ...], lines: Tensor, backwards: bool = False) -> None:
+        """Run for each line of `lines`, the kernel's last tensor, from the first or from the last.
+
+        Python takes as long for a launch as a short kernel runs: what it looks up, it does once.
+        """
+        order = range(len(lines))[:: -1 if backwards else 1]
+        self((*tensors, lines[order[0]]))
+        kinds = tuple([t.dtype for t in (*tensors, lines)])
+        run, places = self.ready.get((lines.get_device(), kinds)), [*map(_address, tensors)]
+        start, size = lines.data_ptr(), lines.stride(0) * lines.element_size()
+        if run is None or functools.reduce(operator.or_, places, start | size) & 15:
+            for k in order[1:]:
+                self((*tensors, lines[k]))
+            return
+        with torch.cuda.device(lines.device):
+            for k in order[1:]:
+                run(*places, start + k * size, *self.rest)
+
     def _ordinary(self, tensors: tuple[Tensor, ...]) -> Any:
         kernel = self.kernel
         if type(tensors[0]) not in (

@@ -2,13 +2,14 @@
 
 The classes are torch's and run torch's own `forward`, so arguments, checks, errors and results are
 the same. That `forward` ends in one fused op. It is called where the backend allows native and the
-gates are torch's; otherwise a torch function mode answers it by its entry in `FUNCTIONS`, which
-evaluates the gates (`threshold_gating.nn.rnn_steps`).
+gates are torch's or fold into the weights (`threshold_gating.nn.rnn_fold`); otherwise a torch
+function mode answers it by its entry in `FUNCTIONS`, which evaluates the gates
+(`threshold_gating.nn.rnn_steps`).
 
 An LSTM and a GRU can learn tau and theta of each gate and unit (`train=`). Behind an affine map
 that pair adds no function, sigma(tau (w x + b - theta)) = sigma((tau w) x + tau (b - theta)): for
-i, f, g, o and for r, z, n it changes only how training goes, and `fold` puts it into the weights.
-What is new as a function is the pair of an LSTM's cell output alone.
+i, f, g, o and for r, z, n it changes only how training goes, and `fold` puts it into the weights
+for good. What is new as a function is the pair of an LSTM's cell output alone.
 
 Dynamo refuses `torch.nn.LSTM`, `GRU` and `RNN`, and so these, unless
 `torch._dynamo.config.allow_rnn` is set; the cells and `FUNCTIONS` it takes as they are.
@@ -28,11 +29,16 @@ from torch.overrides import TorchFunctionMode
 
 from threshold_gating import kernels, taxonomy
 from threshold_gating.instance import TG
+from threshold_gating.nn import rnn_fold
 from threshold_gating.nn.activation import keeping_wide
 from threshold_gating.nn.rnn_steps import FUNCTIONS, SITES, Gates
 from threshold_gating.nn.unitwise import HELD_BY, Learned, Learning, before, learning, start, values
 
 __all__ = ["FUNCTIONS", "GRU", "LSTM", "RNN", "SITES", "GRUCell", "LSTMCell", "RNNCell"]
+
+
+Run = Callable[..., Any]
+Ways = tuple[Run | None, Run, Tensor | None]  # as `kernels.either` takes them
 
 
 class _Evaluated(TorchFunctionMode):
@@ -47,6 +53,21 @@ class _Evaluated(TorchFunctionMode):
     ) -> Any:
         if func in FUNCTIONS:
             func = partial(FUNCTIONS[func], gates=self.gates)
+        return func(*args, **(kwargs or {}))
+
+
+class _Folded(TorchFunctionMode):
+    """Inside, torch's fused op runs with the learned gates in its weights."""
+
+    def __init__(self, pairs: rnn_fold.Pairs, held: Sequence[rnn_fold.Held]) -> None:
+        super().__init__()
+        self.pairs, self.held = pairs, held
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        if func in FUNCTIONS:
+            return rnn_fold.folded(func, args, self.pairs, self.held)
         return func(*args, **(kwargs or {}))
 
 
@@ -71,7 +92,11 @@ class _Gated(nn.Module):
             with _Evaluated(self._now()):
                 return plain(input, hx)
 
-        return kernels.either(plain if self.exact else None, gated)(input, hx)
+        return kernels.either(*self._native(plain, input, gated))(input, hx)
+
+    def _native(self, plain: Run, input: Any, gated: Run) -> Ways:
+        """What runs torch's own ops for the same result, if that is possible, or the gates."""
+        return plain if self.exact else None, gated, None
 
     @property
     def exact(self) -> bool:
@@ -236,10 +261,43 @@ class _Learnable(_Gated, nn.RNNBase):
             return self.gates
         return [{**self.gates, **self._learned(suffix)} for suffix in self._suffixes()]
 
+    def _native(self, plain: Run, input: Any, gated: Run) -> Ways:
+        train, family, sites = self.learning
+        if not train or family == "free" or not rnn_fold.takes(input):
+            return super()._native(plain, input, gated)
+        pairs = rnn_fold.Pairs.of(self._standard(), self.gates, sites)
+        if pairs is None:
+            return None, gated, None
+
+        def stepped(input: Any, hx: Any) -> Any:
+            with _Folded(pairs, [self._held(suffix) for suffix in self._suffixes()]):
+                return plain(input, hx)
+
+        if pairs.cell:
+            return stepped, gated, rnn_fold.data(input)
+        return partial(self._folded, pairs), gated, None
+
+    def _folded(self, pairs: rnn_fold.Pairs, input: Any, hx: Any) -> Any:
+        """Torch's forward of this layer with folded weights in place of its own."""
+        self._update_flat_weights()
+        pair = [pairs.affine(self._held(suffix)) for suffix in self._suffixes()]
+        new = object.__new__(type(self))
+        vars(new).update(vars(self), _update_flat_weights=lambda: None)
+        if torch.is_grad_enabled():  # cuDNN differentiates in training only
+            vars(new).update(training=True, dropout=self.dropout if self.training else 0.0)
+        # without modes: a converted network around us answers torch.lstm, which is ours here
+        with torch._C.DisableTorchFunction():
+            vars(new)["_flat_weights"], vars(new)["bias"] = rnn_fold.fold(
+                self.mode, self._flat_weights, self.bias, self.num_layers, pairs.blocks, pair
+            )
+            return _torch_class(type(self)).forward(new, input, hx)
+
+    def _held(self, suffix: str) -> dict[str, Tensor]:
+        train = self.learning.train
+        return {what: getattr(self, f"gate_{HELD_BY[what]}{suffix}") for what in train}
+
     def _learned(self, suffix: str) -> dict[str, Learned]:
-        train, _, sites = self.learning
-        held = {what: getattr(self, f"gate_{HELD_BY[what]}{suffix}") for what in train}
-        return values({site: self.gates[site] for site in sites}, held)
+        return values({site: self.gates[site] for site in self.learning.sites}, self._held(suffix))
 
     def learned_gates(self) -> dict[str, Learned]:
         """The learned gates as they are: i_l0, .., cell_l0_reverse, .. with values [H]."""
@@ -250,8 +308,8 @@ class _Learnable(_Gated, nn.RNNBase):
         """A copy that computes the same with the pairs of i, f, g, o (r, z, n) in its weights.
 
         A GRU is torch's own again (`to_torch`), and so is an LSTM that learned no cell output. One
-        that did keeps that pair, and with it evaluates its gates: torch's fused op has no place for
-        it. Exact but for the rounding of the weights to their type.
+        that did keeps that pair: torch's fused op has no place for it. Exact but for the rounding
+        of the weights to their type.
         """
         _check_foldable(self)
         new = copy.deepcopy(self)

@@ -133,7 +133,7 @@ def _lstm_update(gates: Gates, hr: Tensor | None) -> Callable[[Tensor, Tensor], 
 
     def update(a: Tensor, c: Tensor) -> State:
         i, f, o, g = evaluate(a)
-        c = f * c + i * g
+        c = torch.addcmul(f * c, i, g)
         h = o * squash(c)[0]
         return (h if hr is None else F.linear(h, hr)), c
 
@@ -220,6 +220,54 @@ def _layer(
     return (torch.stack(outputs) if sizes is None else torch.cat(outputs)), end
 
 
+def _direction(
+    build: _Build,
+    w: _Weights,
+    gates: Gates,
+    x: Tensor,
+    sizes: list[int] | None,
+    start: State,
+    reverse: bool,
+) -> tuple[Tensor, State]:
+    """`_layer`, by kernels where they have that."""
+    sites = _two_branched(gates) if build is _lstm and w.hr is None else None
+    if sites is not None:
+        rows = x if sizes is not None else x.reshape(-1, x.shape[-1])
+        counts = [x.shape[1]] * len(x) if sizes is None else sizes
+        tensors = (rows, w.ih, w.hh, _summed(w.b_ih, w.b_hh), *start)
+        plain = partial(_lstm_rows, counts, reverse)
+        found = kernels.lstm(tensors, sites, counts, reverse, plain)
+        if found is not None:
+            y, *end = found
+            return (y if sizes is not None else y.view(*x.shape[:2], -1)), tuple(end)
+    return _layer(build(w, gates), x, sizes, start, reverse)
+
+
+def _two_branched(gates: Gates) -> list[Learned] | None:
+    """The gates of an LSTM in order, with their numbers; None if one has not two branches."""
+    found = []
+    for t in (gates[site] for site in SITES["lstm"]):
+        if isinstance(t, TG) and t.K == 2:
+            tau = t.tau if isinstance(t.tau, float) else t.tau[0]
+            found.append(Learned(t, tau, t.theta[0], t.s, t.c))
+        elif isinstance(t, Learned):
+            found.append(t)
+        else:
+            return None
+    return found
+
+
+def _lstm_rows(
+    sizes: list[int], reverse: bool, tensors: Sequence[Any], sites: Sequence[Any]
+) -> tuple[Tensor, ...]:
+    """The same as kernels compute, with gates of these sites."""
+    x, ih, hh, bias, *start = tensors
+    w = _Weights(ih, hh, bias, None if bias is None else torch.zeros_like(bias))
+    gates = dict(zip(SITES["lstm"], (Learned(*t) for t in sites), strict=True))
+    y, end = _layer(_lstm(w, gates), x, sizes, tuple(start), reverse)
+    return y, *end
+
+
 def _by_layer(params: Sequence[Any], has_biases: bool, count: int) -> list[_Weights]:
     """The flat list of parameters for each layer and direction."""
     n = len(params) // count
@@ -276,8 +324,8 @@ def _sequence(build: _Build, *args: Any, gates: Gates | Sequence[Gates]) -> Stat
         for reverse in (False, True)[:directions]:
             k = len(ends)
             own = gates if isinstance(gates, Mapping) else gates[k]
-            cell, start = build(weights[k], own), tuple(s[k] for s in states)
-            y, end = _layer(cell, x, sizes, start, reverse)
+            start = tuple(s[k] for s in states)
+            y, end = _direction(build, weights[k], own, x, sizes, start, reverse)
             outputs.append(y)
             ends.append(end)
         x = torch.cat(outputs, -1) if bidirectional else outputs[0]

@@ -158,8 +158,8 @@ class Units:
             far[MEASURED.get(what, what)] = distance(now, then, what)
         return far
 
-    def now(self, holder: nn.Module, prefix: str, units: int) -> list[dict[str, Learned]]:
-        """The gates of each layer and direction as they are, for layers of this many units."""
+    def held(self, holder: nn.Module, prefix: str, units: int) -> list[dict[str, Tensor]]:
+        """The parameters of each layer and direction by what they hold, for so many units."""
         if self.group not in ((1,), (units,)):
             raise ValueError(
                 f"{self.group[0]} units have gates of their own, and the layer has {units}; "
@@ -167,5 +167,9 @@ class Units:
             )
         held = {what: found(holder, prefix + HELD_BY[what]) for what in self.learned}
         wide = {what: t.expand(*t.shape[:-1], units) for what, t in held.items()}
+        return [{what: t[k] for what, t in wide.items()} for k in range(self.layers)]
+
+    def now(self, holder: nn.Module, prefix: str, units: int) -> list[dict[str, Learned]]:
+        """The gates of each layer and direction as they are, for layers of this many units."""
         known = dict(self.gates)
-        return [values(known, {w: t[k] for w, t in wide.items()}) for k in range(self.layers)]
+        return [values(known, held) for held in self.held(holder, prefix, units)]
