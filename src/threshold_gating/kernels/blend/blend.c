@@ -45,7 +45,8 @@ enum {
     WS = C + K,
     WC = WS + K,
     CHAIN = WC + K, /* what is learned of a tau is rho: d tau / d rho, or 1 */
-    ROWS = CHAIN + T
+    SMALL = CHAIN + T, /* whether branches can be counted from below everywhere */
+    ROWS
 };
 /* Rows of the sums, for tau, theta, s and c: of the turns T_m of `tiles` times dy (x - theta_m), of
    them times dy, of dy g_k x and of dy g_k. */
@@ -69,14 +70,14 @@ INLINE float chosen(uint32_t mask, float a, float b)
     return float_of((bits_of(a) & mask) | (bits_of(b) & ~mask));
 }
 
-/* 2^t and 2^t - 1 for t <= 0, NaN for NaN; below 2^-126 it is 0. The polynomial for 2^r - 1 on
-   [-1/2, 1/2] is off by 1.6e-8 of 2^r at most, less than its roundings. */
+/* 2^t and 2^t - 1 for t < 127; below 2^-126.5 it is 0. NaN is no concern: y has x as a factor. The
+   polynomial for 2^r - 1 on [-1/2, 1/2] is off by 1.6e-8 of 2^r at most, less than its roundings. */
 INLINE float power(float t, float *less_one)
 {
-    float bounded = t < -127.0f ? -127.0f : t;
-    float shifted = bounded + 12582912.0f; /* 1.5 * 2^23: the last bits are the nearest integer */
-    float r = bounded - (shifted - 12582912.0f);
-    float scale = float_of((bits_of(shifted) + 127) << 23);
+    t = t > -127.0f ? t : -127.0f;
+    float shifted = t + 12582912.0f; /* 1.5 * 2^23: the last bits are the nearest integer */
+    float r = t - (shifted - 12582912.0f);
+    float scale = float_of((bits_of(shifted) + 127) << 23); /* 0 for -127 */
     float q = 0.00015353362f;
     q = q * r + 0.0013398875f;
     q = q * r + 0.00961843692f;
@@ -84,7 +85,7 @@ INLINE float power(float t, float *less_one)
     q = q * r + 0.240226477f;
     q = (q * r + 0.693147182f) * r;
     *less_one = scale * q + (scale - 1.0f);
-    return t < -126.0f ? 0.0f : scale * q + scale;
+    return scale * q + scale;
 }
 
 INLINE int is_strange(float a) { return (bits_of(a) & 0x7f800000) == 0x7f800000; }
@@ -141,6 +142,23 @@ INLINE float value(float x, const float *p, long G, int constants)
     float share = 1.0f / mixed(W, at, p, G);
     float y = x * (mixed(WS, at, p, G) * share);
     return constants ? y + mixed(WC, at, p, G) * share : y;
+}
+
+/* y of one tau and small weights: branches are counted from below on both sides, without a choice.
+   Where the exponential stops growing, all weights but the last are below half a unit in the last
+   place of D, so that far out y is exactly the last branch there as well. */
+INLINE float value_from_below(float x, const float *p, long G, int constants)
+{
+    const float top = 124.0f / J;
+    float t = (x - p[MID * G]) * p[EXPONENT * G], unused;
+    float e = power(t < top ? t : top, &unused), D = 1.0f, S_ = p[(WS + J) * G], C_ = p[(WC + J) * G];
+    UNROLLED for (int k = K - 2; k >= 0; k--) {
+        D = D * e + p[(W + k) * G];
+        S_ = S_ * e + p[(WS + k) * G];
+        C_ = C_ * e + p[(WC + k) * G];
+    }
+    float share = 1.0f / D, y = x * (S_ * share);
+    return constants ? y + C_ * share : y;
 }
 
 INLINE float derivative(float x, const float *p, long G, int constants)
@@ -232,13 +250,14 @@ enum { LANES = 16, MOST = 1024 }; /* elements with sums of their own, and of 16 
 
 /* n elements next to each other; `lane` says whether each has parameters of its own. */
 #define EACH(count, lane, result)                                                   \
-    _Pragma("omp simd reduction(|:strange)")                                        \
+    _Pragma("omp simd reduction(+:poison)")                                         \
     for (long i = 0; i < (count); i++) {                                            \
         const float *q = p + (lane) * i;                                            \
         float a = (result);                                                         \
-        strange |= is_strange(a);                                                   \
+        poison += a * 0.0f; /* NaN if a is infinite or NaN */                       \
         out[i] = a;                                                                 \
     }
+#define FROM_BELOW(constants) EACH(n, 0, value_from_below(x[i], q, 1, constants))
 #define FORWARD(lane, constants) EACH(n, lane, value(x[i], q, G, constants))
 #define BACKWARD(lane, constants) EACH(n, lane, dy[i] * derivative(x[i], q, G, constants))
 #define WITH_SUMS(count, lane, stride) \
@@ -248,8 +267,11 @@ static int run(const struct work *w, const float *restrict x, const float *restr
                float *restrict out, long n, const float *restrict p, int lane, float *restrict sums)
 {
     long G = lane ? w->G : 1;
-    int strange = 0;
-    if (w->dy == NULL) {
+    float poison = 0.0f;
+    if (w->dy == NULL && GATE == ONE_TAU && !lane && p[SMALL] != 0.0f) {
+        if (w->constants) { FROM_BELOW(1) }
+        else { FROM_BELOW(0) }
+    } else if (w->dy == NULL) {
         if (lane && w->constants) { FORWARD(1, 1) }
         else if (lane) { FORWARD(1, 0) }
         else if (w->constants) { FORWARD(0, 1) }
@@ -267,7 +289,7 @@ static int run(const struct work *w, const float *restrict x, const float *restr
             else { WITH_SUMS(n, 0, LANES) }
         }
     }
-    return strange;
+    return poison != 0.0f;
 }
 
 static void widened(int type, const char *from, long n, float *to)
@@ -444,6 +466,7 @@ double fold(const float *rho, const float *dtheta, const float *s, const float *
             largest = t > 0 ? largest : NAN;
             TO(THETA, m) = (float)theta[m];
         }
+        int small = GATE == ONE_TAU, flat[] = {1, 1}; /* structure._are_small */
         mid = (double)(TO(MID, 0) = (float)(mid / sharp));
         for (int k = 0; k < K; k++) {
             double slope = OF(s, T + J, k), constant = OF(c, T + J + K, k), w;
@@ -451,6 +474,10 @@ double fold(const float *rho, const float *dtheta, const float *s, const float *
                 weight -= tau[T == 1 ? 0 : k - 1] * (theta[k - 1] - mid) * log2e;
             weight = k == K - 1 ? 0.0 : weight; /* but for the rounding of mid */
             largest = fabs(weight) < largest || isnan(largest) ? largest : fabs(weight);
+            small = small && (k == K - 1 || weight - (J - k) * 124.0 / J <= -24.0);
+            small = small && fabs(slope) <= 2.0 && fabs(constant) <= 2.0;
+            flat[0] = flat[0] && slope == 0.0;
+            flat[1] = flat[1] && constant == 0.0;
             w = exp2(weight);
             TO(W, k) = (float)w;
             TO(S, k) = (float)slope;
@@ -458,6 +485,9 @@ double fold(const float *rho, const float *dtheta, const float *s, const float *
             TO(WS, k) = (float)(w * slope);
             TO(WC, k) = (float)(w * constant);
         }
+        /* what is left of other branches would be seen beside a last one of 0 */
+        small = small && (flat[0] || TO(S, K - 1) != 0.0f) && (flat[1] || TO(C, K - 1) != 0.0f);
+        TO(SMALL, 0) = (float)small;
     }
     return largest;
 }

@@ -88,7 +88,7 @@ class Code:
     @property
     def rows(self) -> int:
         """Of folded parameters."""
-        return 3 * self.taus + 6 * self.K
+        return 3 * self.taus + 6 * self.K + 1
 
     @property
     def sums(self) -> tuple[int, int, int, int]:
