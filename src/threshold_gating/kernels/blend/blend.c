@@ -266,7 +266,7 @@ enum { LANES = 16, MOST = 1024 }; /* elements with sums of their own, and of 16 
 static int run(const struct work *w, const float *restrict x, const float *restrict dy,
                float *restrict out, long n, const float *restrict p, int lane, float *restrict sums)
 {
-    long G = lane ? w->G : 1;
+    const long G = lane ? w->G : 1, columns = w->columns;
     float poison = 0.0f;
     if (w->dy == NULL && GATE == ONE_TAU && !lane && p[SMALL] != 0.0f) {
         if (w->constants) { FROM_BELOW(1) }
@@ -282,7 +282,7 @@ static int run(const struct work *w, const float *restrict x, const float *restr
         else if (w->constants) { BACKWARD(0, 1) }
         else { BACKWARD(0, 0) }
     } else if (lane) {
-        WITH_SUMS(n, 1, w->columns)
+        WITH_SUMS(n, 1, columns)
     } else {
         for (; n > 0; n -= LANES, x += LANES, dy += LANES, out += LANES) {
             if (n >= LANES) { WITH_SUMS(LANES, 0, LANES) }
