@@ -84,16 +84,9 @@ class Code:
     half: bool  # whether the compiler has float16
     K: int
     taus: int
-
-    @property
-    def rows(self) -> int:
-        """Of folded parameters."""
-        return 3 * self.taus + 6 * self.K + 1
-
-    @property
-    def sums(self) -> tuple[int, int, int, int]:
-        """Rows of the gradients of tau, theta, s and c."""
-        return self.taus, self.K - 1, self.K, self.K
+    rows: int  # of folded parameters
+    sums: tuple[int, int, int, int]  # rows of the gradients of tau, theta, s and c
+    widest: float  # largest exponent of two of a weight
 
 
 @functools.cache
@@ -109,7 +102,9 @@ def code(K: int, gate: int) -> Code | str:
     made.blend.argtypes = [*[address] * 7, ctypes.c_int, ctypes.c_int, ctypes.c_uint, address]
     made.fold.argtypes, made.fold.restype = [*[address] * 7, long, address], ctypes.c_double
     taus = K - 1 if gate in (Gate.OWN_TAUS, _MIRRORED) else 1
-    found = Code(made.blend, made.fold, bool(made.has_half()), K, taus)
+    widest = 0.0 if K == 2 else _WIDEST if taus == 1 else _WIDEST_OF_SUMS
+    rows, sums = 3 * taus + 6 * K + 1, (taus, K - 1, K, K)
+    found = Code(made.blend, made.fold, bool(made.has_half()), K, taus, rows, sums, widest)
     return _wrong(found) or found
 
 
@@ -142,10 +137,10 @@ def status() -> tuple[bool, str]:
 
 
 class Ready(NamedTuple):
-    """Code with the parameters that it reads, (rows, G)."""
+    """Code with the parameters that it reads, (rows, G) of float32."""
 
     code: Code
-    parameters: Tensor
+    parameters: Any
     constants: bool  # whether a branch has one
 
     def forward(self, x: Tensor, sizes: Sizes) -> Tensor | None:
@@ -185,7 +180,7 @@ class Ready(NamedTuple):
             x.data_ptr(),
             None if dy is None else dy.data_ptr(),
             out.data_ptr(),
-            self.parameters.data_ptr(),
+            self.parameters,
             None if sums is None else sums.data_ptr(),
             None if grads is None else grads.data_ptr(),
             cut.sizes,
@@ -268,16 +263,26 @@ def _doubles(numbers: Sequence[float | None]) -> Any:
 
 def _filled(made: Code, tensors: Tensors, known: Any, group: int, constants: bool) -> Ready | None:
     """The code with these parameters, or None where it does not take them."""
-    at = []
+    at: list[int | None] = []
     for w in tensors:
-        if w is not None:
-            if type(w) not in (Tensor, torch.nn.Parameter) or not w.is_cpu or w.is_neg():
-                return None
-            if w.dtype != torch.float32 or not w.is_contiguous():
-                w = w.detach().float().contiguous()
-        at.append(w)
-    parameters = torch.empty((made.rows, group), dtype=torch.float32)
-    addresses = [None if w is None else w.data_ptr() for w in at]
-    widest: float = made.fold(*addresses, known, group, parameters.data_ptr())
-    limit = 0.0 if made.K == 2 else _WIDEST if made.taus == 1 else _WIDEST_OF_SUMS
-    return Ready(made, parameters, constants) if widest <= limit else None
+        if w is None:
+            at.append(None)
+        elif type(w) not in _PLAIN or not w.is_cpu:
+            return None
+        elif w.dtype is torch.float32 and w.is_contiguous():
+            at.append(w.data_ptr())
+        else:
+            return _filled(made, _copied(tensors), known, group, constants)
+    # memory of ctypes: a small tensor takes longer to make than its numbers to compute
+    parameters = (ctypes.c_float * (made.rows * group))()
+    widest: float = made.fold(*at, known, group, parameters)
+    return Ready(made, parameters, constants) if widest <= made.widest else None
+
+
+_PLAIN = (torch.nn.Parameter, Tensor)
+
+
+def _copied(tensors: Tensors) -> Tensors:
+    """The same as float32, one number after the other."""
+    each = [None if w is None else w.detach().float().contiguous().resolve_neg() for w in tensors]
+    return Tensors(*each)
