@@ -1,9 +1,10 @@
-"""One thread of a CPU: learned gates with K = 2 over F.silu, as called and compiled."""
+"""One thread of a CPU: learned gates with K = 2 over F.silu, frozen ones with K = 5 over F.gelu."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,11 +16,13 @@ from threshold_gating import Activation
 _CHANNELS = {"channel": 64, "layer": None}
 # By sharing and whether it is compiled: forward, forward and backward.
 _LIMITS: dict[tuple[Share, str], tuple[float, float]] = {
-    ("channel", "eager"): (5.0, 7.0),
-    ("layer", "eager"): (5.0, 7.0),
+    ("channel", "eager"): (1.6, 2.5),
+    ("layer", "eager"): (1.3, 1.8),
     ("channel", "compiled"): (1.6, 5.0),
     ("layer", "compiled"): (1.6, 2.0),
 }
+# Frozen GELU with K = 5 over F.gelu, by how it runs and whether with dx.
+_OF_GELU = {("eager", False): 1.25, ("eager", True): 1.15, ("compiled", False): 1.5}
 
 
 def on_cpu(elements: int, place: Place) -> Iterator[Work]:
@@ -31,6 +34,12 @@ def on_cpu(elements: int, place: Place) -> Iterator[Work]:
             build = partial(_contenders, elements, share, how, backward, place)
             limit, pairs = {"silu": limits[backward]}, ("module", "compiled")
             yield Work("cpu", f"K=2 {share} {what} {how}", build, limit, pairs, backward=backward)
+    for (how, backward), most in _OF_GELU.items():
+        if how == "eager" or place.compile is not None:
+            build = partial(_gelus, elements, how, backward, place)
+            name = f"GELU K=5 frozen {'+ backward' if backward else 'forward'} {how}"
+            pairs = ("frozen module", "compiled")
+            yield Work("cpu", name, build, {"gelu": most}, pairs, backward=backward)
 
 
 def _contenders(elements: int, share: Share, how: str, backward: bool, place: Place) -> Contenders:
@@ -44,3 +53,14 @@ def _contenders(elements: int, share: Share, how: str, backward: bool, place: Pl
         "silu": partial(gradients, F.silu, [x], [x], dy),
         "ours": partial(gradients, ours, [x], [x, *act.parameters()], dy),
     }
+
+
+def _gelus(elements: int, how: str, backward: bool, place: Place) -> Contenders:
+    x, gelu, act = torch.randn(elements), F.gelu, Activation("gelu")
+    ways: dict[str, Any] = {"gelu": gelu, "ours": act}
+    if how == "compiled":
+        ways = {name: place.compiled(f)["compile"] for name, f in ways.items()}
+    if not backward:
+        return {name: partial(f, x) for name, f in ways.items()}
+    dy, x = torch.randn_like(x), x.requires_grad_()
+    return {name: partial(gradients, f, [x], [x], dy) for name, f in ways.items()}

@@ -15,9 +15,11 @@ import torch
 
 from benchmarks import attention, elementwise, host, llm, networks, recurrent, synapse, tier_w
 from benchmarks.calibration import calibration
+from benchmarks.calls import answered_calls, host_time
 from benchmarks.checking import check, machine, unchecked
 from benchmarks.conversion import conversion
 from benchmarks.cpu import on_cpu
+from benchmarks.cpu_networks import NETWORKS, SMALL, cpu_networks
 from benchmarks.pairs import PAIRS
 from benchmarks.rows import Row, remarks, slope_of, table
 from benchmarks.small_inputs import small_inputs
@@ -83,7 +85,11 @@ def on_gpu(place: Place, sizes: Sizes) -> Sections:
         "networks": lambda: networks.networks(sizes.networks, sizes.images, place),
         "attention": lambda: attention.attend(sizes.attention, place),
         "llm": lambda: llm.llm(sizes.llm, place),
+<<<<<<< HEAD
         "recurrent": lambda: recurrent.recurrent(sizes.recurrent, place, 1.1, 3.0),
+=======
+        "host time": lambda: host_time(place),
+>>>>>>> w-C
     }
 
 
@@ -94,6 +100,9 @@ def here(smoke: bool) -> Sections:
     steps = (4, 2, 8) if smoke else (64, 16, 256)
     return {
         "cpu": lambda: on_cpu(elements, place),
+        "calls": lambda: answered_calls((6,) if smoke else (6, 12, 16)),
+        "host time": lambda: host_time(place),
+        "cpu networks": lambda: cpu_networks(SMALL if smoke else NETWORKS, place),
         "small inputs": lambda: small_inputs(range(6, 8 if smoke else 23)),
         "frozen": lambda: frozen((elements,), torch.float32, place),
         "growth": lambda: growth(range(12, 17 if smoke else 25, 2), place),

@@ -487,7 +487,8 @@ def test_a_forward_that_others_wrap_after_the_conversion_has_its_gates(wrap, x):
     assert not torch.allclose(want, net(x))
     wrap(gated)
     assert torch.equal(gated(x), want)
-    assert torch.equal(torch.compile(gated, backend="eager", fullgraph=True)(x), want)
+    compiled = torch.compile(gated, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), want)  # other formulas, other roundings
     gated(x).sum().backward()
     assert gate_parameters(gated)["tg_silu_0_dtheta"].grad.abs().max() > 0
     assert torch.equal(revert(gated)(x), net(x))

@@ -86,7 +86,11 @@ def test_learning_the_gate_alone_starts_exactly(key, dtype):
     t = TAXONOMY[key]
     act = Activation(key, train=("theta",) if t.hard else ("tau", "theta"))
     x = (torch.randn(10_003) * 4).to(dtype)
-    assert torch.equal(act(x), t(x))
+    if t.hard:
+        assert torch.equal(act(x), t(x))
+    else:  # compiled code: an argument of 16 is off by its rounding, and a result by one of its own
+        rtol = max(2e-6, torch.finfo(dtype).eps)
+        torch.testing.assert_close(act(x), t(x), rtol=rtol, atol=0)
 
 
 @pytest.mark.parametrize("share", ["layer", "channel", "neuron"])

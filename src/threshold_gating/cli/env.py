@@ -14,6 +14,7 @@ from torch import Tensor
 from threshold_gating import kernels, taxonomy
 from threshold_gating._version import __version__
 from threshold_gating.cli.printing import show
+from threshold_gating.kernels.blend.one_pass import status as cpu_gates
 from threshold_gating.nn.activation import Activation
 
 _OPTIONAL = (
@@ -32,13 +33,14 @@ def env(args: argparse.Namespace) -> int:
     if torch.cuda.is_available():
         devices["cuda"] = torch.cuda.get_device_name()
     tried = {name: {d: try_backend(name, d) for d in devices} for name in kernels.BACKENDS}
-    facts = {"versions": _versions(), "devices": devices, "backends": tried}
+    compiled = dict(zip(("works", "message"), cpu_gates(), strict=True))
+    facts = {"versions": _versions(), "devices": devices, "backends": tried, "cpu_gates": compiled}
     show(args, {**facts, "backend": kernels.backend()}, _text(**facts))
     works = all(result["works"] is not False for on in tried.values() for result in on.values())
     return 0 if works else 1
 
 
-def _text(versions: Any, devices: Any, backends: Any) -> str:
+def _text(versions: Any, devices: Any, backends: Any, cpu_gates: Any) -> str:
     lines = [f"{name:<16}  {version or 'not installed'}" for name, version in versions.items()]
     lines += ["", "devices:", *(f"{device:<16}  {words}" for device, words in devices.items())]
     lines += ["", "backends, forward and backward in float32 against torch in float64:"]
@@ -46,6 +48,7 @@ def _text(versions: Any, devices: Any, backends: Any) -> str:
         chosen = " (in use)" if name == kernels.backend() else ""
         for device, result in on.items():
             lines.append(f"{name + chosen:<16}  {device:<4}  {result['message']}")
+    lines += ["", f"{'soft gates':<16}  cpu   {cpu_gates['message']}"]
     return "\n".join(lines)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -61,6 +62,7 @@ class Answering(TorchFunctionMode):
         self.counts: dict[str, int] = dict(counts or {})
         # Without gradients from the start there is no backward in which anything is run again.
         self.region = recomputing.region() if torch.is_grad_enabled() else _NEVER
+        self.eager = plan is not None and not torch.compiler.is_compiling()
         self.unlike: dict[str, bool] = {}
         self.whole: list[tuple[str, str, str]] = []  # calls of whole numbers, with their lines
 
@@ -71,6 +73,8 @@ class Answering(TorchFunctionMode):
                 return func(self._inside(args[0]), *args[1:], **(kwargs or {}))
             return func(*args, **kwargs) if kwargs else func(*args)
         kwargs = kwargs or {}
+        if self.eager and (y := self._at_once(func, args, kwargs)) is not _NEVER:
+            return y
         kind = sites.read(func, args, kwargs)
         if kind is None:
             _refuse_tracing(args, kwargs)
@@ -92,6 +96,35 @@ class Answering(TorchFunctionMode):
                 return answer(site, func, args, kwargs, self.owner)
             with graphs.at_site(site.name):
                 return answer(site, func, args, kwargs, self.owner)
+
+    def _at_once(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The answer to what nearly every call is, with as few steps as can be: an element-wise
+        function of a plain tensor, which learns nothing and which nobody looks at. `_NEVER` for
+        others, which come the long way; nothing is counted then.
+        """
+        x = args[0] if args else None
+        watched = self.watch is not None or torch._C._len_torch_dispatch_stack() > 0
+        if watched or type(x) is not Tensor or not x.is_floating_point() or graphs.keeps_gates():
+            return _NEVER
+        spelled = _spelled(func, args[1:], kwargs)
+        if spelled is None:
+            return _NEVER
+        kind, parameters = spelled
+        count = self.counts.get(kind, 0)
+        site = cast("dict[str, Site | None]", self.plan).get(f"{kind}#{count}")
+        if site is None or site.t is None or site.learns or site.parameters != parameters:
+            return _NEVER
+        if site.line and self._is_told_apart(kind):
+            return _NEVER
+        if self.region is not _NEVER:
+            self._follow()
+        self.counts[kind] = count + 1
+        if torch._C._len_torch_function_stack() == 0:
+            y = kernels.evaluate(site.t, x, site.op)
+        else:
+            with torch._C.DisableTorchFunction():
+                y = kernels.evaluate(site.t, x, site.op)
+        return y.clone() if y is x else y
 
     def _inside(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """A checkpointed region of a compiled graph, which is traced without this mode.
@@ -177,10 +210,9 @@ class Answering(TorchFunctionMode):
 
     def _is_told_apart(self, kind: str) -> bool:
         """Whether calls of a kind have unlike instances, so that it matters which is which."""
-        if f"{kind}#1" not in (self.plan or {}):
-            return False  # one call has no other
         if kind not in self.unlike:
-            planned = self._planned(kind).items()
+            several = f"{kind}#1" in (self.plan or {})  # one call has no other
+            planned = self._planned(kind).items() if several else ()
             self.unlike[kind] = len({_answer_of(*each) for each in planned}) > 1
         return self.unlike[kind]
 
@@ -206,6 +238,35 @@ class Answering(TorchFunctionMode):
                     "calls; convert it with inputs that take the same path.",
                     kind,
                 )
+
+
+Spelled = tuple[str, tuple[Any, ...]]
+_SPELLED: dict[Any, Spelled | None] = {}
+_MOST_SPELLED = 4096
+_SIMPLE = (bool, int, float, str, type(None))
+
+
+def _spelled(func: Any, rest: tuple[Any, ...], named: dict[str, Any]) -> Spelled | None:
+    """The kind and the parameters of a call with these arguments behind its input; None for one
+    that is not element-wise or writes over something, and for arguments that are not all plain."""
+    key = (func, rest, *named.items()) if named else (func, rest)
+    try:
+        return _SPELLED[key]
+    except (KeyError, TypeError):
+        given = (*rest, *named.values())
+        if not all(type(w) in _SIMPLE and w == w for w in given):
+            return None
+    kind, over = sites.FUNCTIONS[func]
+    found = None
+    if kind in sites.KINDS and not over and "out" not in named and "input" not in named:
+        with suppress(TypeError, ValueError):  # torch says what is wrong
+            _, parameters, asked = sites.KINDS[kind].read(torch.empty(0), *rest, **named)
+            drawn = kind == "rrelu" and parameters[-1]  # in training, see `sites.read`
+            found = None if asked or drawn else (kind, parameters)
+    if len(_SPELLED) >= _MOST_SPELLED:
+        _SPELLED.clear()
+    _SPELLED[key] = found
+    return found
 
 
 def _line() -> str:

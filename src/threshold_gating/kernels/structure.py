@@ -158,6 +158,11 @@ class Structure(NamedTuple):
         meet = self.K == 2 and self.c == (0.0, 0.0)
         return self.hard and "theta" in self.learned and not meet
 
+    @property
+    def ends(self) -> bool:
+        """Whether what is left of other branches far out is not seen beside a last one of 0."""
+        return all(w[-1] != 0 or not any(x != 0 for x in w) for w in (self.s, self.c))
+
     def tensors(self, held: Mapping[str, Any], computed: Any) -> Tensors:
         """The tensors that a module holds by their names; a parametrization has them `computed`."""
         try:

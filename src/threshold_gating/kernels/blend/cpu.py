@@ -1,4 +1,6 @@
-"""The engine for eager mode on a CPU: through memory in tiles that stay in a core's cache."""
+"""The engine for eager mode on a CPU: one pass of compiled code over memory (`one_pass`), or steps
+of torch over tiles that stay in a core's cache (`tiles`).
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from threshold_gating.kernels.blend import tiles
+from threshold_gating.kernels.blend import one_pass, tiles
 from threshold_gating.kernels.blend.arithmetic import Scratch, Sums
 from threshold_gating.kernels.layout import Sizes, flat, like, placed
 from threshold_gating.kernels.structure import (
@@ -29,6 +31,13 @@ _TILE = {True: 2**18, False: 2**17}
 Part = tuple[slice, slice, slice]
 
 
+class Given(NamedTuple):
+    """What was given, and the parameters as compiled code reads them, where it takes them."""
+
+    tensors: Tensors
+    ready: one_pass.Ready | None
+
+
 class Plan(NamedTuple):
     """One structure for inputs of one shape and layout."""
 
@@ -38,7 +47,10 @@ class Plan(NamedTuple):
     copies: bool
     role: Role = Role.READ  # of another input, if there is one
 
-    def read(self, x: Tensor, tensors: Tensors) -> Rows:
+    def read(self, x: Tensor, tensors: Tensors) -> Given:
+        return Given(tensors, one_pass.ready(x, self.structure, tensors, self.sizes[1]))
+
+    def _rows(self, x: Tensor, tensors: Tensors) -> Rows:
         """The parameters as they are now: numbers, or (1, G, 1) each."""
         structure = self.structure
         if self.sizes[1] == 1:
@@ -54,8 +66,12 @@ class Plan(NamedTuple):
         ]
         return structure.rows(Tensors(*each))
 
-    def forward(self, x: Tensor, v: Tensor | None, rows: Rows) -> Tensor:
-        work = self._tiles(x, v, rows)
+    def forward(self, x: Tensor, v: Tensor | None, given: Given) -> Tensor:
+        if given.ready is not None and v is None:
+            done = given.ready.forward(x, self.sizes)
+            if done is not None:
+                return done
+        work = self._tiles(x, v, self._rows(x, given.tensors))
         y = torch.empty_like(x)
         out = flat(y, self.sizes)
         for part in work.parts:
@@ -71,10 +87,15 @@ class Plan(NamedTuple):
         x: Tensor,
         v: Tensor | None,
         tensors: Tensors,
-        rows: Rows,
+        given: Given,
         wanted: Wanted,
     ) -> list[Tensor | None]:
         """The gradients of x, v, tau, theta, s and c."""
+        if given.ready is not None and v is None:
+            done = given.ready.backward(dy, x, self.sizes, wanted)
+            if done is not None:
+                return [done[0], None, *_shaped(done[1], tensors, wanted)]
+        rows = self._rows(x, tensors)
         work, slopes = self._tiles(x, v, rows), flat(like(dy, x), self.sizes)
         if work.parts == [None]:
             here = work.read(None)
@@ -157,6 +178,16 @@ class _Tiles(NamedTuple):
 
     def wide(self, t: Tensor) -> Tensor:
         return self.room.copy(t) if t.element_size() < 4 else t
+
+
+def _shaped(grads: Sequence[Tensor], tensors: Tensors, wanted: Wanted) -> Iterator[Tensor | None]:
+    """Gradients (rows, G) of tau, theta, s and c as those of the tensors that are learned."""
+    rho, dtheta, s, c, tau0, theta0 = tensors
+    held = (tau0 if rho is None else rho, theta0 if dtheta is None else dtheta, s, c)
+    if not grads:
+        yield from (None,) * 4
+    for grad, w, want in zip(grads, held, wanted[2:], strict=bool(grads)):
+        yield grad.view(w.shape).to(w.dtype) if want and w is not None else None
 
 
 def _laid(d: Tensor | None, x: Tensor) -> Tensor | None:

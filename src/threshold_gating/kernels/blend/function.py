@@ -78,6 +78,7 @@ class Plan(Protocol):
 # Elements up to which hard gates with derivatives are faster by the reference's formulas: these are
 # comparisons, and there is no exponential to be saved.
 _FEW = 2**14
+_NOTHING = Tensors()
 
 
 def blend(
@@ -182,7 +183,11 @@ def evaluate(t: TG, x: Tensor, op: Op | None = None) -> Tensor:
         return op(x)
     if name == "native":
         raise no_native_op()
-    return t(x) if name == "reference" else blend(x, t)
+    if name == "reference":
+        return t(x)
+    if torch.compiler.is_compiling() or torch._C._len_torch_function_stack() > 0:
+        return blend(x, t)
+    return _gates(x, exact(t), _NOTHING, (), None, None, name)
 
 
 def _instance(t: TG, x: Tensor, v: Any, up: Tensor | None, name: str) -> Tensor:
@@ -195,7 +200,7 @@ def _instance(t: TG, x: Tensor, v: Any, up: Tensor | None, name: str) -> Tensor:
     if torch.compiler.is_compiling() and not keeps_gates():  # a compiler cannot look anything up
         options = {"form": t.form, "owner": t.owner, "q": t.q, "anchor": t.anchor, "clamp": t.clamp}
         return _parsed(x, (t.tau, t.theta, t.s, t.c), v, up, options, name)
-    return _gates(x, exact(t), Tensors(), (), v, up, name)
+    return _gates(x, exact(t), _NOTHING, (), v, up, name)
 
 
 def _parsed(

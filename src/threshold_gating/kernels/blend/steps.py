@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from threshold_gating import primitive
-from threshold_gating.kernels.structure import Gate, Rows, Structure
+from threshold_gating.kernels.structure import Gate, Rows, Structure, Weights
 from threshold_gating.primitive import Value, soft
 
 AUDITED_AS = "gates"  # see conversion.audit
@@ -20,7 +21,8 @@ def steps(x: Tensor, v: Tensor | None, structure: Structure, rows: Rows) -> Tens
     """y in steps that a compiler fuses into one loop; those of the reference for hard gates.
 
     Where nobody asks for derivatives, two gates come from one exponential of -|u|, whose own
-    derivative at the threshold would be wrong.
+    derivative at the threshold would be wrong, and more of them, if their weights are known to be
+    small, from powers that stop growing, whose derivatives would cancel.
     """
     if structure.gate in (Gate.HARD, Gate.CENTRED):
         return plain(x, v, structure, rows)
@@ -35,11 +37,13 @@ def steps(x: Tensor, v: Tensor | None, structure: Structure, rows: Rows) -> Tens
         return _spread(w.to(z.dtype), x) if spread else w.to(z.dtype)
 
     tau, theta, s, c = [[ready(w) for w in row] for row in rows]
+    derived = _needs_gradient(x, v, *data)
     if structure.K > 2:
-        return _many(z, u, tau, theta, s, c).to(x.dtype)
+        small = structure.weights >= Weights.SMALL and structure.ends and not derived
+        return (_from_below if small else _many)(z, u, tau, theta, s, c).to(x.dtype)
     moved = tau[0] * (z - theta[0])
     empty = all(not isinstance(w, Tensor) and w == 0 for w in (s[0], c[0]))
-    if _needs_gradient(x, v, *data):
+    if derived:
         gates = [s[0] if empty else soft.sigmoid(-moved), soft.sigmoid(moved)]
     else:
         e = torch.exp(-torch.abs(moved))
@@ -100,14 +104,58 @@ def _many(
     return _blended(soft.softmax_gates(arguments), u, s, c)
 
 
+def _from_below(
+    z: Tensor, u: Tensor, tau: list[Value], theta: list[Value], s: list[Value], c: list[Value]
+) -> Tensor:
+    """The same with small weights: one exponential for each tau, and no largest logit. Branches are
+    counted from below; see `blend.c` and `structure` for where the exponentials may stop."""
+    J, stop = len(theta), 124 / len(theta) * math.log(2)
+    weights: list[Value] = [1.0] * (J + 1)
+    if len(tau) == 1:
+        middle = sum(theta[1:], theta[0]) * (1 / J)
+        rises = [torch.exp(_clamp(tau[0] * (z - middle), None, stop))] * J
+        exponent: Value = 0.0
+        for k, at in enumerate(theta[:-1], 1):
+            exponent = exponent + tau[0] * (middle - at)
+            weights[k] = exponent.exp() if isinstance(exponent, Tensor) else math.exp(exponent)
+    else:
+        pairs = zip(tau, theta, strict=True)
+        rises = [torch.exp(_clamp(t * (z - at), None, stop)) for t, at in pairs]
+    share = 1 / _nested(weights, rises)
+
+    def mean(w: list[Value]) -> Tensor | None:
+        if all(not isinstance(wk, Tensor) and wk == 0 for wk in w):
+            return None
+        return _nested([a * b for a, b in zip(weights, w, strict=True)], rises) * share
+
+    slope, constant = mean(s), mean(c)
+    if slope is not None:  # infinity times 0
+        u = torch.where(slope == 0, 0.0, u)
+    return _joined(u, slope, constant, share)
+
+
+def _nested(w: list[Value], rises: list[Tensor]) -> Tensor:
+    """w_0 + r_1 (w_1 + r_2 (w_2 + ...))."""
+    *rest, last = w
+    total = last * rises[-1] + rest.pop()
+    for wk, rise in zip(rest[::-1], rises[-2::-1], strict=True):
+        total = total * rise + wk
+    return total
+
+
 def _blended(gates: list[Any], u: Tensor, s: list[Value], c: list[Value]) -> Tensor:
     """u sum_k g_k s_k + sum_k g_k c_k."""
     slope, constant = _weighted(gates, s), _weighted(gates, c)
     if slope is not None and len(gates) > 2:
         u = soft.settled(u, slope)
+    return _joined(u, slope, constant, gates[-1])
+
+
+def _joined(u: Tensor, slope: Any, constant: Any, gate: Tensor) -> Tensor:
+    """u slope + constant, either of which may be None; NaN passes by a gate where both are."""
     y = slope if slope is None else soft.times(u, slope)
     y = constant if y is None else y if constant is None else y + constant
-    return gates[-1] * 0 if y is None else y  # which NaN passes
+    return gate * 0 if y is None else y
 
 
 def _weighted(e: list[Tensor], w: list[Value]) -> Tensor | None:

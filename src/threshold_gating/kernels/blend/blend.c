@@ -1,0 +1,493 @@
+/* Soft gates on a CPU in one pass over memory: y = sum_k g_k(x) (s_k x + c_k) and its gradients.
+
+   `one_pass.py` compiles this file for each number of branches K and way of gates GATE. It is plain C,
+   which a compiler turns into vector instructions by itself.
+
+   Branches are counted from the one that wins far out on x's own side of `mid`, the mean of the
+   thresholds weighed by their taus. Let E_m = exp(-tau_m |x - mid|) and, for x below mid,
+   w_k = exp(-sum_{m<k} tau_m (theta_m - mid)); then the gates are
+
+       g_k = w_k E_0 ... E_{k-1} / D,    D = w_0 + E_0 (w_1 + E_1 (w_2 + ...)),
+
+   and above mid the same with branches and thresholds in reverse, because w_0 = w_{K-1} = 1. So D is
+   never below 1, nothing overflows while the weights do not, one tau needs one exponential, and far
+   out the gate that wins is exactly 1. `fold` computes the weights, in double.
+
+   A value that is not finite is reported and nothing else: what infinities and NaN mean is decided
+   in one place, in Python. */
+
+#include <float.h>
+#include <math.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <string.h>
+
+#define TWO 0 /* structure.Gate */
+#define CENTRED 1
+#define ONE_TAU 2
+#define OWN_TAUS 3
+#define MIRRORED 5 /* the same taus from either end: half of the exponentials are enough */
+
+#define UNROLLED _Pragma("GCC unroll 8")
+#define INLINE static inline __attribute__((always_inline))
+#define J (K - 1)                       /* thresholds */
+#define T (GATE >= OWN_TAUS ? J : 1) /* taus */
+#define E (GATE == MIRRORED ? (T + 1) / 2 : T) /* exponentials */
+/* Rows of the folded parameters, G numbers each: tau in units of log 2 comes first. */
+enum {
+    MID,
+    EXPONENT,
+    TAU = EXPONENT + T,
+    THETA = TAU + T,
+    W = THETA + J,
+    S = W + K,
+    C = S + K,
+    WS = C + K,
+    WC = WS + K,
+    CHAIN = WC + K, /* what is learned of a tau is rho: d tau / d rho, or 1 */
+    SMALL = CHAIN + T, /* whether branches can be counted from below everywhere */
+    ROWS
+};
+/* Rows of the sums, for tau, theta, s and c: of the turns T_m of `tiles` times dy (x - theta_m), of
+   them times dy, of dy g_k x and of dy g_k. */
+enum { MOVED, TURN = MOVED + T, SLOPE = TURN + J, CONSTANT = SLOPE + K, SUMS = CONSTANT + K };
+
+INLINE uint32_t bits_of(float a)
+{
+    uint32_t bits;
+    memcpy(&bits, &a, 4);
+    return bits;
+}
+INLINE float float_of(uint32_t bits)
+{
+    float a;
+    memcpy(&a, &bits, 4);
+    return a;
+}
+/* a where the mask is all ones, b where it is 0. Not `? :`, for which compilers go both ways. */
+INLINE float chosen(uint32_t mask, float a, float b)
+{
+    return float_of((bits_of(a) & mask) | (bits_of(b) & ~mask));
+}
+
+/* 2^t and 2^t - 1 for t < 127; below 2^-126.5 it is 0. NaN is no concern: y has x as a factor. The
+   polynomial for 2^r - 1 on [-1/2, 1/2] is off by 1.6e-8 of 2^r at most, less than its roundings. */
+INLINE float power(float t, float *less_one)
+{
+    t = t > -127.0f ? t : -127.0f;
+    float shifted = t + 12582912.0f; /* 1.5 * 2^23: the last bits are the nearest integer */
+    float r = t - (shifted - 12582912.0f);
+    float scale = float_of((bits_of(shifted) + 127) << 23); /* 0 for -127 */
+    float q = 0.00015353362f;
+    q = q * r + 0.0013398875f;
+    q = q * r + 0.00961843692f;
+    q = q * r + 0.0555033237f;
+    q = q * r + 0.240226477f;
+    q = (q * r + 0.693147182f) * r;
+    *less_one = scale * q + (scale - 1.0f);
+    return scale * q + scale;
+}
+
+INLINE int is_strange(float a) { return (bits_of(a) & 0x7f800000) == 0x7f800000; }
+
+/* Where x lies: below mid or not, as a mask, and the exponentials of its thresholds. */
+struct place {
+    uint32_t low;
+    float e[E], less_one;
+};
+
+INLINE struct place placed(float x, const float *p, long G)
+{
+    struct place at;
+    uint32_t z = bits_of(x - p[MID * G]);
+    float far = float_of(z | 0x80000000); /* -|x - mid| */
+    at.low = -(z >> 31);
+    UNROLLED for (int m = 0; m < E; m++)
+        at.e[m] = power(far * p[(EXPONENT + m) * G], &at.less_one);
+    return at;
+}
+
+/* Coefficients, exponentials and taus, counted from the winner. */
+#define FROM(row, k, last) chosen(at.low, p[((row) + (k)) * G], p[((row) + (last) - (k)) * G])
+#define WEIGHT(row, k) (2 * (k) == K - 1 ? p[((row) + (k)) * G] : FROM(row, k, K - 1))
+#define NEAREST(m) ((m) < E ? (m) : T - 1 - (m))
+#define STEP(m) (E < T ? at.e[NEAREST(m)] : E == 1 ? at.e[0] : chosen(at.low, at.e[m], at.e[E - 1 - (m)]))
+#define RATE(m) (T == 1 ? 1.0f : E < T ? p[(TAU + (m)) * G] : FROM(TAU, m, T - 1))
+
+/* The sum of coefficients times gates before they are divided by D, for either kind of branch. */
+INLINE float mixed(int row, struct place at, const float *p, long G)
+{
+    if (GATE == CENTRED) /* w_win (1 - e) + (w_0 + w_1) e: opposite ones do not cancel near mid */
+        return (p[row * G] + p[(row + 1) * G]) * at.e[0] - WEIGHT(row, 0) * at.less_one;
+    float total = WEIGHT(row, K - 1);
+    UNROLLED for (int k = K - 2; k >= 0; k--)
+        total = total * STEP(k) + WEIGHT(row, k);
+    return total;
+}
+
+/* How it moves with x, in the direction away from the winner; in units of tau where there is one. */
+INLINE float moving(int row, struct place at, const float *p, long G)
+{
+    float total = WEIGHT(row, K - 1), move = 0.0f;
+    UNROLLED for (int k = K - 2; k >= 0; k--) {
+        move = STEP(k) * (move + RATE(k) * total);
+        total = total * STEP(k) + WEIGHT(row, k);
+    }
+    return move;
+}
+
+INLINE float value(float x, const float *p, long G, int constants)
+{
+    struct place at = placed(x, p, G);
+    float share = 1.0f / mixed(W, at, p, G);
+    float y = x * (mixed(WS, at, p, G) * share);
+    return constants ? y + mixed(WC, at, p, G) * share : y;
+}
+
+/* y of one tau and small weights: branches are counted from below on both sides, without a choice.
+   Where the exponential stops growing, all weights but the last are below half a unit in the last
+   place of D, so that far out y is exactly the last branch there as well. */
+INLINE float value_from_below(float x, const float *p, long G, int constants)
+{
+    const float top = 124.0f / J;
+    float t = (x - p[MID * G]) * p[EXPONENT * G], unused;
+    float e = power(t < top ? t : top, &unused), D = 1.0f, S_ = p[(WS + J) * G], C_ = p[(WC + J) * G];
+    UNROLLED for (int k = K - 2; k >= 0; k--) {
+        D = D * e + p[(W + k) * G];
+        S_ = S_ * e + p[(WS + k) * G];
+        C_ = C_ * e + p[(WC + k) * G];
+    }
+    float share = 1.0f / D, y = x * (S_ * share);
+    return constants ? y + C_ * share : y;
+}
+
+INLINE float derivative(float x, const float *p, long G, int constants)
+{
+    struct place at = placed(x, p, G);
+    float share = 1.0f / mixed(W, at, p, G);
+    float slope = mixed(WS, at, p, G) * share, turn;
+    if (K == 2) {
+        float apart = x * (p[(S + 1) * G] - p[S * G]);
+        apart = constants ? apart + (p[(C + 1) * G] - p[C * G]) : apart;
+        return slope + p[TAU * G] * (apart * (at.e[0] * share * share));
+    }
+    float grown = moving(W, at, p, G);
+    turn = x * ((moving(WS, at, p, G) - slope * grown) * share);
+    if (constants)
+        turn += (moving(WC, at, p, G) - mixed(WC, at, p, G) * share * grown) * share;
+    turn = T == 1 ? turn * p[TAU * G] : turn;
+    return slope + float_of(bits_of(turn) ^ (~at.low & 0x80000000));
+}
+
+/* dx, and what this element adds to each sum, `stride` apart. T_m as in `tiles`. */
+INLINE float gradients(float dy, float x, const float *p, long G, float *sums, long stride)
+{
+    struct place at = placed(x, p, G);
+    float g[K], part = 1.0f, total = WEIGHT(W, 0), slope = 0.0f, turn[J], dx;
+    g[0] = total;
+    UNROLLED for (int k = 1; k < K; k++) {
+        part *= STEP(k - 1);
+        g[k] = part * WEIGHT(W, k);
+        total += g[k];
+    }
+    float share = 1.0f / total;
+    UNROLLED for (int k = 0; 2 * k < K; k++) { /* from now on in their own order */
+        float near = g[k] * share, far = g[K - 1 - k] * share;
+        g[k] = chosen(at.low, near, far);
+        g[K - 1 - k] = chosen(at.low, far, near);
+    }
+    UNROLLED for (int k = 0; k < K; k++) {
+        float weighed = g[k] * dy;
+        slope += g[k] * p[(S + k) * G];
+        sums[(SLOPE + k) * stride] += weighed * x;
+        sums[(CONSTANT + k) * stride] += weighed;
+    }
+    dx = slope * dy;
+    if (K == 2) {
+        float apart = x * (p[(S + 1) * G] - p[S * G]) + (p[(C + 1) * G] - p[C * G]);
+        turn[0] = g[0] * (g[1] * dy) * apart;
+    } else {
+        float values[K], below = g[0], sum = 0.0f, above[J], over[J];
+        UNROLLED for (int k = 0; k < K; k++)
+            values[k] = g[k] * (x * p[(S + k) * G] + p[(C + k) * G]);
+        above[J - 1] = g[K - 1];
+        over[J - 1] = values[K - 1];
+        UNROLLED for (int m = J - 2; m >= 0; m--) {
+            above[m] = above[m + 1] + g[m + 1];
+            over[m] = over[m + 1] + values[m + 1];
+        }
+        UNROLLED for (int m = 0; m < J; m++) {
+            below = m ? below + g[m] : below;
+            sum += values[m];
+            turn[m] = dy * (below * over[m] - above[m] * sum);
+        }
+    }
+    UNROLLED for (int m = 0; m < J; m++) {
+        int of = T == 1 ? 0 : m;
+        sums[(TURN + m) * stride] += turn[m];
+        sums[(MOVED + of) * stride] += turn[m] * (x - p[(THETA + m) * G]);
+        dx += p[(TAU + of) * G] * turn[m];
+    }
+    return dx;
+}
+
+/* Work is cut into chunks that threads take one by one. x is memory (outer, G, inner). Where a group
+   is a run of elements, a chunk is a part of it for some of the outer ones; where it is a column, a
+   chunk is some columns of some rows. */
+struct work {
+    const char *x, *dy;
+    char *out;
+    const float *p;
+    float *sums; /* (slots, SUMS, G), or NULL */
+    long outer, G, inner, rows, columns, blocks, pieces;
+    int type, constants;
+    atomic_long next;
+    atomic_int strange;
+};
+
+enum { FLOAT, BFLOAT, HALF };   /* types of x */
+enum { LANES = 16, MOST = 1024 }; /* elements with sums of their own, and of 16 bits at once */
+
+/* n elements next to each other; `lane` says whether each has parameters of its own. */
+#define EACH(count, lane, result)                                                   \
+    _Pragma("omp simd reduction(+:poison)")                                         \
+    for (long i = 0; i < (count); i++) {                                            \
+        const float *q = p + (lane) * i;                                            \
+        float a = (result);                                                         \
+        poison += a * 0.0f; /* NaN if a is infinite or NaN */                       \
+        out[i] = a;                                                                 \
+    }
+#define FROM_BELOW(constants) EACH(n, 0, value_from_below(x[i], q, 1, constants))
+#define FORWARD(lane, constants) EACH(n, lane, value(x[i], q, G, constants))
+#define BACKWARD(lane, constants) EACH(n, lane, dy[i] * derivative(x[i], q, G, constants))
+#define WITH_SUMS(count, lane, stride) \
+    EACH(count, lane, gradients(dy[i], x[i], q, G, sums + i, stride))
+
+static int run(const struct work *w, const float *restrict x, const float *restrict dy,
+               float *restrict out, long n, const float *restrict p, int lane, float *restrict sums)
+{
+    const long G = lane ? w->G : 1, columns = w->columns;
+    float poison = 0.0f;
+    if (w->dy == NULL && GATE == ONE_TAU && !lane && p[SMALL] != 0.0f) {
+        if (w->constants) { FROM_BELOW(1) }
+        else { FROM_BELOW(0) }
+    } else if (w->dy == NULL) {
+        if (lane && w->constants) { FORWARD(1, 1) }
+        else if (lane) { FORWARD(1, 0) }
+        else if (w->constants) { FORWARD(0, 1) }
+        else { FORWARD(0, 0) }
+    } else if (w->sums == NULL) {
+        if (lane && w->constants) { BACKWARD(1, 1) }
+        else if (lane) { BACKWARD(1, 0) }
+        else if (w->constants) { BACKWARD(0, 1) }
+        else { BACKWARD(0, 0) }
+    } else if (lane) {
+        WITH_SUMS(n, 1, columns)
+    } else {
+        for (; n > 0; n -= LANES, x += LANES, dy += LANES, out += LANES) {
+            if (n >= LANES) { WITH_SUMS(LANES, 0, LANES) }
+            else { WITH_SUMS(n, 0, LANES) }
+        }
+    }
+    return poison != 0.0f;
+}
+
+static void widened(int type, const char *from, long n, float *to)
+{
+    const uint16_t *bits = (const uint16_t *)from;
+    if (type == BFLOAT) {
+        for (long i = 0; i < n; i++)
+            to[i] = float_of((uint32_t)bits[i] << 16);
+    } else {
+#ifdef __FLT16_MAX__
+        for (long i = 0; i < n; i++)
+            to[i] = (float)((const _Float16 *)from)[i];
+#endif
+    }
+}
+
+static void narrowed(int type, const float *from, long n, char *to)
+{
+    if (type == BFLOAT) {
+        for (long i = 0; i < n; i++) { /* to the nearest, of two to the even one; there is no NaN */
+            uint32_t bits = bits_of(from[i]);
+            ((uint16_t *)to)[i] = (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+        }
+    } else {
+#ifdef __FLT16_MAX__
+        for (long i = 0; i < n; i++)
+            ((_Float16 *)to)[i] = (_Float16)from[i];
+#endif
+    }
+}
+
+/* Whether this compiler has numbers of 16 bits. */
+int has_half(void)
+{
+#ifdef __FLT16_MAX__
+    return 1;
+#else
+    return 0;
+#endif
+}
+
+/* `run` from element `start` on, of any type. */
+static int stretch(const struct work *w, long start, long n, const float *p, int lane, float *sums)
+{
+    int strange = 0;
+    float x[MOST], dy[MOST], out[MOST];
+    const char *slopes = w->dy == NULL ? w->x : w->dy;
+    if (w->type == FLOAT)
+        return run(w, (const float *)w->x + start, (const float *)slopes + start,
+                   (float *)w->out + start, n, p, lane, sums);
+    for (long at = 0, count; at < n; at += count) {
+        count = n - at < MOST ? n - at : MOST;
+        long byte = 2 * (start + at);
+        widened(w->type, w->x + byte, count, x);
+        if (w->dy != NULL)
+            widened(w->type, w->dy + byte, count, dy);
+        strange |= run(w, x, dy, out, count, lane ? p + at : p, lane, lane ? sums + at : sums);
+        narrowed(w->type, out, count, w->out + byte);
+    }
+    return strange;
+}
+
+static int chunk(const struct work *w, long at)
+{
+    long block = at / w->pieces, piece = at % w->pieces;
+    int lane = w->inner == 1 && w->G > 1, strange = 0;
+    long group = lane ? 0 : block % w->G;
+    block = lane ? block : block / w->G;
+    long first = block * w->rows, last = first + w->rows;
+    last = last < w->outer ? last : w->outer;
+    long width = lane ? w->G : w->inner, from = piece * w->columns;
+    long n = width - from < w->columns ? width - from : w->columns;
+    float folded[ROWS], sums[SUMS * (w->sums == NULL ? 1 : lane ? w->columns : LANES)];
+    const float *p = lane ? w->p + from : folded;
+    for (int row = 0; row < ROWS; row++)
+        folded[row] = w->p[row * w->G + group];
+    memset(sums, 0, sizeof sums);
+    for (long o = first; o < last; o++) {
+        long start = lane ? o * w->G : (o * w->G + group) * w->inner;
+        strange |= stretch(w, start + from, n, p, lane, sums);
+    }
+    if (w->sums == NULL)
+        return strange;
+    for (int row = 0; row < SUMS; row++) {
+        if (lane) {
+            for (long i = 0; i < n; i++)
+                strange |= is_strange(sums[row * w->columns + i]);
+            memcpy(w->sums + (block * SUMS + row) * w->G + from, sums + row * w->columns, n * 4);
+        } else {
+            double total = 0.0;
+            for (int i = 0; i < LANES; i++)
+                total += sums[row * LANES + i];
+            w->sums[((block * w->pieces + piece) * SUMS + row) * w->G + group] = (float)total;
+            strange |= is_strange((float)total);
+        }
+    }
+    return strange;
+}
+
+static void take_chunks(void *shared)
+{
+    struct work *w = shared;
+    for (;;) {
+        long at = atomic_fetch_add(&w->next, 1);
+        if (at >= w->blocks * w->pieces)
+            return;
+        if (chunk(w, at))
+            atomic_store(&w->strange, 1);
+    }
+}
+
+/* The gradients of the parameters (SUMS, G) from the sums of all slots, in double. */
+static void finish(const struct work *w, long slots, float *grads)
+{
+    for (int row = 0; row < SUMS; row++) {
+        for (long g = 0; g < w->G; g++) {
+            double total = 0.0, factor = 1.0;
+            for (long slot = 0; slot < slots; slot++)
+                total += w->sums[(slot * SUMS + row) * w->G + g];
+            if (row < TURN)
+                factor = w->p[(CHAIN + row - MOVED) * w->G + g];
+            else if (row < SLOPE)
+                factor = -w->p[(TAU + (T == 1 ? 0 : row - TURN)) * w->G + g];
+            grads[row * w->G + g] = (float)(factor * total);
+        }
+    }
+}
+
+typedef void team(void (*)(void *), void *, unsigned, unsigned);
+
+/* Forward without dy, else dx, and with `grads` (SUMS, G) the gradients of the parameters as well,
+   for which `sums` is room. Threads are those of `start`: GOMP_parallel of the OpenMP that torch has
+   loaded. Gives 1 if a value is not finite. */
+int blend(const void *x, const void *dy, void *out, const float *p, float *sums, float *grads,
+          const long *sizes, int type, int constants, unsigned threads, team *start)
+{
+    struct work w = {x, dy, out, p, sums, sizes[0], sizes[1], sizes[2], sizes[3], sizes[4],
+                     sizes[5], sizes[6], type, constants};
+    if (threads > 1)
+        start(take_chunks, &w, threads, 0);
+    else
+        take_chunks(&w);
+    if (grads != NULL)
+        finish(&w, sizes[7], grads);
+    return w.strange;
+}
+
+/* Parameters as they are read above, from what a module holds (G numbers a row, NULL for nothing):
+   tau = tau0 exp(rho), theta = theta0 + dtheta, s, c; `known` has a number for each row of tau,
+   theta, s and c that is none of a tensor's, else NaN. Gives the largest size of a weight's exponent,
+   to base 2; NaN for parameters that are, and where a tau is not positive. */
+double fold(const float *rho, const float *dtheta, const float *s, const float *c, const float *tau0,
+            const float *theta0, const double *known, long G, float *p)
+{
+    const double log2e = 1.4426950408889634, bound = 7.0; /* structure.rho_bound */
+    double largest = 0.0;
+    for (long g = 0; g < G; g++) {
+        double tau[T], theta[J], weight = 0.0, mid = 0.0, sharp = 0.0;
+#define OF(tensor, row, m) (isnan(known[(row) + (m)]) ? (tensor)[(m) * G + g] : known[(row) + (m)])
+#define TO(row, m) p[((row) + (m)) * G + g]
+        for (int m = 0; m < T; m++) {
+            double r = rho == NULL ? 0.0 : rho[m * G + g];
+            int within = fabs(r) <= bound;
+            tau[m] = OF(tau0, 0, m) * exp(r < -bound ? -bound : r > bound ? bound : r);
+            TO(TAU, m) = (float)tau[m];
+            TO(EXPONENT, m) = (float)(tau[m] * log2e);
+            TO(CHAIN, m) = rho == NULL ? 1.0f : within ? (float)tau[m] : 0.0f;
+        }
+        for (int m = 0; m < J; m++) {
+            double t = tau[T == 1 ? 0 : m];
+            theta[m] = OF(theta0, T, m) + (dtheta == NULL ? 0.0 : dtheta[m * G + g]);
+            mid += t * theta[m];
+            sharp += t;
+            largest = t > 0 ? largest : NAN;
+            TO(THETA, m) = (float)theta[m];
+        }
+        int small = GATE == ONE_TAU, flat[] = {1, 1}; /* structure._are_small */
+        mid = (double)(TO(MID, 0) = (float)(mid / sharp));
+        for (int k = 0; k < K; k++) {
+            double slope = OF(s, T + J, k), constant = OF(c, T + J + K, k), w;
+            if (k > 0)
+                weight -= tau[T == 1 ? 0 : k - 1] * (theta[k - 1] - mid) * log2e;
+            weight = k == K - 1 ? 0.0 : weight; /* but for the rounding of mid */
+            largest = fabs(weight) < largest || isnan(largest) ? largest : fabs(weight);
+            small = small && (k == K - 1 || weight - (J - k) * 124.0 / J <= -24.0);
+            small = small && fabs(slope) <= 2.0 && fabs(constant) <= 2.0;
+            flat[0] = flat[0] && slope == 0.0;
+            flat[1] = flat[1] && constant == 0.0;
+            w = exp2(weight);
+            TO(W, k) = (float)w;
+            TO(S, k) = (float)slope;
+            TO(C, k) = (float)constant;
+            TO(WS, k) = (float)(w * slope);
+            TO(WC, k) = (float)(w * constant);
+        }
+        /* what is left of other branches would be seen beside a last one of 0 */
+        small = small && (flat[0] || TO(S, K - 1) != 0.0f) && (flat[1] || TO(C, K - 1) != 0.0f);
+        TO(SMALL, 0) = (float)small;
+    }
+    return largest;
+}

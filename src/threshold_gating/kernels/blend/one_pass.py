@@ -1,0 +1,288 @@
+"""Soft gates on a CPU in one pass over memory, by C code that is compiled here (`blend.c`).
+
+It takes what nearly always comes: two to eight soft branches, float32 or 16 bits, weights that fit
+float32, finite results. `cpu.Plan` goes on with `tiles` where a function here gives None. The
+environment variable TG_CPU says what evaluates gates on a CPU: "torch" leaves this module out, "c"
+makes it an error where there is no compiler, "auto" (the default) takes it where it runs.
+
+Threads are those of the OpenMP library that torch has loaded, called by address: a second one in
+the process would have threads of its own. A process that was forked has none of them and takes one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from threshold_gating import primitive
+from threshold_gating.kernels.backend import BackendError
+from threshold_gating.kernels.compiler import CompilerError, library
+from threshold_gating.kernels.layout import Sizes, like
+from threshold_gating.kernels.structure import Gate, Structure, Tensors, Wanted, Weights
+
+_SOURCE = Path(__file__).with_name("blend.c")
+_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_MIRRORED = 5
+# Largest exponent of two of a weight. With a tau for each threshold tau (x - theta) is the sum of
+# two, whose roundings are as large as they are.
+_WIDEST, _WIDEST_OF_SUMS = 60.0, 24.0
+_CHUNK = 2**14  # elements that a thread takes at once
+_COLUMNS = 256  # of a chunk whose sums are for each column
+CHOICES = ("auto", "torch", "c")
+_NOTHING = Tensors()
+
+
+def chosen() -> str:
+    """What the environment wants."""
+    name = os.environ.get("TG_CPU", "auto")
+    if name not in CHOICES:
+        raise BackendError(f"TG_CPU is one of {', '.join(CHOICES)}; got {name!r}.")
+    return name
+
+
+class _Process:
+    """What a forked process has to change."""
+
+    wanted = chosen()
+    threads: bool = True
+
+
+def _forked() -> None:
+    _Process.threads = False
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
+
+
+def _team() -> int:
+    """The address of what starts threads in torch's OpenMP; 0 where it has no such function."""
+    try:
+        return ctypes.cast(ctypes.CDLL(None).GOMP_parallel, ctypes.c_void_p).value or 0
+    except (AttributeError, OSError, TypeError):
+        return 0
+
+
+_TEAM = _team()
+
+
+@dataclass(frozen=True, eq=False)
+class Code:
+    """The functions of `blend.c` for one kind of gates."""
+
+    blend: Any
+    fold: Any
+    half: bool  # whether the compiler has float16
+    K: int
+    taus: int
+    rows: int  # of folded parameters
+    sums: tuple[int, int, int, int]  # rows of the gradients of tau, theta, s and c
+    widest: float  # largest exponent of two of a weight
+
+
+@functools.cache
+def code(K: int, gate: int) -> Code | str:
+    """The compiled functions, or why there are none."""
+    try:
+        made = library(_SOURCE, (f"K={K}", f"GATE={gate}"))
+    except CompilerError as error:
+        if _Process.wanted == "c":
+            raise BackendError(f"TG_CPU=c asks for compiled gates, but {error}.") from error
+        return str(error)
+    address, long = ctypes.c_void_p, ctypes.c_long
+    made.blend.argtypes = [*[address] * 7, ctypes.c_int, ctypes.c_int, ctypes.c_uint, address]
+    made.fold.argtypes, made.fold.restype = [*[address] * 7, long, address], ctypes.c_double
+    taus = K - 1 if gate in (Gate.OWN_TAUS, _MIRRORED) else 1
+    widest = 0.0 if K == 2 else _WIDEST if taus == 1 else _WIDEST_OF_SUMS
+    rows, sums = 3 * taus + 6 * K + 1, (taus, K - 1, K, K)
+    found = Code(made.blend, made.fold, bool(made.has_half()), K, taus, rows, sums, widest)
+    return _wrong(found) or found
+
+
+def _wrong(made: Code) -> str:
+    """What is wrong with what the compiler made, or nothing: a few points against float64."""
+    K = made.K
+    taus = [1.3 + 0.1 * min(m, K - 2 - m) for m in range(made.taus)]
+    thetas, slopes = [m - K / 2 + 0.7 for m in range(K - 1)], [(-1.0) ** k for k in range(K)]
+    rows = (taus, thetas, slopes, [1.0, *slopes[:-1]])
+    ready = _filled(made, _NOTHING, _doubles([w for row in rows for w in row]), 1, True)
+    for dtype in _TYPES if made.half else (torch.float32, torch.bfloat16):
+        x = torch.linspace(-6, 6, 37).to(dtype)
+        y = None if ready is None else ready.forward(x, (1, 1, x.numel()))
+        want = primitive.blend(x.double(), taus if len(taus) > 1 else taus[0], *rows[1:])
+        error = math.inf if y is None else float((y.double() - want).abs().max())
+        if not error <= 20 * torch.finfo(dtype).eps:  # values up to 7, three roundings
+            return f"the code that the compiler made is off by {error:.1e} in {dtype}"
+    return ""
+
+
+def status() -> tuple[bool, str]:
+    """Whether soft gates run compiled here, and how or why not, in words."""
+    if _Process.wanted == "torch":
+        return False, "not compiled: TG_CPU=torch"
+    made = code(2, int(Gate.TWO))
+    if isinstance(made, str):
+        return False, f"not compiled: {made}"
+    threads = "threads of torch's OpenMP" if _TEAM else "one thread, for torch has no GOMP_parallel"
+    return True, f"compiled C, {threads}" + ("" if made.half else ", not for float16")
+
+
+class Ready(NamedTuple):
+    """Code with the parameters that it reads, (rows, G) of float32."""
+
+    code: Code
+    parameters: Any
+    constants: bool  # whether a branch has one
+
+    def forward(self, x: Tensor, sizes: Sizes) -> Tensor | None:
+        """y, or None where it is not all finite."""
+        y = torch.empty_like(x)
+        return y if self._run(x, None, y, None, None, _cut(sizes, False)) else None
+
+    def backward(
+        self, dy: Tensor, x: Tensor, sizes: Sizes, wanted: Wanted
+    ) -> tuple[Tensor, Sequence[Tensor]] | None:
+        """dx and, if wanted, the gradients of tau, theta, s and c, (rows, G) each; None where they
+        are not all finite."""
+        dy, dx, cut = like(dy, x), torch.empty_like(x), _cut(sizes, any(wanted[2:]))
+        sums = grads = None
+        if cut.slots:
+            rows = sum(self.code.sums)
+            sums = torch.empty((cut.slots, rows, sizes[1]), dtype=torch.float32)
+            grads = torch.empty((rows, sizes[1]), dtype=torch.float32)
+        if dy.is_neg() or not self._run(x, dy, dx, sums, grads, cut):
+            return None
+        return dx, () if grads is None else grads.split_with_sizes(self.code.sums)
+
+    def _run(
+        self,
+        x: Tensor,
+        dy: Tensor | None,
+        out: Tensor,
+        sums: Tensor | None,
+        grads: Tensor | None,
+        cut: _Cut,
+    ) -> bool:
+        """Whether all that came out is finite."""
+        threads = 1
+        if cut.chunks > 1 and _TEAM and _Process.threads:
+            threads = min(torch.get_num_threads(), cut.chunks)
+        strange: int = self.code.blend(
+            x.data_ptr(),
+            None if dy is None else dy.data_ptr(),
+            out.data_ptr(),
+            self.parameters,
+            None if sums is None else sums.data_ptr(),
+            None if grads is None else grads.data_ptr(),
+            cut.sizes,
+            _TYPES[x.dtype],
+            self.constants,
+            threads,
+            _TEAM,
+        )
+        return not strange
+
+
+class _Cut(NamedTuple):
+    """How work is cut into chunks; `sizes` as `blend.c` takes it, `slots` for sums if there are."""
+
+    sizes: Any
+    chunks: int
+    slots: int
+
+
+@functools.lru_cache(4096)
+def _cut(sizes: Sizes, summed: bool) -> _Cut:
+    outer, group, inner = sizes
+    lane = inner == 1 and group > 1
+    width = group if lane else inner
+    columns = min(width, _COLUMNS if lane and summed else _CHUNK)
+    rows = min(outer, max(1, _CHUNK // columns))
+    blocks, pieces = -(-outer // rows), -(-width // columns)
+    slots = blocks if lane else blocks * pieces
+    blocks = blocks if lane else blocks * group
+    found = (ctypes.c_long * 8)(outer, group, inner, rows, columns, blocks, pieces, slots)
+    return _Cut(found, blocks * pieces, slots if summed else 0)
+
+
+class _Kind(NamedTuple):
+    """What is known of a structure."""
+
+    code: Code
+    known: Any  # numbers, NaN for what is in a tensor
+    constants: bool
+
+
+def ready(x: Tensor, structure: Structure, tensors: Tensors, group: int) -> Ready | None:
+    """What evaluates these gates at x, or None where that is left to `tiles`."""
+    # whoever looks at every op of torch is to see those of the gates
+    if torch._C._len_torch_dispatch_stack() > 0 or x.is_neg():
+        return None
+    if tensors.s is None and tensors.c is None and tensors.tau0 is None and tensors.theta0 is None:
+        return _known(structure, x.dtype)
+    kind = _kind(structure, x.dtype)
+    return None if kind is None else _filled(kind.code, tensors, kind.known, group, kind.constants)
+
+
+@functools.lru_cache(4096)
+def _known(structure: Structure, dtype: torch.dtype) -> Ready | None:
+    """For a structure with all its numbers."""
+    kind = _kind(structure, dtype)
+    return None if kind is None else _filled(kind.code, _NOTHING, kind.known, 1, kind.constants)
+
+
+@functools.lru_cache(4096)
+def _kind(structure: Structure, dtype: torch.dtype) -> _Kind | None:
+    if _Process.wanted == "torch" or structure.gate == Gate.HARD or dtype not in _TYPES:
+        return None
+    gate, taus = int(structure.gate), structure.tau
+    palindrome = None not in taus and taus == taus[::-1]
+    if gate == Gate.OWN_TAUS and (palindrome or structure.weights == Weights.MIRRORED):
+        gate = _MIRRORED
+    made = code(structure.K, gate)
+    if isinstance(made, str) or (dtype == torch.float16 and not made.half):
+        return None
+    numbers = [w for row in (taus, structure.theta, structure.s, structure.c) for w in row]
+    constants = any(c != 0 for c in structure.c)  # None is in a tensor
+    return _Kind(made, _doubles(numbers), constants)
+
+
+def _doubles(numbers: Sequence[float | None]) -> Any:
+    each = [math.nan if w is None else w for w in numbers]
+    return (ctypes.c_double * len(each))(*each)
+
+
+def _filled(made: Code, tensors: Tensors, known: Any, group: int, constants: bool) -> Ready | None:
+    """The code with these parameters, or None where it does not take them."""
+    at: list[int | None] = []
+    for w in tensors:
+        if w is None:
+            at.append(None)
+        elif type(w) not in _PLAIN or not w.is_cpu:
+            return None
+        elif w.dtype is torch.float32 and w.is_contiguous():
+            at.append(w.data_ptr())
+        else:
+            return _filled(made, _copied(tensors), known, group, constants)
+    # memory of ctypes: a small tensor takes longer to make than its numbers to compute
+    parameters = (ctypes.c_float * (made.rows * group))()
+    widest: float = made.fold(*at, known, group, parameters)
+    return Ready(made, parameters, constants) if widest <= made.widest else None
+
+
+_PLAIN = (torch.nn.Parameter, Tensor)
+
+
+def _copied(tensors: Tensors) -> Tensors:
+    """The same as float32, one number after the other."""
+    each = [None if w is None else w.detach().float().contiguous().resolve_neg() for w in tensors]
+    return Tensors(*each)
