@@ -1,8 +1,7 @@
-"""What a call costs beside what it computes: calls that gates answer, Python around a module."""
+"""What a call costs beside what it computes: functions that gates answer in a converted network."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -12,9 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from benchmarks.elementwise import SOFT, gradients
-from benchmarks.timing import Contenders, Place, Work
-from threshold_gating import Activation, convert
+from benchmarks.timing import Contenders, Work
+from threshold_gating import convert
 
 _CALLS = 50  # of a function in one forward, so that a network around them costs little
 _FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], float | None]] = {
@@ -23,7 +21,6 @@ _FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], float | None]] = {
     "F.relu": (F.relu, None),
     "F.silu": (F.silu, None),
 }
-_ROUNDS, _REPEATED = 15, 200
 
 
 class _Calling(nn.Module):
@@ -68,42 +65,3 @@ def _answered(f: Callable[[Tensor], Tensor], n: int) -> Contenders:
         "ours": partial(convert(plain, inputs=x), x),
         "idle": idle,
     }
-
-
-def host_time(place: Place) -> Iterator[Work]:
-    """Microseconds of Python that one small learned call takes, 32 x 256; a GPU works meanwhile."""
-    for what, backward, limit in (("forward", False, 1.2), ("+ backward", True, 1.35)):
-        build = partial(_microseconds, backward, place.device)
-        name = f"learned K=2 32x256 {what}, Python"
-        limits = {"prelu": limit, "silu": None}
-        yield Work("host time", name, build, limits, ("module",), backward=backward, unit="us")
-
-
-def _microseconds(backward: bool, device: str) -> Contenders:
-    x, dy = (torch.randn(32, 256, device=device) for _ in range(2))
-    x = x.requires_grad_(backward)
-    modules = {
-        "ours": Activation("silu", train=SOFT).to(device),
-        "prelu": nn.PReLU().to(device),
-        "silu": nn.SiLU(),
-    }
-    calls: dict[str, Callable[[], Any]] = {}
-    for name, module in modules.items():
-        of = [x, *module.parameters()]
-        calls[name] = partial(gradients, module, [x], of, dy) if backward else partial(module, x)
-    with torch.set_grad_enabled(backward):
-        taken = {name: min(each) for name, each in _in_turn(calls, device).items()}
-    return {name: partial(taken.__getitem__, name) for name in taken}
-
-
-def _in_turn(calls: dict[str, Callable[[], Any]], device: str) -> dict[str, list[float]]:
-    found: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(_ROUNDS):
-        for name, call in calls.items():
-            if device == "cuda":
-                torch.cuda.synchronize()
-            start = time.perf_counter()
-            for _ in range(_REPEATED):
-                call()
-            found[name].append(1e6 * (time.perf_counter() - start) / _REPEATED)
-    return found

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.elementwise import SOFT, gradients
-from benchmarks.timing import Contenders, Place, Work, host_time
+from benchmarks.timing import Contenders, Place, Work, host_times
 from threshold_gating import Activation
 
 SECTION = "host"
@@ -30,29 +30,34 @@ class Sizes(NamedTuple):
     calls: int
 
 
+Limits = dict[tuple[str, str], float | None]
+
+
 def host(sizes: Sizes, place: Place) -> Iterator[Work]:
     """Torch runs backward passes in a thread of their own, whose core finds cold caches; one line
     of torch lets them run in the thread that asks for them."""
     rows, tokens, calls = sizes
-    name, limit = f"learned {'x'.join(map(str, SMALL))}", _absolute(20.0)
-    build = partial(_small, False, calls, place)
-    yield Work(SECTION, f"{name} forward", build, limit, ("module",), backward=True, unit="us")
+    yield from small_calls(calls, place, {("ours", ""): 20.0}, {("ours", ""): 150.0})
     size = "x".join(map(str, tokens))
     for alone, how in ((False, ""), (True, ", one thread")):
         options: dict[str, Any] = {"backward": True, "pinned": False, "alone": alone}
-        work, build = f"{name} + backward{how}", partial(_small, True, calls, place)
-        yield Work(SECTION, work, build, _absolute(150.0), ("module",), **options, unit="us")
         work, build = f"K=2 channel bf16 + backward, loose{how}", partial(_learned, rows, place)
         yield Work(SECTION, work, build, {"copy": 2.9}, ("module",), **options)
         work, build = f"gelu frozen {size} + backward, loose{how}", partial(_gelu, tokens, place)
         yield Work(SECTION, work, build, {"F.gelu": 1.0}, ("frozen module",), **options)
 
 
-def _absolute(limit: float) -> dict[tuple[str, str], float | None]:
-    """Microseconds of our call, and those of others beside it."""
-    others: dict[tuple[str, str], float | None] = {}
-    others |= {(name, ""): None for name in ("PReLU", "F.silu", "empty function")}
-    return {("ours", ""): limit, **others}
+def small_calls(calls: int, place: Place, forward: Limits, both: Limits) -> Iterator[Work]:
+    """Microseconds of the host for one small learned call, and those of others beside it."""
+    beside: Limits = {(name, ""): None for name in ("PReLU", "F.silu", "empty function")}
+    name = f"learned {'x'.join(map(str, SMALL))}"
+    ways = [("forward", False, False, forward), ("+ backward", True, False, both)]
+    if place.device == "cuda":  # on a CPU there is one thread anyway
+        ways.append(("+ backward, one thread", True, True, both))
+    for what, backward, alone, limit in ways:
+        build, limits = partial(_small, backward, calls, place), limit | beside
+        options: dict[str, Any] = {"backward": True, "alone": alone, "unit": "us"}
+        yield Work(SECTION, f"{name} {what}", build, limits, ("module",), **options)
 
 
 def _small(backward: bool, calls: int, place: Place) -> Contenders:
@@ -68,9 +73,9 @@ def _small(backward: bool, calls: int, place: Place) -> Contenders:
     dy = torch.ones_like(x)
     found: Contenders = {}
     for name, (f, more) in ways.items():
-        call = partial(gradients, f, [x], [x, *more], dy) if backward else partial(f, x)
-        found[name] = partial(host_time, call, place.device, calls)
-    return found
+        found[name] = partial(gradients, f, [x], [x, *more], dy) if backward else partial(f, x)
+    taken = host_times(found, place.device, calls)
+    return {name: partial(taken.__getitem__, name) for name in taken}
 
 
 class _Empty(torch.autograd.Function):

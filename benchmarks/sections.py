@@ -15,7 +15,7 @@ import torch
 
 from benchmarks import attention, elementwise, host, llm, networks, recurrent, synapse, tier_w
 from benchmarks.calibration import calibration
-from benchmarks.calls import answered_calls, host_time
+from benchmarks.calls import answered_calls
 from benchmarks.checking import check, machine, unchecked
 from benchmarks.conversion import conversion
 from benchmarks.cpu import on_cpu
@@ -85,11 +85,7 @@ def on_gpu(place: Place, sizes: Sizes) -> Sections:
         "networks": lambda: networks.networks(sizes.networks, sizes.images, place),
         "attention": lambda: attention.attend(sizes.attention, place),
         "llm": lambda: llm.llm(sizes.llm, place),
-<<<<<<< HEAD
         "recurrent": lambda: recurrent.recurrent(sizes.recurrent, place, 1.1, 3.0),
-=======
-        "host time": lambda: host_time(place),
->>>>>>> w-C
     }
 
 
@@ -101,7 +97,9 @@ def here(smoke: bool) -> Sections:
     return {
         "cpu": lambda: on_cpu(elements, place),
         "calls": lambda: answered_calls((6,) if smoke else (6, 12, 16)),
-        "host time": lambda: host_time(place),
+        "host": lambda: host.small_calls(
+            2 if smoke else 400, place, {("ours", "PReLU"): 1.2}, {("ours", "PReLU"): 1.35}
+        ),
         "cpu networks": lambda: cpu_networks(SMALL if smoke else NETWORKS, place),
         "small inputs": lambda: small_inputs(range(6, 8 if smoke else 23)),
         "frozen": lambda: frozen((elements,), torch.float32, place),

@@ -128,21 +128,26 @@ def measure(work: Work, clock: Clock) -> Iterator[Row]:
 
 def _measured(work: Work, clock: Clock) -> tuple[Rounds, Times, str]:
     torch.manual_seed(0)
+    threads = torch.autograd.set_multithreading_enabled(not work.alone)
     try:
-        contenders = work.build()
-        threads = torch.autograd.set_multithreading_enabled(not work.alone)
-        with torch.set_grad_enabled(work.backward), threads:
-            if work.unit != "ms":
-                return {name: [float(f())] for name, f in contenders.items()}, {}, ""
-            called = clock.called if work.pinned or clock.loose is None else clock.loose
-            rounds = called(contenders, work.slow)
-            if clock.replayed is None or not work.replay:
-                return rounds, {}, ""
-            needed = set(contenders) if "best" in work.limits else {"ours", *work.limits}
-            return rounds, clock.replayed({n: f for n, f in contenders.items() if n in needed}), ""
+        with threads:
+            contenders = work.build()
+            with torch.set_grad_enabled(work.backward):
+                return _timed(work, clock, contenders)
     except Exception as error:  # whatever it is, the other rows do not depend on it
         first = str(error).strip().splitlines()
         return {}, {}, f"{type(error).__name__}: {first[0] if first else ''}"[:200]
+
+
+def _timed(work: Work, clock: Clock, contenders: Contenders) -> tuple[Rounds, Times, str]:
+    if work.unit != "ms":
+        return {name: [float(f())] for name, f in contenders.items()}, {}, ""
+    called = clock.called if work.pinned or clock.loose is None else clock.loose
+    rounds = called(contenders, work.slow)
+    if clock.replayed is None or not work.replay:
+        return rounds, {}, ""
+    needed = set(contenders) if "best" in work.limits else {"ours", *work.limits}
+    return rounds, clock.replayed({n: f for n, f in contenders.items() if n in needed}), ""
 
 
 def _in_turn(contenders: Contenders, i: int) -> list[tuple[str, Callable[[], Any]]]:
@@ -222,18 +227,19 @@ def _refuse_to_wait(f: Callable[[], Any]) -> None:
             torch.cuda.set_sync_debug_mode("default")
 
 
-def host_time(f: Callable[[], Any], device: str, calls: int) -> float:
-    """Microseconds that the host takes for a call, least of several rounds, on whatever cores: what
-    the device does goes on beside it."""
-    taken = []
-    for _ in range(2 * ROUNDS):
-        start = time.perf_counter()
-        for _ in range(calls):
-            f()
-        taken.append(1e6 * (time.perf_counter() - start) / calls)
-        if device == "cuda":
-            torch.cuda.synchronize()
-    return min(taken)
+def host_times(contenders: Contenders, device: str, calls: int) -> Times:
+    """Microseconds that the host takes for a call of each, least of several rounds in turn, on
+    whatever cores: what the device does goes on beside it."""
+    taken: Rounds = {name: [] for name in contenders}
+    for i in range(2 * ROUNDS):
+        for name, f in _in_turn(contenders, i):
+            if device == "cuda":
+                torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(calls):
+                f()
+            taken[name].append(1e6 * (time.perf_counter() - start) / calls)
+    return {name: min(each) for name, each in taken.items()}
 
 
 def _least(contenders: Contenders, slow: bool) -> Rounds:

@@ -34,13 +34,10 @@ def test_every_contender_of_every_row_for_a_gpu_runs(name):
     assert all(row.ratio > 0 or row.unit == "error" for row in rows)
 
 
-<<<<<<< HEAD
-@pytest.mark.parametrize("name", ["cpu", "frozen", "growth", "training", "recurrent", "conversion"])
-=======
 @pytest.mark.parametrize(
-    "name", ["cpu", "calls", "host time", "frozen", "growth", "training", "conversion"]
+    "name",
+    ["cpu", "calls", "host", "frozen", "growth", "training", "recurrent", "conversion"],
 )
->>>>>>> w-C
 def test_the_rows_for_a_cpu_run(name):
     works = [w for w in here(smoke=True)[name]() if not w.name.startswith(tuple(OF_TIMM))]
     assert len(works) > 1
