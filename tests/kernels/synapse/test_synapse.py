@@ -213,8 +213,13 @@ def check_fast(device, tolerance):
         check(moved(layer).to(device), torch.randn(shape, device=device), tolerance)
 
 
+def test_the_kernels_have_float64s_values_at_odd_numbers_and_fit_in_a_graph(step_by_step):
+    step_by_step("interpret_synapse.py", "few")
+
+
+@pytest.mark.slow  # the pairs interpret these kernels as well
 def test_the_kernels_equal_float64_step_by_step(step_by_step):
-    step_by_step("interpret_synapse.py")
+    step_by_step("interpret_synapse.py", "every")
 
 
 def test_fast_is_refused_where_it_does_not_exist_and_said_where_it_does():
