@@ -117,6 +117,9 @@ def check_values(device):
         assert found[1].isnan().all()
         assert torch.equal(found[[0, 2, 4]], layer(x)[[0, 2, 4]])
         torch.testing.assert_close(torch.func.vmap(layer)(x[None])[0], layer(x))
+        for wrong, given in ((layer, (5, 7)), (tg.Conv2d(4, 2, 1, tier="S"), (1, 3, 2, 2))):
+            with pytest.raises(RuntimeError, match=r"shape|size"):  # nothing is read beyond its end
+                wrong.to(device)(torch.randn(given, device=device))
     with tg.kernels.use("reference"):
         torch.testing.assert_close(found[3], layer(odd)[3])
     grads = []

@@ -107,9 +107,14 @@ def _takes(x: Tensor, synapses: Synapses, formula: Formula) -> bool:
         return False
     if torch._C._are_functorch_transforms_active():
         return False
-    # kernels take addresses and do not ask
+    # kernels take addresses and do not ask; the formulas have the words
     held = [w for row in synapses for w in row if isinstance(w, Tensor)]
     if any(w.device != x.device or w.dtype == torch.float64 for w in held):
+        return False
+    groups, axis, axes = (
+        (1, -1, x.dim()) if formula.conv is None else (formula.conv.groups, 1, held[0].dim())
+    )
+    if x.dim() != axes or x.shape[axis] != groups * held[0].shape[1]:
         return False
     if formula.conv is None:
         return x.numel() > 0 and held[0].numel() > 0
