@@ -117,6 +117,9 @@ def check_values(device):
         assert found[1].isnan().all()
         assert torch.equal(found[[0, 2, 4]], layer(x)[[0, 2, 4]])
         torch.testing.assert_close(torch.func.vmap(layer)(x[None])[0], layer(x))
+        for wrong, given in ((layer, (5, 7)), (tg.Conv2d(4, 2, 1, tier="S"), (1, 3, 2, 2))):
+            with pytest.raises(RuntimeError, match=r"shape|size"):  # nothing is read beyond its end
+                wrong.to(device)(torch.randn(given, device=device))
     with tg.kernels.use("reference"):
         torch.testing.assert_close(found[3], layer(odd)[3])
     grads = []
@@ -213,8 +216,13 @@ def check_fast(device, tolerance):
         check(moved(layer).to(device), torch.randn(shape, device=device), tolerance)
 
 
+def test_the_kernels_have_float64s_values_at_odd_numbers_and_fit_in_a_graph(step_by_step):
+    step_by_step("interpret_synapse.py", "few")
+
+
+@pytest.mark.slow  # the pairs interpret these kernels as well
 def test_the_kernels_equal_float64_step_by_step(step_by_step):
-    step_by_step("interpret_synapse.py")
+    step_by_step("interpret_synapse.py", "every")
 
 
 def test_fast_is_refused_where_it_does_not_exist_and_said_where_it_does():

@@ -107,18 +107,26 @@ def _takes(x: Tensor, synapses: Synapses, formula: Formula) -> bool:
         return False
     if torch._C._are_functorch_transforms_active():
         return False
-    # kernels take addresses and do not ask
+    # kernels take addresses and do not ask; the formulas have the words
     held = [w for row in synapses for w in row if isinstance(w, Tensor)]
     if any(w.device != x.device or w.dtype == torch.float64 for w in held):
         return False
+    gate = held[0]
+    if x.numel() == 0 or gate.numel() == 0:
+        return False
     if formula.conv is None:
-        return x.numel() > 0 and held[0].numel() > 0
-    pad, kernel = padding(formula.conv), kernel_of(synapses, len(formula.conv.stride))
+        return x.shape[-1] == gate.shape[1]
+    return _covers(x, gate, kernel_of(synapses, len(formula.conv.stride)), formula.conv)
+
+
+def _covers(x: Tensor, gate: Tensor, kernel: tuple[int, ...], conv: Conv) -> bool:
+    """Whether a convolution has inputs of its width, outputs, and programs for a grid of CUDA."""
+    if x.dim() != gate.dim() or x.shape[1] != conv.groups * gate.shape[1]:
+        return False
+    pad = padding(conv)
     sizes = [n + a + b for n, a, b in zip(x.shape[:1:-1], pad[::2], pad[1::2], strict=True)]
-    out = out_sizes(sizes[::-1], kernel, formula.conv)
-    programs = formula.conv.groups * math.prod(kernel)  # on one axis of a grid
-    empty = x.numel() == 0 or held[0].numel() == 0 or min(out) <= 0
-    return not empty and programs <= gpu.MOST_PROGRAMS
+    programs = conv.groups * math.prod(kernel)  # on one axis
+    return min(out_sizes(sizes[::-1], kernel, conv)) > 0 and programs <= gpu.MOST_PROGRAMS
 
 
 def _padded(x: Tensor, conv: Conv) -> tuple[Tensor, Conv]:

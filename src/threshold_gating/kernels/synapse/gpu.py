@@ -165,6 +165,10 @@ def _prepared(kind: str, known: Known, sizes: Sizes, processors: int) -> tuple[L
     tile, warps = _tile(kind, known, down)
     programs = -(-down // tile) * -(-wide // (32 * warps))
     depth, parts = _split(terms, programs * second, processors)
+    if kind == "parameters" and known.table:  # a division for each row would cost more than gates
+        terms, parts = each, min(images, parts)
+        depth = -(-images // parts)
+        parts = -(-images // depth)
     image = (others, each) if kind == "inputs" else (each, others)
     rest: list[Any] = [rows, across, *image, inputs, outputs, taps, depth, *last]
     rest += [*known, terms % 2 == 0, tile, 32 * warps, _STAGES]

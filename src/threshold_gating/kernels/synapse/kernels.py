@@ -212,9 +212,10 @@ def synapse_parameters(
     TABLE: tl.constexpr, SHARED: tl.constexpr, EVEN: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dgates and dlines (parts, groups, taps, outputs, kind, inputs), part by part of `depth` rows.
+    """dgates and dlines (parts, groups, taps, outputs, kind, inputs).
 
-    x (across, groups * inputs), dy (rows, groups * outputs), parameters as in `synapse_inputs`.
+    A part is `depth` rows, or images where there is a table. x (across, groups * inputs), dy (rows,
+    groups * outputs), parameters as in `synapse_inputs`.
     """
     GATES: tl.constexpr = TAUS + K - 1
     LINES: tl.constexpr = 2 * K if CONSTANTS else K
@@ -229,28 +230,38 @@ def synapse_parameters(
     gate = tile_of(gates, inputs, at_gate, c[None, :], tile, GATES)
     line = tile_of(lines, inputs, at_line, c[None, :], tile, LINES)
     groups = tl.num_programs(1) // taps
-    z_place = x + group * inputs + c
-    d_place = dy + group * outputs + o
-    first = part * depth
-    last = tl.minimum(first + depth, rows)
+    image, images, first, last = 0, 1, 0, each
+    if TABLE:
+        image = part * depth
+        images = tl.minimum(image + depth, rows // each)
+    else:
+        first = part * depth
+        last = tl.minimum(first + depth, rows)
     sums = _zeros(ROWS, COLUMNS, K, CONSTANTS)
-    for n in tl.range(first, last, 2, num_stages=STAGES):
-        d, z, odds, below = (), (), (), ()
-        for j in tl.static_range(2):
-            at, near = seen_row(seen, tap, n + j, last, each, others, TABLE)
-            v = z_place + at * tl.cast(inputs * groups, tl.int64)
-            u = d_place + (n + j) * tl.cast(outputs * groups, tl.int64)
-            v = tl.load(v, mask=(c < inputs) & near, other=0.0).to(tl.float32)[None, :]
-            u = tl.load(u, mask=(o < outputs) & near, other=0.0).to(tl.float32)[:, None]
-            q, b = opened(v, gate, K, TAUS, FAST)
-            z, d, odds, below = z + (v,), d + (u,), odds + (q,), below + (b,)
-        shares = shares_of(below, FAST)
-        for j in tl.static_range(2):
-            if K == 2:
-                sums = _moments(sums, d[j], z[j], shares[j], z[j] - gate[1], CONSTANTS)
-            else:
-                outer, turns = outer_turns(z[j], shares[j], odds[j], line, CONSTANTS)
-                sums = _turns(sums, d[j], z[j], outer, turns, gate, TAUS, CONSTANTS)
+    for i in range(image, images):
+        z_place = x + i * tl.cast(others * inputs * groups, tl.int64) + group * inputs + c
+        d_place = dy + i * tl.cast(each * outputs * groups, tl.int64) + group * outputs + o
+        for n in tl.range(first, last, 2, num_stages=STAGES):
+            d, z, odds, below = (), (), (), ()
+            for j in tl.static_range(2):
+                at = n + j
+                near = True if EVEN else at < last
+                if TABLE:
+                    at = tl.load(seen + tap * each + n + j, mask=near, other=-1)
+                    near = at >= 0
+                v = z_place + at * tl.cast(inputs * groups, tl.int64)
+                u = d_place + (n + j) * tl.cast(outputs * groups, tl.int64)
+                v = tl.load(v, mask=(c < inputs) & near, other=0.0).to(tl.float32)[None, :]
+                u = tl.load(u, mask=(o < outputs) & near, other=0.0).to(tl.float32)[:, None]
+                q, b = opened(v, gate, K, TAUS, FAST)
+                z, d, odds, below = z + (v,), d + (u,), odds + (q,), below + (b,)
+            shares = shares_of(below, FAST)
+            for j in tl.static_range(2):
+                if K == 2:
+                    sums = _moments(sums, d[j], z[j], shares[j], z[j] - gate[1], CONSTANTS)
+                else:
+                    outer, turns = outer_turns(z[j], shares[j], odds[j], line, CONSTANTS)
+                    sums = _turns(sums, d[j], z[j], outer, turns, gate, TAUS, CONSTANTS)
     if K == 2:
         dgate, dline = _of_moments(sums, gate, line, CONSTANTS)
     else:
