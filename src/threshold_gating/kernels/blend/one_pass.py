@@ -1,4 +1,4 @@
-"""Soft gates on a CPU in one pass over memory, by C code that is compiled here (`blend.c`).
+"""Soft gates on a CPU in one pass over memory, by C code that is compiled here, where it can be.
 
 It takes what nearly always comes: two to eight soft branches, float32 or 16 bits, weights that fit
 float32, finite results. `cpu.Plan` goes on with `tiles` where a function here gives None. The
