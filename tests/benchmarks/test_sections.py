@@ -132,7 +132,7 @@ def test_json_to_stdout_stands_alone(capsys, few):
 def test_a_section_that_is_not_there_is_an_error(capsys):
     assert main(["--smoke", "--only", "made up"]) == 2
     assert (
-        "no section 'made up' here; there are cpu, small inputs, frozen, growth, training, recurrent, "
+        "no section 'made up' here; there are cpu, calls, host, cpu networks, small inputs, frozen, "
         in capsys.readouterr().err
     )
 

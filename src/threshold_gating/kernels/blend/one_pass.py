@@ -1,4 +1,4 @@
-"""Soft gates on a CPU in one pass over memory, by C code that is compiled here (`blend.c`).
+"""Soft gates on a CPU in one pass over memory, by C code that is compiled here, where it can be.
 
 It takes what nearly always comes: two to eight soft branches, float32 or 16 bits, weights that fit
 float32, finite results. `cpu.Plan` goes on with `tiles` where a function here gives None. The
@@ -153,13 +153,15 @@ class Ready(NamedTuple):
     ) -> tuple[Tensor, Sequence[Tensor]] | None:
         """dx and, if wanted, the gradients of tau, theta, s and c, (rows, G) each; None where they
         are not all finite."""
+        if dy.is_neg() or not primitive.is_memory(dy):  # a batch of gradients at once is not
+            return None
         dy, dx, cut = like(dy, x), torch.empty_like(x), _cut(sizes, any(wanted[2:]))
         sums = grads = None
         if cut.slots:
             rows = sum(self.code.sums)
             sums = torch.empty((cut.slots, rows, sizes[1]), dtype=torch.float32)
             grads = torch.empty((rows, sizes[1]), dtype=torch.float32)
-        if dy.is_neg() or not self._run(x, dy, dx, sums, grads, cut):
+        if not self._run(x, dy, dx, sums, grads, cut):
             return None
         return dx, () if grads is None else grads.split_with_sizes(self.code.sums)
 
