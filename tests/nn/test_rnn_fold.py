@@ -9,7 +9,7 @@ from torch.nn.utils.rnn import pack_sequence
 
 import threshold_gating as tg
 from threshold_gating import TAXONOMY, TG, kernels
-from threshold_gating.nn import rnn_fold
+from threshold_gating.nn import rnn_fold, rnn_steps
 
 T, B, D, H = 7, 4, 5, 6
 BOTH = ("tau", "theta")
@@ -143,6 +143,37 @@ def test_16_bits_have_the_error_of_16_bit_weights(kind):
         assert (a - b).abs().max() <= 8 * 2**-8 * b.abs().max()
 
 
+@pytest.mark.parametrize("steps", [1, T])
+@pytest.mark.parametrize("options", ["one layer", "two bidirectional layers", "no bias"])
+@pytest.mark.parametrize("kind", ["LSTM", "LSTM forgetting", "LSTM cell"])
+def test_autocast_to_float16_runs_on_a_cpu_whose_lstm_has_no_such_type(kind, options, steps):
+    layer = make(kind, options, torch.float32)
+    x = torch.randn(steps, B, D)
+    for backend in ("auto", "native"):
+        layer.zero_grad()
+        with kernels.use(backend), torch.autocast("cpu", torch.float16):
+            y = layer(x)[0]
+        assert y.dtype == torch.float16
+        y.float().sum().backward()
+        exact = copy.deepcopy(layer).double()
+        want = exact(x.double())[0]
+        want.sum().backward()
+        pairs = [(y, want), (layer.gate_rho_l0.grad, exact.gate_rho_l0.grad)]
+        for a, b in pairs:
+            # rounded weights, and as many roundings as there are steps; twice what is seen
+            assert (a - b).abs().max() <= 8 * 2**-11 * b.abs().max()
+
+
+def test_bfloat16_runs_on_a_cpu_whose_lstm_has_no_such_type(monkeypatch):
+    layer, calls = make("LSTM", dtype=torch.float32), []
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
+    monkeypatch.setattr(rnn_fold, "fold", lambda *args: calls.append(1))
+    with torch.autocast("cpu", torch.bfloat16):
+        y = layer(torch.randn(T, B, D))[0]
+    assert y.dtype == torch.bfloat16
+    assert not calls
+
+
 @pytest.mark.parametrize("kind", ["LSTM", "LSTM cell", "GRU"])
 def test_autocast_gives_torchs_types(kind):
     layer, theirs = make(kind, dtype=torch.float32), getattr(nn, kind.split()[0])(D, H)
@@ -153,6 +184,62 @@ def test_autocast_gives_torchs_types(kind):
     y.float().sum().backward()
     assert layer.gate_rho_l0.grad.dtype == torch.float32
     assert (layer.gate_rho_l0.grad != 0).any()
+
+
+@projections
+@pytest.mark.parametrize("steps", [1, rnn_steps.FEW])
+@pytest.mark.parametrize(("kind", "options", "layout"), CALLS)
+def test_few_steps_are_not_worth_a_copy_of_the_weights(kind, options, steps, layout, monkeypatch):
+    layer = make(kind, options)
+    x, leaves, state = example(layer, layout)
+    first = 0 if layout == "unbatched" or not layer.batch_first else 1
+    if layout == "packed":
+        leaves = [t.detach()[:steps].requires_grad_() for t in leaves]
+        x = pack_sequence(leaves, enforce_sorted=False)
+    else:
+        x = x.detach().narrow(first, 0, steps).requires_grad_()
+        leaves = [x]
+    with kernels.use("reference"):
+        want = results(layer, x, leaves, state)
+    with monkeypatch.context() as m:
+        m.delattr(rnn_fold, "fold")
+        m.delattr(kernels, "blend")
+        have = results(layer, x, leaves, state)
+    for a, b in zip(have, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("steps", [1, T])
+@pytest.mark.parametrize("options", ["one layer", "two bidirectional layers", "batch first"])
+@pytest.mark.parametrize("kind", LEARNING)
+def test_results_may_be_overwritten(kind, options, steps):
+    layer = make(kind, options, torch.float32)  # in which a CPU has an op that keeps its results
+    x = torch.randn(steps, B, D)
+    x = x.transpose(0, 1) if layer.batch_first else x
+
+    def gradients(change):
+        y, last = layer(x)
+        out = [change(t) for t in (y, *(last if isinstance(last, tuple) else (last,)))]
+        return torch.autograd.grad(sum(t.square().sum() for t in out), list(layer.parameters()))
+
+    for a, b in zip(gradients(lambda t: t.mul_(3)), gradients(lambda t: t * 3), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_the_forward_is_that_of_the_layer_itself():
+    class Counting(tg.GRU):
+        calls = 0
+
+        def check_forward_args(self, *args):
+            self.calls += 1
+            self.seen = self.training, self.dropout
+            super().check_forward_args(*args)
+
+    layer = Counting(D, H, num_layers=2, dropout=0.5, train=BOTH).eval()
+    for _ in range(2):
+        layer(torch.randn(T, B, D))
+    assert layer.calls == 2
+    assert layer.seen == (False, 0.5)
 
 
 @pytest.mark.parametrize("kind", ["LSTM", "GRU"])
@@ -271,8 +358,9 @@ def test_recurrent_calls_that_learn_in_a_network_fold(kind, share):
         want = run()
     for a, b in zip(have, want, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
-    (site,) = tg.audit(new, x).sites
-    assert site.native
+    for steps in (1, T):
+        (site,) = tg.audit(new, x[:steps]).sites
+        assert site.native
     with kernels.use("reference"):
         (site,) = tg.audit(new, x).sites
     assert not site.native

@@ -34,6 +34,26 @@ def _found() -> bool:
 _INSTALLED = _found()  # here, for Dynamo may not look
 
 
+def capturing() -> bool:
+    """Whether what runs now is recorded as a CUDA graph."""
+    begun = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return begun and torch.cuda.is_current_stream_capturing()
+
+
+_READ_BY_GRAPHS: dict[Any, Any] = {}
+
+
+def cached(table: Callable[..., Any], *key: Any) -> Any:
+    """What the cache `table` has of `key`, for good if a graph is captured, which reads it later.
+
+    The cache itself may forget it then, and its memory would hold something else.
+    """
+    found = table(*key)
+    if capturing():
+        _READ_BY_GRAPHS[table, key] = found
+    return found
+
+
 def readable(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Gate tensors as kernels read them; only mixed precision and odd views are copied for it."""
     for t in tensors:

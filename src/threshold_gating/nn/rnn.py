@@ -269,28 +269,11 @@ class _Learnable(_Gated, nn.RNNBase):
         if pairs is None:
             return None, gated, None
 
-        def stepped(input: Any, hx: Any) -> Any:
+        def folded(input: Any, hx: Any) -> Any:
             with _Folded(pairs, [self._held(suffix) for suffix in self._suffixes()]):
                 return plain(input, hx)
 
-        if pairs.cell:
-            return stepped, gated, rnn_fold.data(input)
-        return partial(self._folded, pairs), gated, None
-
-    def _folded(self, pairs: rnn_fold.Pairs, input: Any, hx: Any) -> Any:
-        """Torch's forward of this layer with folded weights in place of its own."""
-        self._update_flat_weights()
-        pair = [pairs.affine(self._held(suffix)) for suffix in self._suffixes()]
-        new = object.__new__(type(self))
-        vars(new).update(vars(self), _update_flat_weights=lambda: None)
-        if torch.is_grad_enabled():  # cuDNN differentiates in training only
-            vars(new).update(training=True, dropout=self.dropout if self.training else 0.0)
-        # without modes: a converted network around us answers torch.lstm, which is ours here
-        with torch._C.DisableTorchFunction():
-            vars(new)["_flat_weights"], vars(new)["bias"] = rnn_fold.fold(
-                self.mode, self._flat_weights, self.bias, self.num_layers, pairs.blocks, pair
-            )
-            return _torch_class(type(self)).forward(new, input, hx)
+        return folded, gated, rnn_fold.data(input) if pairs.cell else None
 
     def _held(self, suffix: str) -> dict[str, Tensor]:
         train = self.learning.train

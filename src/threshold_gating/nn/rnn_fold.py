@@ -5,7 +5,7 @@ e = tau / tau0 and d = theta0 - e theta. So the weights times e, with d in a bia
 what the gates would give, once a call and not once a step; the gradients of weights, tau and theta
 go back through the same two lines. In 16 bits the folded weights are rounded to their type. The
 output of an LSTM's cell is behind no weights: where that learns, torch's sigmoid and tanh run at
-every step.
+every step. So they do for few steps, which are not worth a copy of the weights: of e a + d.
 
 cuDNN wants all weights in one buffer and copies them, with a warning, where they are not: the
 folded ones are written to where it wants them.
@@ -24,8 +24,10 @@ from torch.nn.utils.rnn import PackedSequence
 
 from threshold_gating import kernels
 from threshold_gating.instance import TG
-from threshold_gating.nn.rnn_steps import FUNCTIONS
+from threshold_gating.kernels.runtime import cached
+from threshold_gating.nn.rnn_steps import FEW, FUNCTIONS, SITES, Instance, Moved
 from threshold_gating.primitive import is_memory
+from threshold_gating.taxonomy import TAXONOMY
 
 AUDITED_AS = "native"  # see conversion.audit
 
@@ -38,7 +40,10 @@ OPS = {
     torch.gru: (torch.ops.aten.gru, "GRU"),
     torch.rnn_tanh: (torch.ops.aten.rnn_tanh, "RNN_TANH"),
 }
-_sigmoid, _tanh = torch.ops.aten.sigmoid.default, torch.ops.aten.tanh.default
+_FUNCTIONS = {
+    TAXONOMY["sigmoid"]: torch.ops.aten.sigmoid.default,
+    TAXONOMY["tanh"]: torch.ops.aten.tanh.default,
+}
 
 
 class Pairs(NamedTuple):
@@ -74,16 +79,21 @@ class Pairs(NamedTuple):
     def blocks(self) -> int:
         return len(self.starts) - self.cell
 
+    @property
+    def fold(self) -> bool:
+        """Whether one of them reads weights."""
+        return any(self.starts[: self.blocks])
+
     def affine(self, held: Held) -> tuple[Tensor, Tensor | None]:
         """e and d, [sites, H]; None for a d that is 0 and not learned."""
         rows = [start for start in self.starts if start is not None]
         ratios, starts = zip(*rows, strict=True)
         like = next(iter(held.values()))
         e = kernels.Structure.sharpening(held["tau"]) if "tau" in held else torch.ones_like(like)
-        e = e if set(ratios) == {1.0} else e * _column(ratios, like.device, like.dtype)
+        e = e if set(ratios) == {1.0} else e * cached(_column, ratios, like.device, like.dtype)
         theta = held.get("theta")
         if set(starts) != {0.0}:
-            begin = _column(starts, like.device, like.dtype)
+            begin = cached(_column, starts, like.device, like.dtype)
             theta = begin if theta is None else theta + begin
         d = None if theta is None else -(e * theta)
         return self._among(e, 1.0), None if d is None else self._among(d, 0.0)
@@ -133,14 +143,50 @@ def folded(op: Callable[..., Any], args: Sequence[Any], pairs: Pairs, held: Sequ
     if torch.is_grad_enabled() and not train:  # cuDNN differentiates in training only
         dropout, train = 0.0, True
     pair = [pairs.affine(h) for h in held]
-    if any(pairs.starts[: pairs.blocks]):
+    folds = pairs.fold and _steps(args) > FEW and (pairs.cell or _has_op(args[0], mode))
+    if folds:
         params, has_biases = fold(mode, params, has_biases, layers, pairs.blocks, pair)
     whole = (*args[:at], params, has_biases, layers, dropout, train, both, *args[at + 6 :])
-    if not pairs.cell:
-        return native(*whole)
-    sigmoids = dict.fromkeys(("i", "f", "o"), _sigmoid)
-    gates = [{**sigmoids, "g": _tanh, "cell": _Output.of(*own)} for own in pair]
+    if folds and not pairs.cell:
+        # copies: the op keeps its results for the way back, and these may be overwritten
+        return tuple(y.clone() if y.requires_grad else y for y in native(*whole))
+    gates = [_moved(op, pairs, *own, pairs.blocks if folds else 0) for own in pair]
     return FUNCTIONS[op](*whole, gates=gates)
+
+
+def _steps(args: Sequence[Any]) -> int:
+    """How many steps a call of torch's op has."""
+    if not isinstance(args[3], bool):
+        return len(args[1])  # packed: a batch size for each
+    return int(args[0].shape[1 if args[-1] else 0])
+
+
+def _has_op(x: Tensor, mode: str) -> bool:
+    """Whether torch's op runs in the type of autocast.
+
+    On a CPU it gives an LSTM to mkldnn whatever that type is. Mkldnn has no derivative in float16,
+    and bfloat16 on some CPUs only.
+    """
+    if mode != "LSTM" or not x.is_cpu or not torch.is_autocast_enabled("cpu"):
+        return True
+    there = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    if not there or torch.get_autocast_dtype("cpu") != torch.bfloat16:
+        return False
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def _moved(
+    op: Callable[..., Any], pairs: Pairs, e: Tensor, d: Tensor | None, first: int
+) -> dict[str, Instance]:
+    """Torch's functions for a step, those from the `first` learned one on at e and d."""
+    gates: dict[str, Instance] = {}
+    for k, (site, t) in enumerate(SITES[op.__name__].items()):
+        function = _FUNCTIONS[t]
+        if first <= k < len(e) and pairs.starts[k] is not None:
+            gates[site] = Moved(function, e[k], None if d is None else d[k])
+        else:
+            gates[site] = function
+    return gates
 
 
 def fold(
@@ -163,22 +209,6 @@ def fold(
         rows = [w if w is None or len(w) == blocks else w[:blocks] for w in (e, d)]
         new += _Fold.apply(room, 4 if has_biases else 2, *rows, *own)  # type: ignore[no-untyped-call]
     return new, has_biases
-
-
-class _Output(NamedTuple):
-    """What the cell puts out: tanh(e c + d), a pair behind no weights."""
-
-    e: Tensor
-    d: Tensor | None
-
-    @classmethod
-    def of(cls, e: Tensor, d: Tensor | None) -> _Output:
-        return cls(e[-1], None if d is None else d[-1])
-
-    def __call__(self, c: Tensor) -> Tensor:
-        z = c * self.e if self.d is None else torch.addcmul(self.d, c, self.e)
-        y: Tensor = _tanh(z).to(c.dtype)
-        return y
 
 
 class _Fold(torch.autograd.Function):

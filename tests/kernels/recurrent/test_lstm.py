@@ -6,6 +6,7 @@ import torch
 from benchmarks.pairs import PAIRS, disagreement
 from benchmarks.subjects import Recurrent
 from threshold_gating import LSTM, TAXONOMY, TG, kernels
+from threshold_gating.kernels import runtime
 from threshold_gating.kernels.recurrent import gates, lstm
 
 # Steps, sequences, units: one of each, and no multiple of a tile.
@@ -51,6 +52,13 @@ def check_others(device):
         want = gradients()
     for a, b in zip(have, want, strict=True):
         assert (a - b).abs().max() <= 1e-5 * b.abs().max()
+
+    def overwritten(change):
+        loss = sum(change(t).square().sum() for t in (layer(x)[0], *layer(x)[1]))
+        return torch.autograd.grad(loss, list(layer.parameters()))
+
+    pairs = zip(overwritten(lambda t: t.mul_(3)), overwritten(lambda t: 3 * t), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
 
 
 def test_every_gradient_equals_float64_step_by_step(step_by_step):
@@ -115,3 +123,44 @@ def test_what_kernels_read_of_gates_comes_back():
 def test_kernels_take_two_soft_branches_only(key):
     assert not gates.is_soft(TAXONOMY[key])
     assert gates.is_soft(TAXONOMY["silu"])
+
+
+def test_what_a_graph_reads_is_not_forgotten(monkeypatch):
+    key = ((3, 2), False, torch.device("cpu"))
+    lstm.course.cache_clear()
+    first = runtime.cached(lstm.course, *key)
+    lstm.course.cache_clear()  # as when many other lengths have come
+    assert not any(v is first for v in runtime._READ_BY_GRAPHS.values())
+    monkeypatch.setattr(runtime, "_READ_BY_GRAPHS", {})
+    monkeypatch.setattr(runtime, "capturing", lambda: True)
+    read = runtime.cached(lstm.course, *key)
+    lstm.course.cache_clear()
+    assert [v is read for v in runtime._READ_BY_GRAPHS.values()] == [True]
+
+
+def test_rows_that_a_graph_fills_are_not_given_to_others(monkeypatch):
+    sites = [gates.Site(TAXONOMY["tanh"], 2.0, 0.0, (0.0, 0.0), (-1.0, 1.0))] * lstm.SITES
+    gates._row.cache_clear()
+    monkeypatch.setattr(gates, "capturing", lambda: True)
+    made = gates.packed(sites, 3, torch.device("cpu"))
+    assert gates._row.cache_info().currsize == 0
+    monkeypatch.undo()
+    assert torch.equal(gates.packed(sites, 3, torch.device("cpu")), made)
+    assert gates._row.cache_info().currsize > 0
+
+
+@pytest.mark.gpu
+def test_a_captured_call_runs_after_its_tables_were_forgotten():
+    layer = LSTM(5, 6, train=("tau", "theta"), device="cuda")
+    x = torch.randn(4, 3, 5, device="cuda")
+    with torch.no_grad():
+        want = layer(x)[0]
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            have = layer(x)[0]
+        lstm.course.cache_clear()
+        gates._row.cache_clear()
+        others = [torch.zeros(8, device="cuda") for _ in range(64)]  # where they were
+        graph.replay()
+    assert len(others) == 64
+    assert torch.equal(have, want)

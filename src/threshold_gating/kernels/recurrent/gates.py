@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from threshold_gating.instance import TG
+from threshold_gating.kernels.runtime import capturing
 from threshold_gating.kernels.structure import Structure
 from threshold_gating.primitive import Value, are_huge
 
@@ -52,8 +53,10 @@ def is_soft(t: TG) -> bool:
 
 def packed(sites: Sequence[Site], units: int, device: torch.device) -> Tensor:
     """(sites, 6, H), float32."""
+    # A graph fills what it reads when it runs: until then a cached row would be empty.
+    row = _row.__wrapped__ if capturing() else _row
     rows = [
-        w.float() if isinstance(w, Tensor) else _row(w, units, device)
+        w.float() if isinstance(w, Tensor) else row(w, units, device)
         for t in sites
         for w in (t.tau, t.theta, *t.c, *t.s)
     ]

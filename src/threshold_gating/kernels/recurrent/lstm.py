@@ -16,7 +16,7 @@ from torch import Tensor
 
 from threshold_gating.kernels.backend import backend, is_memory, runs_triton
 from threshold_gating.kernels.recurrent.gates import Form, Site, form, is_soft, packed, unpacked
-from threshold_gating.kernels.runtime import Launch, interpreting, total
+from threshold_gating.kernels.runtime import Launch, cached, interpreting, total
 
 AUDITED_AS = "gates"  # see conversion.audit
 
@@ -53,7 +53,10 @@ class Course(NamedTuple):
 
 @functools.lru_cache(64)
 def course(sizes: tuple[int, ...], reverse: bool, device: torch.device) -> Course:
-    """For steps of so many sequences each, the longest first."""
+    """For steps of so many sequences each, the longest first.
+
+    Not to be made while a graph is captured: torch refuses the copy to the device.
+    """
     with torch.inference_mode(False):
         counts = torch.tensor(sizes)
         each = torch.stack([counts.cumsum(0) - counts, counts], 1)  # first row, number of rows
@@ -93,10 +96,13 @@ def lstm(
         return None
     x, _, hh = tensors[:3]
     assert x is not None and hh is not None
-    run = _Run(form(known), course(tuple(sizes), reverse, x.device), known, plain)
+    path = cached(course, tuple(sizes), reverse, x.device)
+    run = _Run(form(known), path, known, plain)
     gates = packed(known, hh.shape[1], x.device)
     hidden, h, c = _Lstm.apply(run, *tensors, gates)  # type: ignore[no-untyped-call]
-    return hidden[: run.path.rows], h, c  # out here: a view made inside could not be overwritten
+    y = hidden[: run.path.rows]  # out here: a view made inside could not be overwritten
+    # `hidden` is kept for the way back, and what is returned may be overwritten
+    return y.clone() if y.requires_grad else y, h, c
 
 
 def _takes(tensors: Sequence[Tensor | None]) -> bool:
