@@ -3,7 +3,9 @@
 import os
 import shutil
 import stat
+import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +18,7 @@ SOURCE = "int answer(void) { return ANSWER; }\n"
 def fresh(monkeypatch, tmp_path):
     """A cache of its own; the compiler is looked for anew."""
     kept = (compiler._compiler, compiler._identity, compiler._folder)
+    monkeypatch.setattr(compiler, "_failed", {})
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("CC", raising=False)
     for each in kept:
@@ -85,7 +88,8 @@ def test_no_compiler_is_said(source, monkeypatch):
         ("exit 3", "fails: status 3"),
         ("sleep 5", r"did not end within 0\.2 s"),
         ('while [ "$1" != -o ]; do shift; done; echo garbage > "$2"', "cannot be loaded"),
-        ("exit 0", "nothing can be compiled into"),
+        ("exit 0", "makes no file"),
+        (r"printf '\\377\\376 bad' >&2; exit 1", "fails: .* bad"),
     ],
 )
 def test_a_compiler_that_does_not_work_is_said(source, tmp_path, monkeypatch, does, words):
@@ -93,6 +97,69 @@ def test_a_compiler_that_does_not_work_is_said(source, tmp_path, monkeypatch, do
     monkeypatch.setenv("CC", script(tmp_path / "cc", does))
     with pytest.raises(compiler.CompilerError, match=words):
         compiler.library(source, ["ANSWER=1"])
+
+
+def test_a_compiler_that_hangs_is_waited_for_once_and_ended_with_its_children(
+    source, tmp_path, monkeypatch
+):
+    child = tmp_path / "child"
+    monkeypatch.setattr(compiler, "SECONDS", 0.5)
+    monkeypatch.setenv("CC", script(tmp_path / "cc", f"sleep 60 & echo $! > {child}; wait"))
+    for number in (1, 2):
+        before = time.monotonic()
+        with pytest.raises(compiler.CompilerError, match=r"did not end within 0\.5 s"):
+            compiler.library(source, [f"ANSWER={number}"])
+    assert time.monotonic() - before < 0.4
+    state = Path(f"/proc/{int(child.read_text())}/stat")
+    deadline = time.monotonic() + 5
+    while state.exists() and state.read_text().split()[2] != "Z" and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not state.exists() or state.read_text().split()[2] == "Z"
+
+
+def test_a_compiler_may_have_arguments(source, real, monkeypatch):
+    monkeypatch.setenv("CC", f"{real} '-DANSWER=6 * 7'")
+    assert compiler.library(source, []).answer() == 42
+    monkeypatch.setenv("CC", "cc 'x")
+    compiler._compiler.cache_clear()
+    with pytest.raises(compiler.CompilerError, match="CC=cc 'x cannot be read"):
+        compiler.library(source, [])
+
+
+def test_a_source_that_is_not_there_is_said(real, tmp_path):
+    with pytest.raises(compiler.CompilerError, match=r"nothing can be compiled \(.*none\.c"):
+        compiler.library(tmp_path / "none.c", [])
+
+
+@pytest.mark.parametrize("size", [0, 100, 8000])
+def test_a_file_that_was_cut_off_is_not_loaded_but_made_anew(source, real, tmp_path, size):
+    folder = tmp_path / "cache" / "threshold_gating"
+    stem = compiler._compiled([real, *compiler._FLAGS, "-DANSWER=5", str(source)], "answer")
+    whole, name = stem.read_bytes(), stem.name
+    stem.write_bytes(whole[:size])  # nothing has loaded it
+    assert not compiler._is_whole(folder / name)
+    again = compiler._compiled([real, *compiler._FLAGS, "-DANSWER=5", str(source)], "answer")
+    assert again.name == name
+    assert again.read_bytes() == whole
+
+
+def test_a_folder_in_the_place_of_a_file_is_said(source, real, tmp_path):
+    compiler.library(source, ["ANSWER=5"])
+    (made,) = (tmp_path / "cache" / "threshold_gating").iterdir()
+    made.unlink()
+    made.mkdir()
+    with pytest.raises(compiler.CompilerError, match="is in the way, delete it"):
+        compiler.library(source, ["ANSWER=5"])
+
+
+def test_without_a_home_no_folder_is_made(source, real, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # what it does without a home
+    monkeypatch.chdir(tmp_path)
+    before = os.listdir()
+    with pytest.raises(compiler.CompilerError, match="there is no home folder"):
+        compiler.library(source, ["ANSWER=1"])
+    assert os.listdir() == before
 
 
 def test_a_home_that_cannot_be_written_to_is_said(source, real, monkeypatch, tmp_path):

@@ -2,8 +2,9 @@
 
 No compiler is needed: where there is none, or it fails, `library` says why and whoever asked goes
 another way; `tg env` prints it. A file in the cache is named after a hash of all that it depends on
-(source, flags, compiler, processor). It is written under another name first and then moved, so that
-two processes do not disturb each other.
+(source, flags, compiler, processor) and one of what is in it: a file that was cut off must not be
+loaded, for a process that runs it ends. It is written under another name first and then moved, so
+that two processes do not disturb each other. A compiler that failed is not asked again.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ import functools
 import hashlib
 import os
 import platform
+import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -21,7 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-SECONDS = 60.0  # after which a compiler is taken to hang
+SECONDS = 20.0  # after which a compiler is taken to hang
 _COMPILERS = ("cc", "gcc", "clang")
 # No rule of arithmetic is given up but two that nobody asks about here: errno and traps.
 _FLAGS = (
@@ -43,57 +46,118 @@ class CompilerError(RuntimeError):
 
 def library(source: Path, defined: Sequence[str]) -> ctypes.CDLL:
     """The C file, compiled with these definitions ("K=5"); raises CompilerError if it cannot be."""
-    command = [_compiler(), *_FLAGS, *_OF_MACHINE.get(platform.machine(), ())]
-    command += [f"-D{definition}" for definition in defined]
-    name = hashlib.sha256("\0".join([*command, _identity(), source.read_text()]).encode())
-    path = _folder() / f"{source.stem}-{name.hexdigest()[:32]}.so"
-    if not path.exists():
-        _compile([*command, str(source)], path)
+    try:
+        command = [*_compiler(), *_FLAGS, *_OF_MACHINE.get(platform.machine(), ())]
+        command += [f"-D{definition}" for definition in defined]
+        name = hashlib.sha256("\0".join([*command, _identity()]).encode() + source.read_bytes())
+        stem = f"{source.stem}-{name.hexdigest()[:32]}"
+        found = (path for path in _folder().glob(f"{stem}-*.so") if _is_whole(path))
+        path = next(found, None) or _compiled([*command, str(source)], stem)
+    except OSError as error:
+        raise CompilerError(f"nothing can be compiled ({error})") from None
     try:
         return ctypes.CDLL(str(path))
     except OSError as error:
         raise CompilerError(f"what {command[0]} made cannot be loaded ({error})") from None
 
 
-def _compile(command: Sequence[str], path: Path) -> None:
+def _is_whole(path: Path) -> bool:
+    """Whether what is in a file is what its name says."""
     try:
-        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-            made = Path(folder) / path.name
-            done = subprocess.run(
-                [*command, "-o", str(made), "-lm"],
-                capture_output=True, text=True, timeout=SECONDS, stdin=subprocess.DEVNULL,
-            )  # fmt: skip
-            if done.returncode:
-                said = next(iter(done.stderr.strip().splitlines()), f"status {done.returncode}")
-                raise CompilerError(f"{command[0]} fails: {said}")
-            os.replace(made, path)
-    except subprocess.TimeoutExpired:
-        raise CompilerError(f"{command[0]} did not end within {SECONDS:g} s") from None
+        return path.stem.endswith(_sum(path.read_bytes()))
+    except OSError:
+        return False
+
+
+def _sum(content: bytes) -> str:
+    return "-" + hashlib.sha256(content).hexdigest()[:16]
+
+
+_failed: dict[tuple[str, ...], str] = {}  # how a compiler failed in this process
+
+
+def _compiled(command: Sequence[str], stem: str) -> Path:
+    """The file in the cache that the compiler makes."""
+    compiler = _compiler()
+    if compiler in _failed:
+        raise CompilerError(_failed[compiler])
+    with tempfile.TemporaryDirectory(dir=_folder()) as folder:
+        made = Path(folder) / "made.so"
+        try:
+            _run([*command, "-o", str(made), "-lm"])
+        except CompilerError as error:
+            _failed[compiler] = str(error)
+            raise
+        return _moved(made, stem)
+
+
+def _moved(made: Path, stem: str) -> Path:
+    """What was made under its name in the cache."""
+    try:
+        content = made.read_bytes()
+        with made.open("rb+") as file:
+            os.fsync(file.fileno())
     except OSError as error:
-        raise CompilerError(f"nothing can be compiled into {path.parent} ({error})") from None
+        raise CompilerError(f"{_compiler()[0]} makes no file ({error})") from None
+    path = _folder() / f"{stem}{_sum(content)}.so"
+    try:
+        os.replace(made, path)
+    except OSError as error:
+        raise CompilerError(f"{path} is in the way, delete it ({error})") from None
+    return path
+
+
+def _run(command: Sequence[str]) -> None:
+    """Run the compiler, and end it with all that it started if it takes too long."""
+    with subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+        text=True, encoding="utf-8", errors="replace", start_new_session=True,
+    ) as process:  # fmt: skip
+        try:
+            _, said = process.communicate(timeout=SECONDS)
+        except subprocess.TimeoutExpired:
+            raise CompilerError(f"{command[0]} did not end within {SECONDS:g} s") from None
+        finally:
+            if process.poll() is None:
+                _end(process)
+    if process.returncode:
+        said = next(iter(said.strip().splitlines()), f"status {process.returncode}")
+        raise CompilerError(f"{command[0]} fails: {said}")
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    if hasattr(os, "killpg"):
+        os.killpg(process.pid, signal.SIGKILL)
+    else:
+        process.kill()
 
 
 @functools.cache
-def _compiler() -> str:
-    asked = os.environ.get("CC", "")
-    found = [p for p in map(shutil.which, [asked] if asked else _COMPILERS) if p is not None]
+def _compiler() -> tuple[str, ...]:
+    """The compiler, and the arguments that CC has for it."""
+    asked = os.environ.get("CC", "").strip()
+    try:
+        words = shlex.split(asked)
+    except ValueError as error:
+        raise CompilerError(f"CC={asked} cannot be read ({error})") from None
+    found = [p for p in map(shutil.which, words[:1] or _COMPILERS) if p is not None]
     if not found:
         looked = f"CC={asked}" if asked else f"there is no {', '.join(_COMPILERS)}"
         raise CompilerError(f"no C compiler was found ({looked})")
-    return found[0]
+    return found[0], *words[1:]
 
 
 @functools.cache
 def _identity() -> str:
     """The compiler, by its file, and the processor, by what it says of itself."""
-    path = os.path.realpath(_compiler())
+    path = os.path.realpath(_compiler()[0])
     about = os.stat(path)
     return f"{path} {about.st_size} {about.st_mtime_ns} {platform.machine()} {_processor()}"
 
 
 def _processor() -> str:
     try:
-        with open("/proc/cpuinfo") as file:
+        with open("/proc/cpuinfo", errors="replace") as file:
             first = file.read(8192).partition("\n\n")[0]
         lines = [line for line in first.splitlines() if line.startswith(("model", "flags", "Feat"))]
         return "\n".join(lines)
@@ -104,7 +168,11 @@ def _processor() -> str:
 @functools.cache
 def _folder() -> Path:
     """The cache, which nobody else may write to: what is in it is run."""
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    if not os.path.isabs(base):  # as its specification has it
+        base = os.path.join(os.path.expanduser("~"), ".cache")
+    if not os.path.isabs(base):
+        raise CompilerError("there is no home folder for a cache; set HOME or XDG_CACHE_HOME")
     folder = Path(base) / "threshold_gating"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -158,11 +158,6 @@ class Structure(NamedTuple):
         meet = self.K == 2 and self.c == (0.0, 0.0)
         return self.hard and "theta" in self.learned and not meet
 
-    @property
-    def ends(self) -> bool:
-        """Whether what is left of other branches far out is not seen beside a last one of 0."""
-        return all(w[-1] != 0 or not any(x != 0 for x in w) for w in (self.s, self.c))
-
     def tensors(self, held: Mapping[str, Any], computed: Any) -> Tensors:
         """The tensors that a module holds by their names; a parametrization has them `computed`."""
         try:
@@ -260,7 +255,8 @@ def _sharpening(rho: float) -> float:
 
 
 def _flat(w: Tensor) -> list[Any]:
-    found: list[Any] = w.tolist()
+    # zeros that torch has not made yet have no list
+    found: list[Any] = (torch.zeros(w.shape) if w._is_zerotensor() else w).tolist()
     while found and isinstance(found[0], list):
         found = [row[0] for row in found]
     return found
@@ -365,11 +361,11 @@ def _weights(t: TG) -> Weights:
 def _are_small(t: TG) -> bool:
     """Whether branches can be counted from the left on both sides (`formulas._from_below`).
 
-    Where the exponentials stop growing, all gates but the last must be below 2^-24 of it, and the
-    last branch must not vanish, or what is left of the others would be seen. With a tau for each
-    threshold they are (2^-24.8 for K = 6); with one tau it depends on the weights w_k of `tiles`.
+    Where the exponentials stop growing, all gates but the last must be below 2^-24 of it, and what
+    is left of the other branches must not be seen beside the last. With a tau for each threshold
+    gates are (2^-24.8 for K = 6); with one tau it depends on the weights w_k of `tiles`.
     """
-    if t.hard or t.K < 3 or (t.s[-1] == 0 and any(t.s)) or list(t.theta) != sorted(t.theta):
+    if t.hard or t.K < 3 or list(t.theta) != sorted(t.theta):
         return False
     taus = t.tau if isinstance(t.tau, tuple) else (t.tau,)
     # so that no product overflows, and tau x - tau theta is tau (x - theta) to 16 * 2^-23 = 2e-6
@@ -377,13 +373,28 @@ def _are_small(t: TG) -> bool:
     # where a middle branch wins, gradients are differences of means: off by tau c 2^-23, no more
     near = near and max(taus) * max(map(abs, t.c)) <= 16
     if not near or isinstance(t.tau, tuple):
-        return near and t.K <= 6
-    middle, exponent, step = sum(t.theta) / (t.K - 1), 0.0, 124 / (t.K - 1)
-    for k, theta in enumerate(t.theta[:-1], 1):
-        exponent += t.tau * (middle - theta) * math.log2(math.e)
-        if not exponent - (t.K - 1 - k) * step <= -24:
-            return False
-    return True
+        return near and t.K <= 6 and _are_unseen(t, 124, (0.0,) * t.K)
+    middle, exponents = sum(t.theta) / (t.K - 1), [0.0]
+    for theta in t.theta[:-1]:
+        exponents.append(exponents[-1] + t.tau * (middle - theta) * math.log2(math.e))
+    left = [e - 124 * (1 - k / (t.K - 1)) for k, e in enumerate(exponents)]
+    return max(left[1:]) <= -24 and _are_unseen(t, 124, exponents)
+
+
+def _are_unseen(t: TG, room: float, exponents: Sequence[float]) -> bool:
+    """Whether what is left of branches where the last exponential stops, at 2^room for all of them
+    together, is no more than a unit in the last place of the last branch.
+
+    Its constant need not be as large as theirs where its slope times x is.
+    """
+    J = t.K - 1
+    left = [2.0 ** (e - room * (1 - k / J)) for k, e in enumerate(exponents[:J])]
+    sharp = t.tau[-1] if isinstance(t.tau, tuple) else t.tau
+    start = sum(t.theta) / J if not isinstance(t.tau, tuple) else t.theta[-1]
+    stop = max(0.0, start + room / J / (sharp * math.log2(math.e)))
+    rest = [max(abs(w) * f for w, f in zip(row, left, strict=False)) for row in (t.s, t.c)]
+    last = abs(t.s[-1]), max(abs(t.c[-1]), abs(t.s[-1]) * stop)
+    return all(r <= 2.0**-23 * w for r, w in zip(rest, last, strict=True))
 
 
 def _are_mirrored(t: TG) -> bool:
@@ -396,7 +407,9 @@ def _are_mirrored(t: TG) -> bool:
     pairs = zip(t.tau, t.theta, t.theta[::-1], strict=True)
     gaps = [tau * (high - low) * math.log2(math.e) for tau, low, high in pairs]
     lower = gaps[: (t.K - 1) // 2]
-    return min(lower) >= 0 and 124 - sum(lower) >= 24 * (t.K - 1)
+    room = 124 - sum(lower)
+    fits = min(lower) >= 0 and room >= 24 * (t.K - 1)
+    return fits and _are_unseen(t, room, (0.0,) * t.K)
 
 
 def viewed(rows: Rows, shape: Shape) -> Rows:

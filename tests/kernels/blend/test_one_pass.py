@@ -4,17 +4,19 @@ import math
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from threshold_gating import TAXONOMY, TG, Activation, kernels
 from threshold_gating.kernels import compiler
 from threshold_gating.kernels.backend import BackendError
-from threshold_gating.kernels.blend import one_pass, tiles
+from threshold_gating.kernels.blend import cpu, one_pass, tiles
 from threshold_gating.kernels.structure import Gate, exact
 
 works, said = one_pass.status()
 pytestmark = pytest.mark.skipif(not works, reason=said)
 
+GELU = TAXONOMY["gelu"]
 LEARNED = ("tau", "theta", "s", "c")
 # One for each way of gates: K = 2, about the middle, one tau, a tau for each threshold, the same
 # from either end, with constants, thresholds out of order.
@@ -172,7 +174,7 @@ def test_a_view_that_negates_is_not_taken_for_its_memory():
     torch.testing.assert_close(kernels.blend(lazy, t), kernels.blend(lazy.resolve_neg(), t))
 
 
-def test_whoever_looks_at_ops_sees_those_of_the_gates():
+def test_whoever_looks_at_ops_sees_those_of_the_gates_and_of_their_gradients():
     seen = []
 
     class Looking(TorchDispatchMode):
@@ -180,32 +182,161 @@ def test_whoever_looks_at_ops_sees_those_of_the_gates():
             seen.append(func)
             return func(*args, **(kwargs or {}))
 
-    x = torch.randn(9)
-    want = kernels.blend(x, TAXONOMY["gelu"])
-    with Looking():
-        y = kernels.blend(x, TAXONOMY["gelu"])
-    torch.testing.assert_close(y, want)
-    assert torch.ops.aten.exp2_.default in seen
+    x = torch.randn(9, requires_grad=True)
+    y = kernels.blend(x, GELU)
+    want = [y, torch.autograd.grad(y, x, torch.ones(9), retain_graph=True)[0]]
+    found = []
+    for look in (
+        lambda: kernels.blend(x.detach(), GELU),
+        lambda: torch.autograd.grad(y, x, torch.ones(9))[0],
+    ):
+        with Looking():
+            found.append(look())
+        assert torch.ops.aten.exp2_.default in seen
+        seen.clear()
+    torch.testing.assert_close(found, want)
+
+
+def test_gradients_without_memory_are_left_to_torch():
+    act, x, _ = case("gelu", "layer", (3, 5, 2, 2))
+    for held in ([x], [x, *act.parameters()]):
+        zeros = torch.autograd.grad(act(x), held, torch._efficientzerotensor(x.shape))
+        assert not any(map(torch.any, zeros))
+    y = act(x)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        (dx,) = torch.autograd.grad(y, x, torch.ones(x.shape))
+    assert (type(dx), dx.shape) == (FakeTensor, x.shape)
+
+
+def test_zeros_without_memory_are_zeros():
+    torch.testing.assert_close(kernels.blend(torch._efficientzerotensor(5), GELU), torch.zeros(5))
+    act, x = Activation("gelu", train=LEARNED), torch.randn(9)
+    want = act(x)
+    assert not act.dtheta.any()
+    act.dtheta.data = torch._efficientzerotensor(act.dtheta.shape)
+    torch.testing.assert_close(act(x), want)
+
+
+@pytest.mark.parametrize("learned", [False, True])
+def test_a_batch_of_gradients_at_once_has_the_gradients_one_by_one(learned):
+    x = torch.randn(4, requires_grad=True)
+    act = Activation("gelu", train=LEARNED) if learned else lambda x: kernels.blend(x, GELU)
+    inputs = [x, *act.parameters()] if learned else [x]
+    rows = [torch.autograd.grad(act(x), inputs, dy) for dy in torch.eye(4)]
+    found = torch.autograd.grad(act(x), inputs, torch.eye(4), is_grads_batched=True)
+    for have, want in zip(found, zip(*rows, strict=True), strict=True):
+        torch.testing.assert_close(have, torch.stack(want), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("share", ["layer", "channel"])
+@pytest.mark.parametrize("unpack", [torch.Tensor.contiguous, torch.Tensor.double])
+def test_saved_tensors_may_come_back_in_another_type_or_layout(share, unpack):
+    act, x, dy = case("gelu", share, (2, 6, 5, 4))
+    x = x.detach().to(memory_format=torch.channels_last).requires_grad_()
+    want = gradients(act, x, dy)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, unpack):
+        y = act(x)
+    torch.testing.assert_close(torch.autograd.grad(y, [x, *act.parameters()], dy), want)
+
+
+def test_saved_tensors_of_another_size_are_refused():
+    x = torch.randn(9000, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t[:1].clone()):
+        y = kernels.blend(x, GELU)
+    with pytest.raises(RuntimeError, match="Mismatch in shape"):
+        torch.autograd.grad(y.sum(), x)
+
+
+@pytest.mark.parametrize("key", ["silu", "tanh", "mish", "gelu"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", ["dtheta", "s", "c"])
+def test_parameters_that_are_not_finite_are_left_to_torch(key, bad, name, monkeypatch):
+    act, x = Activation(key, train=LEARNED), torch.tensor([-3.0, -0.4, 0.0, 0.6, 2.0])
+    getattr(act, name).data.view(-1)[0] = bad
+    y = act(x)
+    assert not math.isnan(bad) or (name == "dtheta") <= bool(y.isnan().all())
+    monkeypatch.setattr(one_pass, "ready", lambda *given: None)
+    assert torch.equal(y.nan_to_num(7.0), act(x).nan_to_num(7.0))
+
+
+@pytest.mark.parametrize("rest", [{"s": 1e-8}, {"c": 1e-8}, {"c": 0.0}])
+def test_a_last_branch_that_is_small_is_all_there_is_far_out(rest, no_tiles):
+    rows = {name: (0.0,) + (2.0 * (name in rest),) * 3 + (rest.get(name, 0.0),) for name in "sc"}
+    t = TG(1.0, (-4.0, -4 / 3, 4 / 3, 4.0), rows["s"], rows["c"])
+    x = torch.tensor([100.0, 1e4])
+    torch.testing.assert_close(kernels.blend(x, t), t(x.double()).float(), rtol=3e-7, atol=1e-38)
+
+
+@pytest.mark.parametrize("tau", [10.0, (8.0, 9.0, 10.0, 11.0)])
+def test_thresholds_far_from_0_keep_their_digits(tau, no_tiles):
+    t = TG(tau, (999.3, 999.4, 999.6, 999.7), (0.0, 0.5, 0.2, 0.7, 1.0), (0.0,) * 5)
+    x = torch.linspace(998, 1002, 801, requires_grad=True)
+    wide = x.detach().double().requires_grad_()
+    y, want = kernels.blend(x, t), t(wide)
+    # x and thresholds are exact to 3e-5, which is 4 tau 3e-5 in an argument; x - mid is exact
+    torch.testing.assert_close(y.detach(), want.detach().float(), rtol=3e-6, atol=3e-6)
+
+
+def test_a_tau_at_the_end_of_float32_is_left_to_torch():
+    x = torch.tensor([-1.0, 0.0, 1.0])
+    assert kernels.blend(x, TG(3.3e38, 0.0, (0.0, 1.0), (0.0, 0.5))).tolist() == [0.0, 0.25, 1.5]
+
+
+def test_parameters_of_another_size_are_not_read():
+    act = Activation("gelu", train=LEARNED)
+    act.s.data = act.s.data[:1].clone()
+    with pytest.raises((RuntimeError, ValueError, IndexError)):
+        act(torch.randn(5))
+
+
+def test_folded_parameters_are_not_kept_where_they_are_larger_than_x(monkeypatch, no_tiles):
+    act, x, dy = case("gelu", "neuron", (2, 40, 17, 23))
+    want = gradients(act, x, dy)
+    plan = cpu.plan(act._structure, x.shape, x.stride(), (1, 40, 17, 23))
+    assert plan.read(x, act._held(x)[0]).ready is None
+    monkeypatch.setattr(cpu, "_MOST_KEPT", 10**9)
+    assert plan.read(x, act._held(x)[0]).ready is not None
+    assert all(map(torch.equal, gradients(act, x, dy), want))
 
 
 def test_a_forked_process_computes_the_same_after_threads_ran(with_triton):
     with_triton("forked.py")
 
 
-def test_code_that_is_wrong_is_not_used(tmp_path, monkeypatch):
-    wrong = tmp_path / "blend.c"
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("0.240226477f", "0.2405f"),
+        ("dx = slope * dy;", "dx = 1.001f * slope * dy;"),
+        ("sums[(TURN + m) * stride] += turn[m];", "sums[TURN * stride] += turn[m];"),
+        ("const float *q = p + (lane) * i;", "const float *q = p;"),
+    ],
+)
+def test_code_that_is_wrong_is_not_used(tmp_path, monkeypatch, right, wrong):
+    source = tmp_path / "blend.c"
     text = one_pass._SOURCE.read_text()
-    assert "0.240226477f" in text
-    wrong.write_text(text.replace("0.240226477f", "0.2405f"))
+    assert text.count(right) == 1
+    source.write_text(text.replace(right, wrong))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     compiler._folder.cache_clear()
-    monkeypatch.setattr(one_pass, "_SOURCE", wrong)
+    monkeypatch.setattr(one_pass, "_SOURCE", source)
     try:
         found = one_pass.code.__wrapped__(3, int(Gate.ONE_TAU))
     finally:
         compiler._folder.cache_clear()
     assert isinstance(found, str)
     assert "the code that the compiler made is off by" in found
+
+
+@pytest.mark.parametrize("text", ["int other;", None])
+def test_a_source_without_the_functions_is_not_used(tmp_path, monkeypatch, text):
+    source = tmp_path / "blend.c"
+    if text is not None:
+        source.write_text(text)
+    monkeypatch.setattr(one_pass, "_SOURCE", source)
+    found = one_pass.code.__wrapped__(2, 0)
+    assert isinstance(found, str)
+    assert ("lacks a function" if text else "nothing can be compiled") in found
 
 
 def test_what_the_environment_wants_and_cannot_have_is_said(monkeypatch):
@@ -237,3 +368,5 @@ def test_the_choice_is_checked_in_this_process_too(monkeypatch):
     monkeypatch.setenv("TG_CPU", "C")
     with pytest.raises(BackendError, match=r"TG_CPU is one of auto, torch, c; got 'C'\."):
         one_pass.chosen()
+    monkeypatch.setenv("TG_CPU", "")
+    assert one_pass.chosen() == "auto"

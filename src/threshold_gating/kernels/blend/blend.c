@@ -9,8 +9,8 @@
 
        g_k = w_k E_0 ... E_{k-1} / D,    D = w_0 + E_0 (w_1 + E_1 (w_2 + ...)),
 
-   and above mid the same with branches and thresholds in reverse, because w_0 = w_{K-1} = 1. So D is
-   never below 1, nothing overflows while the weights do not, one tau needs one exponential, and far
+   and above mid the same with branches and thresholds in reverse, because w_0 = w_{K-1} = 1, but for
+   the rounding of mid. So D is hardly below 1, nothing overflows while the weights do not, one tau needs one exponential, and far
    out the gate that wins is exactly 1. `fold` computes the weights, in double.
 
    A value that is not finite is reported and nothing else: what infinities and NaN mean is decided
@@ -145,13 +145,14 @@ INLINE float value(float x, const float *p, long G, int constants)
 }
 
 /* y of one tau and small weights: branches are counted from below on both sides, without a choice.
-   Where the exponential stops growing, all weights but the last are below half a unit in the last
-   place of D, so that far out y is exactly the last branch there as well. */
+   Where the exponential stops growing, all branches but the last are below a unit in the last place
+   of it (`fold`), so that far out y is the last branch there as well. */
 INLINE float value_from_below(float x, const float *p, long G, int constants)
 {
     const float top = 124.0f / J;
     float t = (x - p[MID * G]) * p[EXPONENT * G], unused;
-    float e = power(t < top ? t : top, &unused), D = 1.0f, S_ = p[(WS + J) * G], C_ = p[(WC + J) * G];
+    float e = power(t < top ? t : top, &unused);
+    float D = p[(W + J) * G], S_ = p[(WS + J) * G], C_ = p[(WC + J) * G];
     UNROLLED for (int k = K - 2; k >= 0; k--) {
         D = D * e + p[(W + k) * G];
         S_ = S_ * e + p[(WS + k) * G];
@@ -240,7 +241,7 @@ struct work {
     const float *p;
     float *sums; /* (slots, SUMS, G), or NULL */
     long outer, G, inner, rows, columns, blocks, pieces;
-    int type, constants;
+    int type, constants, back; /* whether dx is asked for, not y */
     atomic_long next;
     atomic_int strange;
 };
@@ -268,10 +269,10 @@ static int run(const struct work *w, const float *restrict x, const float *restr
 {
     const long G = lane ? w->G : 1, columns = w->columns;
     float poison = 0.0f;
-    if (w->dy == NULL && GATE == ONE_TAU && !lane && p[SMALL] != 0.0f) {
+    if (!w->back && GATE == ONE_TAU && !lane && p[SMALL] != 0.0f) {
         if (w->constants) { FROM_BELOW(1) }
         else { FROM_BELOW(0) }
-    } else if (w->dy == NULL) {
+    } else if (!w->back) {
         if (lane && w->constants) { FORWARD(1, 1) }
         else if (lane) { FORWARD(1, 0) }
         else if (w->constants) { FORWARD(0, 1) }
@@ -336,7 +337,7 @@ static int stretch(const struct work *w, long start, long n, const float *p, int
 {
     int strange = 0;
     float x[MOST], dy[MOST], out[MOST];
-    const char *slopes = w->dy == NULL ? w->x : w->dy;
+    const char *slopes = w->back ? w->dy : w->x;
     if (w->type == FLOAT)
         return run(w, (const float *)w->x + start, (const float *)slopes + start,
                    (float *)w->out + start, n, p, lane, sums);
@@ -344,7 +345,7 @@ static int stretch(const struct work *w, long start, long n, const float *p, int
         count = n - at < MOST ? n - at : MOST;
         long byte = 2 * (start + at);
         widened(w->type, w->x + byte, count, x);
-        if (w->dy != NULL)
+        if (w->back)
             widened(w->type, w->dy + byte, count, dy);
         strange |= run(w, x, dy, out, count, lane ? p + at : p, lane, lane ? sums + at : sums);
         narrowed(w->type, out, count, w->out + byte);
@@ -420,14 +421,16 @@ static void finish(const struct work *w, long slots, float *grads)
 
 typedef void team(void (*)(void *), void *, unsigned, unsigned);
 
-/* Forward without dy, else dx, and with `grads` (SUMS, G) the gradients of the parameters as well,
+/* y, or with `back` dx, and with `grads` (SUMS, G) the gradients of the parameters as well,
    for which `sums` is room. Threads are those of `start`: GOMP_parallel of the OpenMP that torch has
-   loaded. Gives 1 if a value is not finite. */
+   loaded. Gives 1 if a value is not finite, or where a tensor turns out to have no memory. */
 int blend(const void *x, const void *dy, void *out, const float *p, float *sums, float *grads,
-          const long *sizes, int type, int constants, unsigned threads, team *start)
+          const long *sizes, int type, int constants, int back, unsigned threads, team *start)
 {
+    if (x == NULL || out == NULL || (back && dy == NULL))
+        return 1;
     struct work w = {x, dy, out, p, sums, sizes[0], sizes[1], sizes[2], sizes[3], sizes[4],
-                     sizes[5], sizes[6], type, constants};
+                     sizes[5], sizes[6], type, constants, back};
     if (threads > 1)
         start(take_chunks, &w, threads, 0);
     else
@@ -440,7 +443,7 @@ int blend(const void *x, const void *dy, void *out, const float *p, float *sums,
 /* Parameters as they are read above, from what a module holds (G numbers a row, NULL for nothing):
    tau = tau0 exp(rho), theta = theta0 + dtheta, s, c; `known` has a number for each row of tau,
    theta, s and c that is none of a tensor's, else NaN. Gives the largest size of a weight's exponent,
-   to base 2; NaN for parameters that are, and where a tau is not positive. */
+   to base 2; NaN where a tau is not positive or a number is not finite in float32. */
 double fold(const float *rho, const float *dtheta, const float *s, const float *c, const float *tau0,
             const float *theta0, const double *known, long G, float *p)
 {
@@ -448,7 +451,8 @@ double fold(const float *rho, const float *dtheta, const float *s, const float *
     double largest = 0.0;
     for (long g = 0; g < G; g++) {
         double tau[T], theta[J], weight = 0.0, mid = 0.0, sharp = 0.0;
-#define OF(tensor, row, m) (isnan(known[(row) + (m)]) ? (tensor)[(m) * G + g] : known[(row) + (m)])
+#define OF(tensor, row, m) \
+    (!isnan(known[(row) + (m)]) ? known[(row) + (m)] : (tensor) == NULL ? NAN : (tensor)[(m) * G + g])
 #define TO(row, m) p[((row) + (m)) * G + g]
         for (int m = 0; m < T; m++) {
             double r = rho == NULL ? 0.0 : rho[m * G + g];
@@ -466,28 +470,36 @@ double fold(const float *rho, const float *dtheta, const float *s, const float *
             largest = t > 0 ? largest : NAN;
             TO(THETA, m) = (float)theta[m];
         }
-        int small = GATE == ONE_TAU, flat[] = {1, 1}; /* structure._are_small */
+        /* structure._are_small: what is left of a branch where the exponential stops growing is no
+           more than a unit in the last place of the last one */
+        int small = GATE == ONE_TAU;
+        double left = exp2(-124.0), unit = exp2(-23.0), poison = 0.0;
+        double least[] = {unit * fabs(OF(s, T + J, J)), unit * fabs(OF(c, T + J + K, J))};
         mid = (double)(TO(MID, 0) = (float)(mid / sharp));
-        for (int k = 0; k < K; k++) {
+        for (int k = 0; k < K; k++, left *= exp2(124.0 / J)) {
             double slope = OF(s, T + J, k), constant = OF(c, T + J + K, k), w;
             if (k > 0)
                 weight -= tau[T == 1 ? 0 : k - 1] * (theta[k - 1] - mid) * log2e;
-            weight = k == K - 1 ? 0.0 : weight; /* but for the rounding of mid */
+            /* 0 but for the rounding of mid, which is seen where tau mid is large; two gates have
+               theta as float32 for their mid */
+            if (k == K - 1 && (K == 2 || fabs(weight) < exp2(-21.0)))
+                weight = 0.0;
             largest = fabs(weight) < largest || isnan(largest) ? largest : fabs(weight);
-            small = small && (k == K - 1 || weight - (J - k) * 124.0 / J <= -24.0);
-            small = small && fabs(slope) <= 2.0 && fabs(constant) <= 2.0;
-            flat[0] = flat[0] && slope == 0.0;
-            flat[1] = flat[1] && constant == 0.0;
             w = exp2(weight);
+            if (k < K - 1)
+                small = small && left * w <= exp2(-24.0) && left * w * fabs(slope) <= least[0]
+                        && left * w * fabs(constant) <= least[1];
+            small = small && fabs(slope) <= 2.0 && fabs(constant) <= 2.0;
             TO(W, k) = (float)w;
             TO(S, k) = (float)slope;
             TO(C, k) = (float)constant;
             TO(WS, k) = (float)(w * slope);
             TO(WC, k) = (float)(w * constant);
         }
-        /* what is left of other branches would be seen beside a last one of 0 */
-        small = small && (flat[0] || TO(S, K - 1) != 0.0f) && (flat[1] || TO(C, K - 1) != 0.0f);
         TO(SMALL, 0) = (float)small;
+        for (int row = 0; row < ROWS; row++)
+            poison += TO(row, 0) * 0.0f;
+        largest = poison == 0.0 ? largest : NAN;
     }
     return largest;
 }

@@ -27,6 +27,7 @@ from threshold_gating.kernels.structure import (
 # Elements of a tile: K = 2 has some eight tiles in flight, more branches some twenty. Smaller ones
 # would fit a nearer cache, but then calling torch costs more than the arithmetic.
 _TILE = {True: 2**18, False: 2**17}
+_MOST_KEPT = 2**16  # numbers of folded parameters that are kept however small x is
 
 Part = tuple[slice, slice, slice]
 
@@ -48,7 +49,16 @@ class Plan(NamedTuple):
     role: Role = Role.READ  # of another input, if there is one
 
     def read(self, x: Tensor, tensors: Tensors) -> Given:
-        return Given(tensors, one_pass.ready(x, self.structure, tensors, self.sizes[1]))
+        return Given(tensors, None if self._reads_again() else self._ready(x, tensors))
+
+    def _ready(self, x: Tensor, tensors: Tensors) -> one_pass.Ready | None:
+        return one_pass.ready(x, self.structure, tensors, self.sizes[1])
+
+    def _reads_again(self) -> bool:
+        """Whether what code reads is not kept until the backward pass: it is larger than x."""
+        outer, group, inner = self.sizes
+        rows = one_pass.folded_rows(self.structure.K, len(self.structure.tau))
+        return group * rows > _MOST_KEPT and rows > outer * inner
 
     def _rows(self, x: Tensor, tensors: Tensors) -> Rows:
         """The parameters as they are now: numbers, or (1, G, 1) each."""
@@ -67,8 +77,9 @@ class Plan(NamedTuple):
         return structure.rows(Tensors(*each))
 
     def forward(self, x: Tensor, v: Tensor | None, given: Given) -> Tensor:
-        if given.ready is not None and v is None:
-            done = given.ready.forward(x, self.sizes)
+        ready = self._ready(x, given.tensors) if self._reads_again() else given.ready
+        if ready is not None and v is None:
+            done = ready.forward(x, self.sizes)
             if done is not None:
                 return done
         work = self._tiles(x, v, self._rows(x, given.tensors))
@@ -91,8 +102,9 @@ class Plan(NamedTuple):
         wanted: Wanted,
     ) -> list[Tensor | None]:
         """The gradients of x, v, tau, theta, s and c."""
-        if given.ready is not None and v is None:
-            done = given.ready.backward(dy, x, self.sizes, wanted)
+        ready = self._ready(x, tensors) if self._reads_again() else given.ready
+        if ready is not None and v is None:
+            done = ready.backward(dy, x, self.sizes, wanted)
             if done is not None:
                 return [done[0], None, *_shaped(done[1], tensors, wanted)]
         rows = self._rows(x, tensors)

@@ -366,6 +366,7 @@ class _Blend(torch.autograd.Function):
         ctx.save_for_backward(x, other, *tensors)
         # what was read stays right: autograd sees to it that what is saved does not change
         ctx.plan, ctx.given = plan, plan.read(x, Tensors(*tensors))
+        ctx.stride, ctx.dtype = x.stride(), x.dtype
         y: Tensor = plan.forward(x, other, ctx.given)
         return y
 
@@ -374,9 +375,15 @@ class _Blend(torch.autograd.Function):
         plan: Plan = ctx.plan
         needed = ctx.needs_input_grad[:8]
         x, other, *held = ctx.saved_tensors
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            f = partial(_formula, plan.structure, plan.role, plan.shape)
-            return *differentiated(f, (x, other, *held), dy, needed), None
+        if not torch.compiler.is_compiling():
+            if torch.is_grad_enabled() or not _is_memory_like(dy, x):
+                f = partial(_formula, plan.structure, plan.role, plan.shape)
+                return *differentiated(f, (x, other, *held), dy, needed), None
+            # a hook on saved tensors may give them back in another layout or type
+            if x.stride() != ctx.stride or x.dtype != ctx.dtype:
+                x = dy.new_empty_strided(dy.shape, ctx.stride, dtype=ctx.dtype).copy_(x)
+            if other is not None and other.dtype != ctx.dtype:
+                other = other.to(ctx.dtype)
         wanted = Wanted.of(needed)
         grads = plan.backward(dy, x, other, Tensors(*held), ctx.given, wanted)
         dx, dother, dtau, dtheta, ds, dc = grads
@@ -384,6 +391,15 @@ class _Blend(torch.autograd.Function):
         drho, dtau = (None, dtau) if held[0] is None else (dtau, None)
         dshift, dtheta = (None, dtheta) if held[1] is None else (dtheta, None)
         return dx, dother, drho, dshift, ds, dc, dtau, dtheta, None
+
+
+def _is_memory_like(dy: Tensor, x: Tensor) -> bool:
+    """Whether an engine takes dy: a batch of gradients at once is no memory, nor what a mode or a
+    subclass makes of them, and what a hook on saved tensors gives may be of any size."""
+    return is_memory(dy) and not _is_batch(dy) and dy.shape == x.shape
+
+
+_is_batch = torch._C._functorch.is_legacy_batchedtensor  # of torch.autograd.grad(is_grads_batched)
 
 
 def _of_data(grad: Tensor | None, structure: Structure, name: str) -> Tensor | None:
@@ -412,11 +428,14 @@ def differentiated(
     dy: Tensor,
     needed: Sequence[bool],
 ) -> list[Tensor | None]:
-    """The gradients of f in the needed inputs, for someone who differentiates them again."""
-    # Aliases, because one input may depend on another, and only direct dependence counts here.
-    own = [None if t is None else t.view_as(t) for t in inputs]
+    """The gradients of f in the needed inputs, differentiable again where that is asked for."""
+    again = torch.is_grad_enabled()
+    with torch.enable_grad():
+        # Aliases, because one input may depend on another, and only direct dependence counts here.
+        own = [None if t is None else t.view_as(t) for t in inputs]
+        y = f(*own)
     asked = [t for t, need in zip(own, needed, strict=True) if need and t is not None]
-    y = f(*own)
-    grads = torch.autograd.grad(y, asked, dy.to(y.dtype), create_graph=True, materialize_grads=True)
+    dy = dy.to(y.dtype)
+    grads = torch.autograd.grad(y, asked, dy, create_graph=again, materialize_grads=True)
     found = iter(grads)
     return [next(found) if need else None for need in needed]

@@ -1,9 +1,10 @@
 """Soft gates on a CPU in one pass over memory, by C code that is compiled here, where it can be.
 
 It takes what nearly always comes: two to eight soft branches, float32 or 16 bits, weights that fit
-float32, finite results. `cpu.Plan` goes on with `tiles` where a function here gives None. The
-environment variable TG_CPU says what evaluates gates on a CPU: "torch" leaves this module out, "c"
-makes it an error where there is no compiler, "auto" (the default) takes it where it runs.
+float32, finite results, and tensors that are plain memory, of which C can be given the address.
+`cpu.Plan` goes on with `tiles` where a function here gives None. The environment variable TG_CPU
+says what evaluates gates on a CPU: "torch" leaves this module out, "c" makes it an error where
+there is no compiler, "auto" (the default) takes it where it runs.
 
 Threads are those of the OpenMP library that torch has loaded, called by address: a second one in
 the process would have threads of its own. A process that was forked has none of them and takes one.
@@ -43,7 +44,7 @@ _NOTHING = Tensors()
 
 def chosen() -> str:
     """What the environment wants."""
-    name = os.environ.get("TG_CPU", "auto")
+    name = os.environ.get("TG_CPU") or "auto"
     if name not in CHOICES:
         raise BackendError(f"TG_CPU is one of {', '.join(CHOICES)}; got {name!r}.")
     return name
@@ -85,27 +86,48 @@ class Code:
     K: int
     taus: int
     rows: int  # of folded parameters
-    sums: tuple[int, int, int, int]  # rows of the gradients of tau, theta, s and c
     widest: float  # largest exponent of two of a weight
+
+    @functools.cached_property
+    def sums(self) -> tuple[int, int, int, int]:
+        """Rows of tau, theta, s and c, and of their gradients."""
+        return self.taus, self.K - 1, self.K, self.K
+
+    @functools.cached_property
+    def counts(self) -> tuple[int, ...]:
+        """Rows of each of `Tensors`."""
+        return *self.sums, *self.sums[:2]
 
 
 @functools.cache
 def code(K: int, gate: int) -> Code | str:
     """The compiled functions, or why there are none."""
     try:
-        made = library(_SOURCE, (f"K={K}", f"GATE={gate}"))
+        made = _functions(K, gate)
     except CompilerError as error:
         if _Process.wanted == "c":
             raise BackendError(f"TG_CPU=c asks for compiled gates, but {error}.") from error
         return str(error)
+    return _wrong(made) or made
+
+
+def _functions(K: int, gate: int) -> Code:
+    made = library(_SOURCE, (f"K={K}", f"GATE={gate}"))
+    try:
+        blend, fold, has_half = made.blend, made.fold, made.has_half
+    except AttributeError as error:
+        raise CompilerError(f"what the compiler made lacks a function ({error})") from None
     address, long = ctypes.c_void_p, ctypes.c_long
-    made.blend.argtypes = [*[address] * 7, ctypes.c_int, ctypes.c_int, ctypes.c_uint, address]
-    made.fold.argtypes, made.fold.restype = [*[address] * 7, long, address], ctypes.c_double
+    blend.argtypes = [*[address] * 7, *[ctypes.c_int] * 3, ctypes.c_uint, address]
+    fold.argtypes, fold.restype = [*[address] * 7, long, address], ctypes.c_double
     taus = K - 1 if gate in (Gate.OWN_TAUS, _MIRRORED) else 1
     widest = 0.0 if K == 2 else _WIDEST if taus == 1 else _WIDEST_OF_SUMS
-    rows, sums = 3 * taus + 6 * K + 1, (taus, K - 1, K, K)
-    found = Code(made.blend, made.fold, bool(made.has_half()), K, taus, rows, sums, widest)
-    return _wrong(found) or found
+    return Code(blend, fold, bool(has_half()), K, taus, folded_rows(K, taus), widest)
+
+
+def folded_rows(K: int, taus: int) -> int:
+    """Numbers that are read for each group."""
+    return 3 * taus + 6 * K + 1
 
 
 def _wrong(made: Code) -> str:
@@ -113,16 +135,55 @@ def _wrong(made: Code) -> str:
     K = made.K
     taus = [1.3 + 0.1 * min(m, K - 2 - m) for m in range(made.taus)]
     thetas, slopes = [m - K / 2 + 0.7 for m in range(K - 1)], [(-1.0) ** k for k in range(K)]
-    rows = (taus, thetas, slopes, [1.0, *slopes[:-1]])
-    ready = _filled(made, _NOTHING, _doubles([w for row in rows for w in row]), 1, True)
+    rows = [_row(row) for row in (taus, thetas, slopes, [1.0, *slopes[:-1]])]
     for dtype in _TYPES if made.half else (torch.float32, torch.bfloat16):
-        x = torch.linspace(-6, 6, 37).to(dtype)
-        y = None if ready is None else ready.forward(x, (1, 1, x.numel()))
-        want = primitive.blend(x.double(), taus if len(taus) > 1 else taus[0], *rows[1:])
-        error = math.inf if y is None else float((y.double() - want).abs().max())
-        if not error <= 20 * torch.finfo(dtype).eps:  # values up to 7, three roundings
-            return f"the code that the compiler made is off by {error:.1e} in {dtype}"
+        for group in (1, 3):  # a run of elements, and columns
+            each = [torch.stack([row + 0.1 * g for g in range(group)], 1) for row in rows]
+            x = _row([0.3 * n - 6 for n in range(39)]).to(dtype).view(-1, group)
+            error = _error(made, x, each)
+            # an argument is off by a rounding of K tau x, a result of 16 bits by its own
+            narrow = torch.finfo(dtype).eps if x.element_size() < 4 else 0.0
+            if not error <= 20 * K * torch.finfo(torch.float32).eps + 4 * narrow:
+                return f"the code that the compiler made is off by {error:.1e} in {dtype}"
     return ""
+
+
+def _row(numbers: Sequence[float]) -> Tensor:
+    """Whatever the defaults of the process are."""
+    return torch.tensor(numbers, dtype=torch.float32, device="cpu")
+
+
+def _error(made: Code, x: Tensor, rows: Sequence[Tensor]) -> float:
+    """How far y, dx and the gradients of tau, theta, s and c (rows, G) are off, at x (N, G).
+
+    Against differences in float64, of parameters all at once: autograd may not run in a process
+    that was forked. They are off by 1e-8.
+    """
+    group, z = x.shape[1], x.double()
+    sizes = (1, 1, len(x)) if group == 1 else (len(x), group, 1)
+    known = _doubles([None] * sum(made.sums))
+    ready = _filled(made, Tensors(None, None, *rows[2:], *rows[:2]), known, group, True)
+    if ready is None:
+        return math.inf
+    y, found = ready.forward(x, sizes), ready.backward(x, x, sizes, Wanted(*[True] * 6))
+    if y is None or found is None:
+        return math.inf
+    along = [torch.linspace(1, 0.5, len(w), dtype=z.dtype, device="cpu")[:, None] for w in rows]
+
+    def value(dx: float, step: float) -> Tensor:
+        tau, *rest = (list(w + step * d) for w, d in zip(rows, along, strict=True))
+        return primitive.blend(z + dx, tau if len(tau) > 1 else tau[0], *rest)
+
+    h, moved = 1e-4, torch.zeros_like(z[0])
+    for grad, d in zip(found[1], along, strict=True):
+        moved += (grad * d).sum(0)
+    pairs = (
+        (y, value(0, 0)),
+        (found[0], (value(h, 0) - value(-h, 0)) / (2 * h) * z),
+        (moved, ((value(0, h) - value(0, -h)) / (2 * h) * z).sum(0)),
+    )
+    errors = [(have - want).abs().max() / (1 + want.abs().max() / 7) for have, want in pairs]
+    return float(torch.stack(errors).max())  # NaN if one is
 
 
 def status() -> tuple[bool, str]:
@@ -153,7 +214,7 @@ class Ready(NamedTuple):
     ) -> tuple[Tensor, Sequence[Tensor]] | None:
         """dx and, if wanted, the gradients of tau, theta, s and c, (rows, G) each; None where they
         are not all finite."""
-        if dy.is_neg() or not primitive.is_memory(dy):  # a batch of gradients at once is not
+        if torch._C._len_torch_dispatch_stack() > 0 or not (_is_plain(x) and _is_plain(dy)):
             return None
         dy, dx, cut = like(dy, x), torch.empty_like(x), _cut(sizes, any(wanted[2:]))
         sums = grads = None
@@ -188,6 +249,7 @@ class Ready(NamedTuple):
             cut.sizes,
             _TYPES[x.dtype],
             self.constants,
+            dy is not None,
             threads,
             _TEAM,
         )
@@ -266,15 +328,17 @@ def _doubles(numbers: Sequence[float | None]) -> Any:
 def _filled(made: Code, tensors: Tensors, known: Any, group: int, constants: bool) -> Ready | None:
     """The code with these parameters, or None where it does not take them."""
     at: list[int | None] = []
-    for w in tensors:
+    for w, count in zip(tensors, made.counts, strict=True):
         if w is None:
             at.append(None)
-        elif type(w) not in _PLAIN or not w.is_cpu:
+        elif type(w) not in _PLAIN or not w.is_cpu or w.numel() != count * group:
             return None
-        elif w.dtype is torch.float32 and w.is_contiguous():
+        elif w.dtype is torch.float32 and w.is_contiguous() and not w.is_neg():
             at.append(w.data_ptr())
         else:
             return _filled(made, _copied(tensors), known, group, constants)
+    if 0 in at:  # a tensor without memory
+        return None
     # memory of ctypes: a small tensor takes longer to make than its numbers to compute
     parameters = (ctypes.c_float * (made.rows * group))()
     widest: float = made.fold(*at, known, group, parameters)
@@ -282,6 +346,11 @@ def _filled(made: Code, tensors: Tensors, known: Any, group: int, constants: boo
 
 
 _PLAIN = (torch.nn.Parameter, Tensor)
+
+
+def _is_plain(t: Tensor) -> bool:
+    """Whether t is memory that C may read as it is. One without any has the address 0."""
+    return type(t) in _PLAIN and t.is_cpu and t.layout is torch.strided and not t.is_neg()
 
 
 def _copied(tensors: Tensors) -> Tensors:

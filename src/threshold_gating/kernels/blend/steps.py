@@ -39,7 +39,7 @@ def steps(x: Tensor, v: Tensor | None, structure: Structure, rows: Rows) -> Tens
     tau, theta, s, c = [[ready(w) for w in row] for row in rows]
     derived = _needs_gradient(x, v, *data)
     if structure.K > 2:
-        small = structure.weights >= Weights.SMALL and structure.ends and not derived
+        small = structure.weights >= Weights.SMALL and not derived
         return (_from_below if small else _many)(z, u, tau, theta, s, c).to(x.dtype)
     moved = tau[0] * (z - theta[0])
     empty = all(not isinstance(w, Tensor) and w == 0 for w in (s[0], c[0]))
