@@ -263,7 +263,13 @@ class Linear(_Tiered, nn.Linear):
         self._set(K, tier, share, init, train, (), accuracy)
 
     def forward(self, x: Tensor, factor: Tensor | None = None) -> Tensor:
-        """(..., in_features) -> (..., out_features); the gated input is multiplied by `factor`."""
+        """(..., in_features) -> (..., out_features); the gated input is multiplied by `factor`,
+        which is as large as x."""
+        if x.shape[-1:] != (self.in_features,):
+            raise RuntimeError(
+                f"Linear: takes {self.in_features} features, the last axis of x; "
+                f"got x of shape {tuple(x.shape)}."
+            )
         if self.share in ("layer", "channel", "neuron"):
             return self._shared(x, factor, None)
         y = self._synaptic(x, factor, None)
@@ -275,6 +281,7 @@ class _Conv(_Tiered):
 
     stride: tuple[int, ...]
     dilation: tuple[int, ...]
+    in_channels: int
     kernel_size: tuple[int, ...]
     groups: int
     padding_mode: Any
@@ -314,10 +321,32 @@ class _Conv(_Tiered):
         if x.dim() == len(self.stride) + 1:
             one = None if factor is None else factor.unsqueeze(0)
             return self.forward(x.unsqueeze(0), one).squeeze(0)
+        self._check(x)
         if self.share in ("layer", "channel", "neuron"):
             return self._shared(x, factor, self._conv())
         y = self._synaptic(x, factor, self._conv())
         return y if self.bias is None else y + self.bias.view(-1, *(1,) * len(self.stride))
+
+    def _check(self, x: Tensor) -> None:
+        """What torch's convolution asks of x, before a gate is evaluated."""
+        name, axes, shape = type(self).__name__, len(self.stride), tuple(x.shape)
+        if x.dim() != axes + 2 or shape[1] != self.in_channels:
+            raise RuntimeError(
+                f"{name}: takes {self.in_channels} channels and {axes} spatial axes, "
+                f"with a batch before them or without; got x of shape {shape}."
+            )
+        if self.share == "neuron" and shape[2:] != self.size:
+            raise RuntimeError(
+                f"{name}: has a gate for each of {self.size} positions; got x of shape {shape}."
+            )
+        pad = self._reversed_padding_repeated_twice
+        padded = [n + a + b for n, a, b in zip(shape[:1:-1], pad[::2], pad[1::2], strict=True)]
+        covered = [d * (k - 1) + 1 for d, k in zip(self.dilation, self.kernel_size, strict=True)]
+        if any(n < k for n, k in zip(padded[::-1], covered, strict=True)):
+            raise RuntimeError(
+                f"{name}: the kernel covers {tuple(covered)}, which must fit into the padded "
+                f"input; got {tuple(padded[::-1])} (x of shape {shape})."
+            )
 
     def _conv(self) -> kernels.Conv:
         pad, mode = self._reversed_padding_repeated_twice, self.padding_mode

@@ -117,9 +117,7 @@ def check_values(device):
         assert found[1].isnan().all()
         assert torch.equal(found[[0, 2, 4]], layer(x)[[0, 2, 4]])
         torch.testing.assert_close(torch.func.vmap(layer)(x[None])[0], layer(x))
-        for wrong, given in ((layer, (5, 7)), (tg.Conv2d(4, 2, 1, tier="S"), (1, 3, 2, 2))):
-            with pytest.raises(RuntimeError, match=r"shape|size"):  # nothing is read beyond its end
-                wrong.to(device)(torch.randn(given, device=device))
+        check_refused(device)
     with tg.kernels.use("reference"):
         torch.testing.assert_close(found[3], layer(odd)[3])
     grads = []
@@ -152,6 +150,74 @@ def check_extremes(device):
             # the difference of x and theta is rounded, and tau times that moves a gate by tau / 4
             bound = 2**-23 * (8 + tau * spread) * 12 * float(want.abs().max())
             assert float((y - want).abs().max()) < bound
+
+
+def check_far(device):
+    """Where gates are nearly 1 or nearly 0 and at huge inputs, gradients have float64's digits."""
+    torch.manual_seed(0)
+    pairs = {"tier": "S", "share": "channel_pair", "padding": 1}
+    for init in ("silu", "sigmoid", OWN_TAUS):
+        line = tg.Linear(3, 2, tier="S", init=init).to(device)
+        image = tg.Conv1d(2, 2, 3, init=init, **pairs).to(device)
+        # 2^-60 is reached at 60 log(2) / 2 = 20.8 for a tau of 2
+        check(line, 14 + torch.rand(2, 3, device=device))
+        check(image, 14 + torch.rand(1, 2, 3, device=device))
+        x = torch.randn(3, 3, device=device)
+        x[1, 2] = -1e20
+        check(moved(line), x)
+    steep = tg.Linear(3, 2, tier="S").to(device)
+    torch.nn.init.constant_(steep.gate.rho, 7.0)
+    check(steep, torch.rand(2, 3, device=device) / 50, 1e-4)  # tau is 1097: digits of x - theta
+    fast = tg.Linear(1, 1, tier="S", init="sigmoid", accuracy="fast", bias=False).to(device)
+    torch.nn.init.constant_(fast.gate.dtheta, 100.0)
+    torch.nn.init.constant_(fast.gate.rho, 3.0)
+    x = (100 + torch.linspace(-0.1, 0.1, 9, device=device)).view(-1, 1)
+    with torch.no_grad(), tg.kernels.use("triton"):
+        y = fast(x)
+    with torch.no_grad(), tg.kernels.use("reference"):
+        want = copy.deepcopy(fast).double()(x.double())
+    # half a unit in the last place of x - theta is that of x, which is given; the rest is tanh's
+    assert float((y - want).abs().max()) < (1e-6 if device == "cpu" else 8e-6)
+
+
+def check_unseen(device):
+    """What no tap of a kernel sees changes nothing, whatever it is, and has the gradient 0."""
+    torch.manual_seed(0)
+    for share in ("channel_pair", "synapse"):
+        layer = moved(tg.Conv1d(2, 2, 2, tier="S", share=share, stride=2, dilation=2, padding=1))
+        x = torch.randn(2, 2, 6, device=device)
+        dy = torch.randn(2, 2, 3, device=device)
+        want = results(layer.to(device), x, dy, "triton")
+        x[0, 0, 2], x[1, 1, 4] = float("nan"), float("inf")
+        have = results(layer, x, dy, "triton")
+        for name, true in want.items():
+            assert torch.equal(have[name], true), (share, name)
+        assert have["x"][0, 0, 2] == have["x"][1, 1, 4] == 0
+
+
+def check_refused(device):
+    """Inputs that do not fit are refused before anything is read beyond its end."""
+    for tier in ("S", "W"):
+        line, image = tg.Linear(5, 3, tier=tier), tg.Conv2d(4, 2, 3, tier=tier, padding=(1, 0))
+        for layer, shape, words in (
+            (line, (4, 10), r"takes 5 features.*got x of shape \(4, 10\)"),
+            (line, (4, 1), "takes 5 features"),
+            (line, (0, 4), "takes 5 features"),
+            (line, (), "takes 5 features"),
+            (image, (1, 3, 4, 4), "takes 4 channels and 2 spatial axes"),
+            (image, (1, 8, 4, 4), "takes 4 channels"),
+            (image, (4, 4), "takes 4 channels"),
+            (image, (0, 4, 4, 2), r"covers \(3, 3\).*got \(6, 2\)"),
+            (image, (4, 4, 2), r"covers \(3, 3\)"),
+        ):
+            with pytest.raises(RuntimeError, match=words):
+                layer.to(device)(torch.randn(shape, device=device))
+        for layer, shape in ((line, (4, 5)), (image, (4, 4, 5, 4))):
+            x = torch.randn(shape, device=device)
+            assert layer(x, torch.ones_like(x)).isfinite().all()
+            for other in ((x.numel(),), shape[::-1], (1, *shape[1:]), (*shape[:-1], 1)):
+                with pytest.raises(ValueError, match="factor: one number for each of x"):
+                    layer(x, torch.ones(other, device=device))
 
 
 def check_compiled(device, backend):
@@ -268,6 +334,25 @@ def test_tables_say_which_row_a_tap_sees():
     assert (seeing >= 0).sum() == (seen >= 0).sum()
 
 
+def test_inputs_that_do_not_fit_are_refused_by_the_formulas_too():
+    check_refused("cpu")
+    layer = tg.Conv1d(2, 2, 1, share="neuron", size=(4,))
+    with pytest.raises(RuntimeError, match=r"each of \(4,\) positions; got x of shape \(1, 2, 1\)"):
+        layer(torch.ones(1, 2, 1))
+
+
+def test_tables_made_for_a_cuda_graph_are_not_kept(monkeypatch):
+    """They are filled when the graph runs: eager code would find them empty."""
+    window, cpu = gpu.Window((3,), (2,), (2,), (1,), (0,), (1,)), torch.device("cpu")
+    kept = gpu.tables(window, cpu)[0]
+    assert gpu.tables(window, cpu)[0] is kept
+    monkeypatch.setattr(gpu, "_captures", lambda device: True)
+    made = gpu.tables(window, cpu)[0]
+    assert made is not kept
+    assert torch.equal(made, kept)
+    assert gpu.tables(window, cpu)[0] is not made
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_the_kernels_equal_float64(dtype):
@@ -280,6 +365,8 @@ def test_values_extremes_and_memory_on_a_gpu():
     check_values("cuda")
     check_ops("cuda")
     check_extremes("cuda")
+    check_far("cuda")
+    check_unseen("cuda")
     check_memory("cuda")
     check_fast("cuda", 1e-4)  # 4e-6 of a sigmoid was measured, over all numbers
 

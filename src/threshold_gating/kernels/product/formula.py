@@ -28,6 +28,15 @@ class Conv(NamedTuple):
     mode: str = "constant"
 
 
+def check_factor(x: Tensor, factor: Tensor) -> None:
+    """A factor of another shape would multiply other inputs than it is meant for."""
+    if factor.shape != x.shape:
+        raise ValueError(
+            f"factor: one number for each of x, shape {tuple(x.shape)}; "
+            f"got shape {tuple(factor.shape)}."
+        )
+
+
 class Operands(NamedTuple):
     """The tensors of one product."""
 

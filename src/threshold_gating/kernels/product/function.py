@@ -17,7 +17,14 @@ from threshold_gating.kernels.backend import backend, is_memory, no_native_op, r
 from threshold_gating.kernels.blend.function import differentiated, wrong_call
 from threshold_gating.kernels.call import common_shape, of_call, whole
 from threshold_gating.kernels.product import one_vector, two_soft
-from threshold_gating.kernels.product.formula import Conv, Formula, Grads, Operands, Plan
+from threshold_gating.kernels.product.formula import (
+    Conv,
+    Formula,
+    Grads,
+    Operands,
+    Plan,
+    check_factor,
+)
 from threshold_gating.kernels.structure import Gate, Rows, Structure, Tensors
 from threshold_gating.primitive import GateForm
 
@@ -60,6 +67,7 @@ def gated_product(
         bias = rest[0] if rest else None
         formula = Formula(structure, shape, conv)
         if factor is not None:
+            check_factor(x, factor)
             return formula.product(formula.inputs(x, formula.rows(tensors), factor), weight, bias)
         return _product(formula, x, weight, bias, tensors)
     if factor is not None:

@@ -2,8 +2,10 @@
 
 What limits them are special functions, of which a multiprocessor has 16 a clock beside 128 of the
 rest. So two denominators share one reciprocal: 1 / a and 1 / b are b r and a r with r = 1 / (a b),
-three special functions for two gates. The exponentials are bounded by 2^60 for it: a gate is never
-less than 2^-60. Everything is float32.
+three special functions for two gates. The exponentials are bounded by 2^60 for it: a gate that
+would be less than 2^-60 is 0, so that x times it is nothing however large x is. Everything is
+float32, and of two gates that sum to 1 neither is taken off 1: where one is nearly 1 the other has
+all its digits, and g (1 - g) is their product.
 """
 
 # mypy: ignore-errors
@@ -17,7 +19,7 @@ import triton.language as tl
 from threshold_gating.kernels.instructions import INTERPRETED, LOG2E, exp2, inverse
 
 _MOST = tl.constexpr(60.0)  # of an exponent: the product of two denominators must not overflow
-_CROSSED = tl.constexpr(30.0)
+_FAR = tl.constexpr(2.0**100)  # beyond it an exponent is as good as infinite
 
 
 @triton.jit
@@ -55,18 +57,21 @@ def tile_of(pointer, width, step, columns, inside, COUNT: tl.constexpr):
 
 @triton.jit
 def _odds(z, gate, K: tl.constexpr, TAUS: tl.constexpr):
-    """What the other branches weigh against the middle one (K = 3) or the upper (K = 2).
+    """What the other branches weigh against the middle one (K = 3) or the upper (K = 2), and
+    whether that one weighs nothing.
 
-    Thresholds that have crossed, with a middle branch that weighs nothing between them, take the
-    same off both: no more than 2^-30 of a gate is lost.
+    Of the other two of K = 3 the same is taken off where one is beyond the bound: what they weigh
+    against each other stays.
     """
     low = (z - gate[TAUS]) * (gate[0] * -LOG2E)
     if K == 2:
-        odds = (exp2(not_above(low, _MOST)),)
+        odds = (exp2(not_above(low, _MOST)), low >= _MOST)
     else:
         high = (z - gate[TAUS + 1]) * (gate[TAUS - 1] * LOG2E)
-        both = tl.maximum(tl.minimum(low, high) - _CROSSED, 0.0)
-        odds = (exp2(not_above(low - both, _MOST)), exp2(not_above(high - both, _MOST)))
+        low, high = not_above(low, _FAR), not_above(high, _FAR)
+        most = tl.maximum(low, high)
+        off = tl.maximum(most - _MOST, 0.0)
+        odds = (exp2(low - off), exp2(high - off), most >= _MOST)
     return odds
 
 
@@ -85,62 +90,64 @@ def branch_less(
 def opened(z, gate, K: tl.constexpr, TAUS: tl.constexpr, FAST: tl.constexpr):
     """(odds, their sum with 1); FAST has the gate itself, which needs no reciprocal."""
     if FAST:
-        half = gate[0] * 0.5
-        below = tanh_approx(z * half - gate[1] * half) * 0.5 + 0.5
+        below = tanh_approx((z - gate[1]) * (gate[0] * 0.5)) * 0.5 + 0.5
         odds = (below,)
     else:
         odds = _odds(z, gate, K, TAUS)
-        below = 1.0 + odds[0]
-        if K == 3:
-            below += odds[1]
+        below = 1.0 + odds[0] if K == 2 else tl.where(odds[2], 0.0, 1.0) + (odds[0] + odds[1])
     return odds, below
 
 
 @triton.jit
-def shares_of(below, FAST: tl.constexpr):
-    """The gates of the upper (K = 2) or middle branch (K = 3) of two synapses."""
-    if FAST:
-        shares = below
-    else:
-        r = inverse(below[0] * below[1])
-        shares = (r * below[1], r * below[0])
-    return shares
+def _gates(odds, share, K: tl.constexpr):
+    own = tl.where(odds[K - 1], 0.0, share)
+    gates = (odds[0] * share, own)
+    if K == 3:
+        gates = gates + (odds[1] * share,)
+    return gates
 
 
 @triton.jit
-def mean_of(share, odds, line, at: tl.constexpr, K: tl.constexpr):
+def gates_of(odds, below, K: tl.constexpr, FAST: tl.constexpr):
+    """The K gates of each of two synapses."""
+    if FAST:
+        gates = ((1.0 - below[0], below[0]), (1.0 - below[1], below[1]))
+    else:
+        r = inverse(below[0] * below[1])
+        gates = (_gates(odds[0], r * below[1], K), _gates(odds[1], r * below[0], K))
+    return gates
+
+
+@triton.jit
+def mean_of(gates, line, at: tl.constexpr, K: tl.constexpr):
     """The mean of a row of `line` from `at` on."""
     if K == 2:
-        found = line[at] + share * (line[at + 1] - line[at])
+        found = line[at] + gates[1] * (line[at + 1] - line[at])
     else:
-        found = line[at + 1] + (odds[0] * share) * (line[at] - line[at + 1])
-        found += (odds[1] * share) * (line[at + 2] - line[at + 1])
+        found = gates[0] * line[at] + gates[1] * line[at + 1] + gates[2] * line[at + 2]
     return found
 
 
 @triton.jit
-def outer_turns(z, share, odds, line, CONSTANTS: tl.constexpr):
-    """K = 3: the outer gates, and what a unit of their logits adds to the synapse."""
-    low, high = odds[0] * share, odds[1] * share
-    a = low * branch_less(z, line, 0, 1, 3, CONSTANTS)
-    b = high * branch_less(z, line, 2, 1, 3, CONSTANTS)
-    return (low, high), (a - low * (a + b), b - high * (a + b))
+def outer_turns(z, gates, line, CONSTANTS: tl.constexpr):
+    """K = 3: what a unit of the logits of the outer gates adds to the synapse."""
+    across = branch_less(z, line, 0, 2, 3, CONSTANTS)
+    low = gates[1] * branch_less(z, line, 0, 1, 3, CONSTANTS) + gates[2] * across
+    high = gates[1] * branch_less(z, line, 2, 1, 3, CONSTANTS) - gates[0] * across
+    return gates[0] * low, gates[2] * high
 
 
 @triton.jit
-def slope_of(
-    z, share, odds, gate, line, K: tl.constexpr, TAUS: tl.constexpr, CONSTANTS: tl.constexpr
-):
+def slope_of(z, gates, gate, line, K: tl.constexpr, TAUS: tl.constexpr, CONSTANTS: tl.constexpr):
     """d synapse / d x."""
     if K == 2:
-        turn = (share - share * share) * gate[0]
-        slope = line[0] + (share + turn * z) * (line[1] - line[0])
+        turn = gates[0] * gates[1] * gate[0]
+        slope = line[0] + (gates[1] + turn * z) * (line[1] - line[0])
         if CONSTANTS:
             slope += turn * (line[3] - line[2])
     else:
-        gates, turns = outer_turns(z, share, odds, line, CONSTANTS)
-        slope = line[1] + gates[0] * (line[0] - line[1]) + gates[1] * (line[2] - line[1])
-        slope += turns[1] * gate[TAUS - 1] - turns[0] * gate[0]
+        turns = outer_turns(z, gates, line, CONSTANTS)
+        slope = mean_of(gates, line, 0, 3) + turns[1] * gate[TAUS - 1] - turns[0] * gate[0]
     return slope
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from threshold_gating.kernels.backend import backend, engine, no_native_op
 from threshold_gating.kernels.blend.function import differentiated
-from threshold_gating.kernels.product.formula import Conv
+from threshold_gating.kernels.product.formula import Conv, check_factor
 from threshold_gating.kernels.structure import Structure
 from threshold_gating.kernels.synapse import gpu
 from threshold_gating.kernels.synapse.formula import (
@@ -77,6 +77,8 @@ def _synaptic(
     name = backend()
     if name == "native":
         raise no_native_op()
+    if factor is not None:
+        check_factor(x, factor)
     seen = engine(x, name) in ("triton", "graph")
     if not seen or factor is not None or not _takes(x, synapses, formula):
         return formula(x, synapses, factor)

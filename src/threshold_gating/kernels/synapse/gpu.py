@@ -97,7 +97,7 @@ class Packed(NamedTuple):
             return dx
         run, parts = _prepared("inputs", self.known, self.sizes, self._processors())
         dx = self.x.new_empty(parts, *self.x.shape)
-        run((self.x, self.gates, self.lines, self._table(1), turned(dy), dx))
+        run((self._visible(), self.gates, self.lines, self._table(1), turned(dy), dx))
         return total(dx, 0)
 
     def parameter_gradients(self, dy: Tensor) -> tuple[Tensor, Tensor]:
@@ -115,7 +115,7 @@ class Packed(NamedTuple):
 
     def _pairs(self) -> tuple[Tensor, Tensor, Tensor]:
         """x, gates and lines, these (groups, outputs, taps, kind, inputs)."""
-        return self.x, self.gates, self.lines.transpose(1, 2).contiguous()
+        return self._visible(), self.gates, self.lines.transpose(1, 2).contiguous()
 
     def _forward_of_pairs(self) -> Tensor:
         rows, across, _, outputs, taps, groups, images = self.sizes
@@ -137,8 +137,15 @@ class Packed(NamedTuple):
         run((x, gates, lines, down, dgates, dlines))
         return total(dgates, 0), total(dlines, 0).transpose(1, 2)
 
-    def _by_image(self, dy: Tensor) -> Tensor:
-        return dy.view(self.sizes.images, -1, dy.shape[1])
+    def _visible(self) -> Tensor:
+        """x with 0 where no tap sees it: a gradient is 0 there, and 0 times infinity is not."""
+        if self.window is None or _sees_all(self.window):
+            return self.x
+        hidden = (self._table(1) < 0).all(0)[:, None]
+        return self._by_image(self.x).masked_fill(hidden, 0.0).view_as(self.x)
+
+    def _by_image(self, rows: Tensor) -> Tensor:
+        return rows.view(self.sizes.images, -1, rows.shape[1])
 
     def _processors(self) -> int:
         if not self.x.is_cuda:
@@ -252,7 +259,31 @@ def _split(terms: int, programs: int, processors: int) -> tuple[int, int]:
 
 
 @functools.lru_cache(1024)
+def _sees_all(window: Window) -> bool:
+    """Whether each position is seen by a tap: it is where it is on each axis."""
+    for size, out, kernel, stride, low, step in zip(*window, strict=True):
+        seen = {t * step + n * stride - low for t in range(kernel) for n in range(out)}
+        if not seen.issuperset(range(size)):
+            return False
+    return True
+
+
 def tables(window: Window, device: torch.device) -> tuple[Tensor, Tensor]:
+    """As `_tables`, which remembers them; those made for a CUDA graph belong to that graph.
+
+    They are filled when it runs, not before, and live in its memory.
+    """
+    make = _tables.__wrapped__ if _captures(device) else _tables
+    found: tuple[Tensor, Tensor] = make(window, device)
+    return found
+
+
+def _captures(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+@functools.lru_cache(1024)
+def _tables(window: Window, device: torch.device) -> tuple[Tensor, Tensor]:
     """Which position a tap of a row of y sees, (taps, rows of an image); and the other way round.
 
     -1 where it sees none.

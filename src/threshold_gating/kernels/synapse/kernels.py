@@ -18,12 +18,12 @@ import triton
 import triton.language as tl
 
 from threshold_gating.kernels.synapse.arithmetic import (
+    gates_of,
     mean_of,
     opened,
     outer_turns,
     parameter_rows,
     seen_row,
-    shares_of,
     slope_of,
     tile_of,
 )
@@ -73,11 +73,11 @@ def synapse_forward(
                 )
                 q, b = opened(v, g, K, TAUS, FAST)
                 z, line, odds, below = z + (v,), line + (w,), odds + (q,), below + (b,)
-            shares = shares_of(below, FAST)
+            opens = gates_of(odds, below, K, FAST)
             for j in tl.static_range(2):
-                total += z[j] * mean_of(shares[j], odds[j], line[j], 0, K)
+                total += z[j] * mean_of(opens[j], line[j], 0, K)
                 if CONSTANTS:
-                    total += mean_of(shares[j], odds[j], line[j], K, K)
+                    total += mean_of(opens[j], line[j], K, K)
         if CONSTANTS and TABLE:  # without constants a synapse is 0 at 0
             total = tl.where(inside[:, None], total, before)
     whole = outputs * tl.num_programs(1)
@@ -131,35 +131,35 @@ def synapse_inputs(
                 q, b = opened(z, g, K, TAUS, FAST)
                 d, gate, line = d + (v.to(tl.float32)[:, None],), gate + (g,), line + (w,)
                 odds, below = odds + (q,), below + (b,)
-            shares = shares_of(below, FAST)
+            opens = gates_of(odds, below, K, FAST)
             for j in tl.static_range(2):
-                slope = slope_of(z, shares[j], odds[j], gate[j], line[j], K, TAUS, CONSTANTS)
+                slope = slope_of(z, opens[j], gate[j], line[j], K, TAUS, CONSTANTS)
                 total += d[j] * slope
     tl.store(dx + part * apart + place, total.to(dx.dtype.element_ty), mask=tile)
 
 
 @triton.jit
 def _zeros(ROWS: tl.constexpr, COLUMNS: tl.constexpr, K: tl.constexpr, CONSTANTS: tl.constexpr):
-    """Where the sums of `_moments` and `_turns` start; the sum of dy alone has one column."""
-    FULL: tl.constexpr = 4 + 3 * CONSTANTS if K == 2 else 7 + 2 * CONSTANTS
+    """Where the sums of `_moments` and `_turns` start."""
+    COUNT: tl.constexpr = 4 + 4 * CONSTANTS if K == 2 else 7 + 3 * CONSTANTS
     sums = ()
-    for _ in tl.static_range(FULL):
+    for _ in tl.static_range(COUNT):
         sums = sums + (tl.zeros((ROWS, COLUMNS), tl.float32),)
-    if CONSTANTS:
-        sums = sums + (tl.zeros((ROWS, 1), tl.float32),)
     return sums
 
 
 @triton.jit
-def _moments(sums, d, z, g, from_theta, CONSTANTS: tl.constexpr):
-    """K = 2: sums over rows to which the branches are factors: of d z, d g z, d g' z, d g' z (z -
-    theta), and with constants of the same without z."""
-    m = d * g
-    h = m - m * g
-    hz = h * z
-    more = (sums[0] + d * z, sums[1] + m * z, sums[2] + hz, sums[3] + hz * from_theta)
+def _moments(sums, d, z, gates, from_theta, CONSTANTS: tl.constexpr):
+    """K = 2: sums over rows to which the branches are factors: of d g z for both gates, d g' z,
+    d g' z (z - theta), and with constants of the same without z."""
+    dz = d * z
+    lower = dz * gates[0]
+    turn = lower * gates[1]
+    more = (sums[0] + lower, sums[1] + dz * gates[1], sums[2] + turn, sums[3] + turn * from_theta)
     if CONSTANTS:
-        more = more + (sums[4] + m, sums[5] + h, sums[6] + h * from_theta, sums[7] + d)
+        low, high = d * gates[0], d * gates[1]
+        h = low * gates[1]
+        more = more + (sums[4] + low, sums[5] + high, sums[6] + h, sums[7] + h * from_theta)
     return more
 
 
@@ -168,28 +168,28 @@ def _of_moments(sums, gate, line, CONSTANTS: tl.constexpr):
     """(gradients of tau and theta, of slopes and constants)."""
     rise = line[1] - line[0]
     theta, tau = rise * sums[2], rise * sums[3]
-    dline = (sums[0] - sums[1], sums[1])
+    dline = (sums[0], sums[1])
     if CONSTANTS:
         jump = line[3] - line[2]
-        theta, tau = theta + jump * sums[5], tau + jump * sums[6]
-        dline = dline + (sums[7] - sums[4], sums[4])
+        theta, tau = theta + jump * sums[6], tau + jump * sums[7]
+        dline = dline + (sums[4], sums[5])
     return (tau, -theta * gate[0]), dline
 
 
 @triton.jit
 def _turns(sums, d, z, gates, turns, gate, TAUS: tl.constexpr, CONSTANTS: tl.constexpr):
-    """K = 3: sums over rows of d z, of d times the outer gates and z, of d times what a unit of
-    their logits adds, of that and x - theta; and with constants of the first without z."""
-    low, high = d * gates[0], d * gates[1]
+    """K = 3: sums over rows of d times the gates and z, of d times what a unit of the outer logits
+    adds, of that and x - theta; and with constants of the first without z."""
+    low, own, high = d * gates[0], d * gates[1], d * gates[2]
     down, up = d * turns[0], d * turns[1]
-    more = (sums[0] + d * z, sums[1] + low * z, sums[2] + high * z, sums[3] + down, sums[4] + up)
+    more = (sums[0] + low * z, sums[1] + own * z, sums[2] + high * z, sums[3] + down, sums[4] + up)
     first, second = down * (z - gate[TAUS]), up * (z - gate[TAUS + 1])
     if TAUS == 1:
         more = more + (sums[5] + (second - first), sums[6])
     else:
         more = more + (sums[5] - first, sums[6] + second)
     if CONSTANTS:
-        more = more + (sums[7] + low, sums[8] + high, sums[9] + d)
+        more = more + (sums[7] + low, sums[8] + own, sums[9] + high)
     return more
 
 
@@ -198,9 +198,9 @@ def _of_turns(sums, gate, TAUS: tl.constexpr, CONSTANTS: tl.constexpr):
     """(gradients of taus and thetas, of slopes and constants)."""
     dgate = (sums[5],) if TAUS == 1 else (sums[5], sums[6])
     dgate = dgate + (sums[3] * gate[0], -sums[4] * gate[TAUS - 1])
-    dline = (sums[1], sums[0] - sums[1] - sums[2], sums[2])
+    dline = (sums[0], sums[1], sums[2])
     if CONSTANTS:
-        dline = dline + (sums[7], sums[9] - sums[7] - sums[8], sums[8])
+        dline = dline + (sums[7], sums[8], sums[9])
     return dgate, dline
 
 
@@ -255,13 +255,13 @@ def synapse_parameters(
                 u = tl.load(u, mask=(o < outputs) & near, other=0.0).to(tl.float32)[:, None]
                 q, b = opened(v, gate, K, TAUS, FAST)
                 z, d, odds, below = z + (v,), d + (u,), odds + (q,), below + (b,)
-            shares = shares_of(below, FAST)
+            opens = gates_of(odds, below, K, FAST)
             for j in tl.static_range(2):
                 if K == 2:
-                    sums = _moments(sums, d[j], z[j], shares[j], z[j] - gate[1], CONSTANTS)
+                    sums = _moments(sums, d[j], z[j], opens[j], z[j] - gate[1], CONSTANTS)
                 else:
-                    outer, turns = outer_turns(z[j], shares[j], odds[j], line, CONSTANTS)
-                    sums = _turns(sums, d[j], z[j], outer, turns, gate, TAUS, CONSTANTS)
+                    turns = outer_turns(z[j], opens[j], line, CONSTANTS)
+                    sums = _turns(sums, d[j], z[j], opens[j], turns, gate, TAUS, CONSTANTS)
     if K == 2:
         dgate, dline = _of_moments(sums, gate, line, CONSTANTS)
     else:

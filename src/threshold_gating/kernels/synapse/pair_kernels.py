@@ -17,12 +17,12 @@ import triton.language as tl
 
 from threshold_gating.kernels.synapse.arithmetic import (
     branch_less,
+    gates_of,
     mean_of,
     opened,
     outer_turns,
     parameter_rows,
     seen_row,
-    shares_of,
     slope_of,
     tile_of,
 )
@@ -59,16 +59,16 @@ def synapse_taps(
             at = gates + (pair + c + j) * GATES * outputs
             q, b = opened(v, parameter_rows(at, outputs, o, there & near, GATES), K, TAUS, FAST)
             z, odds, below = z + (v,), odds + (q,), below + (b,)
-        shares = shares_of(below, FAST)
+        opens = gates_of(odds, below, K, FAST)
         for j in tl.static_range(2):
             mine = there & (c + j < inputs)
             first = lines + (pair + c + j) * TAPS * LINES * outputs
             more = ()
             for t in tl.static_range(TAPS):
                 line = parameter_rows(first + t * LINES * outputs, outputs, o, mine, LINES)
-                total = sums[t] + z[j] * mean_of(shares[j], odds[j], line, 0, K)
+                total = sums[t] + z[j] * mean_of(opens[j], line, 0, K)
                 if CONSTANTS:
-                    total += mean_of(shares[j], odds[j], line, K, K)
+                    total += mean_of(opens[j], line, K, K)
                 more = more + (total,)
             sums = more
     whole = outputs * tl.num_programs(1)
@@ -128,14 +128,14 @@ def synapse_pair_inputs(
             g = parameter_rows(at, inputs, c, there & (o + j < outputs), GATES)
             q, b = opened(z, g, K, TAUS, FAST)
             gate, odds, below = gate + (g,), odds + (q,), below + (b,)
-        shares = shares_of(below, FAST)
+        opens = gates_of(odds, below, K, FAST)
         for j in tl.static_range(2):
             mine = there & (o + j < outputs)
             first = lines + (pair + o + j) * TAPS * LINES * inputs
             down = dy + (pair + o + j) * TAPS * across + spot
             near = inside & (o + j < outputs)
             line = _weighted(down, each, near, first, inputs, c, mine, TAPS, LINES)
-            total += slope_of(z, shares[j], odds[j], gate[j], line, K, TAUS, CONSTANTS)
+            total += slope_of(z, opens[j], gate[j], line, K, TAUS, CONSTANTS)
     tl.store(dx + place, total.to(dx.dtype.element_ty), mask=tile)
 
 
@@ -195,11 +195,11 @@ def synapse_pair_parameters(
             v = tl.load(at_x, mask=(c < inputs) & (p + j < last), other=0.0).to(tl.float32)[None, :]
             q, b = opened(v, gate, K, TAUS, FAST)
             z, odds, below = z + (v,), odds + (q,), below + (b,)
-        shares = shares_of(below, FAST)
+        opens = gates_of(odds, below, K, FAST)
         for j in tl.static_range(2):
             near = (o < outputs) & (p + j < last)
             down = d_place + (p + j) * tl.cast(TAPS * outputs * groups, tl.int64)
-            slopes = _parts(z[j], shares[j], odds[j], K, CONSTANTS)
+            slopes = _parts(z[j], opens[j], K, CONSTANTS)
             line, more = (), ()
             for t in tl.static_range(TAPS):
                 d = tl.load(down + t * outputs * groups, mask=near, other=0.0).to(tl.float32)[
@@ -212,7 +212,7 @@ def synapse_pair_parameters(
                     more = more + (sums[t * LINES + k] + d * slopes[k],)
                 line = scaled
             sums = more
-            turns = _turning(turns, z[j], shares[j], odds[j], gate, line, K, TAUS, CONSTANTS)
+            turns = _turning(turns, z[j], opens[j], gate, line, K, TAUS, CONSTANTS)
     if K == 2:
         dgate = (turns[0], -turns[1] * gate[0])
     else:
@@ -228,28 +228,25 @@ def synapse_pair_parameters(
 
 
 @triton.jit
-def _parts(z, share, odds, K: tl.constexpr, CONSTANTS: tl.constexpr):
+def _parts(z, gates, K: tl.constexpr, CONSTANTS: tl.constexpr):
     """What the synapse grows by with each of its slopes and constants: g_k x and g_k."""
-    if K == 2:
-        gates = (1.0 - share, share)
-        parts = (z * gates[0], z * gates[1])
-    else:
-        gates = (odds[0] * share, share, odds[1] * share)
-        parts = (z * gates[0], z * gates[1], z * gates[2])
+    parts = (z * gates[0], z * gates[1])
+    if K == 3:
+        parts = parts + (z * gates[2],)
     return parts + gates if CONSTANTS else parts
 
 
 @triton.jit
 def _turning(
-    sums, z, share, odds, gate, line,
+    sums, z, gates, gate, line,
     K: tl.constexpr, TAUS: tl.constexpr, CONSTANTS: tl.constexpr,
 ):  # fmt: skip
     """Sums of what a unit of a gate's logits adds to the synapses, times x - theta and alone."""
     if K == 2:
-        turn = branch_less(z, line, 1, 0, K, CONSTANTS) * (share - share * share)
+        turn = branch_less(z, line, 1, 0, K, CONSTANTS) * (gates[0] * gates[1])
         more = (sums[0] + turn * (z - gate[1]), sums[1] + turn)
     else:
-        _, turns = outer_turns(z, share, odds, line, CONSTANTS)
+        turns = outer_turns(z, gates, line, CONSTANTS)
         first, second = turns[0] * (z - gate[TAUS]), turns[1] * (z - gate[TAUS + 1])
         if TAUS == 1:
             more = (sums[0] + (second - first), sums[1])
