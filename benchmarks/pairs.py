@@ -194,9 +194,14 @@ def _gates() -> Iterator[Pair]:
             shapes = ((257, 65) if g.t.hard else (63, 7), (1031, 63))
             pair = Pair("blend", f"{key} {share}", _BLEND, g.draw, g.reference, g.kernel, shapes)
             yield pair
-            launched = (*_BLEND, "add_parts")
             name = f"{pair.name} module"
-            yield replace(pair, family="module", name=name, launches=launched, kernel=g.module)
+            yield replace(pair, family="module", name=name, kernel=g.module)
+            if (key, share) == ("silu", "channel"):  # the sums of many rows are added by a second
+                more = replace(
+                    pair, launches=(*_BLEND, "add_parts"), shapes=((1100, 7), (1031, 63))
+                )
+                name = f"{pair.name} module of many rows"
+                yield replace(more, family="module", name=name, kernel=g.module)
     cases = [(key, "channel", "v") for key in ("silu", "gelu", "leaky_relu")]
     cases += [("silu", "layer", "up"), ("gelu_tanh", "layer", "up"), ("mish", "channel", "up")]
     for key, share, other in cases:
@@ -250,12 +255,13 @@ def _products() -> Iterator[Pair]:
         for share in ("channel", "layer"):
             p = Product(Gates(t, share))
             launched = _TWO_SOFT if name == "two soft" else ()
+            many = (*launched, "add_parts") if launched else ()  # sums of several programs
             # the gated inputs, the products of halves and the result are rounded, and so back
             pair = Pair(
                 "product", f"{name} {share} product", launched, p.draw, p.reference, p.module,
                 shapes=((300, 7), (1031, 63), (16, 1024)), roundings=3,
             )  # fmt: skip
-            yield pair
+            yield replace(pair, launches=many)
             yield replace(pair, name=f"{name} {share} product of few", shapes=((9, 7),))
             # the last so large that the weights' gradients are those of halves
             shapes = ((2, 6, 4, 5), (4, 32, 28, 28), (8, 192, 28, 28))

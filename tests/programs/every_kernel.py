@@ -21,6 +21,7 @@ ELSEWHERE, FEW = ("blend", "times", "frozen module"), ("module", "compiled")
 # These pairs launch every kernel, and write everything that it can write.
 ENOUGH = (
     "silu layer module",
+    "silu channel module of many rows",
     "silu frozen times",
     "two soft channel product of few",
     "one vector channel product",
