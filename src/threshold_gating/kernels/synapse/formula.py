@@ -109,8 +109,8 @@ class Formula(NamedTuple):
         if factor is not None:
             scales = factor.reshape(len(x), groups, 1, -1).split(rows)  # type: ignore[no-untyped-call]
         run: Callable[..., Tensor] = self._summed
-        # Transforms do not see into a checkpoint; and one that is made in a backward pass, for second
-        # derivatives, would be run again in another one, whose thread does not know the backend.
+        # Transforms do not see into a checkpoint; and one that is made in a backward pass, for
+        # second derivatives, would run again in another thread, which knows no backend.
         backward = torch._C._current_graph_task_id() != -1
         if not backward and not torch._C._are_functorch_transforms_active():
             run = partial(checkpoint, run, use_reentrant=False, preserve_rng_state=False)
