@@ -210,7 +210,9 @@ def broken(gated, name, damage):
             return y.copy_(bad) if isinstance(y, torch.Tensor) else bad  # it may be in place
 
         original = answering.answer
-        with mock.patch.object(answering, "answer", answer):
+        # plain calls come a shorter way, which is left out meanwhile
+        shorter = mock.patch.object(answering.Answering, "_at_once", lambda *_: answering._NEVER)
+        with mock.patch.object(answering, "answer", answer), shorter:
             yield
         return
     index, count, kept = int(call) if where else 0, 0, ()

@@ -24,7 +24,6 @@ from torch.nn.utils.rnn import PackedSequence
 
 from threshold_gating import kernels
 from threshold_gating.instance import TG
-from threshold_gating.kernels.runtime import cached
 from threshold_gating.nn.rnn_steps import FEW, FUNCTIONS, SITES, Instance, Moved
 from threshold_gating.primitive import is_memory
 from threshold_gating.taxonomy import TAXONOMY
@@ -90,10 +89,10 @@ class Pairs(NamedTuple):
         ratios, starts = zip(*rows, strict=True)
         like = next(iter(held.values()))
         e = kernels.Structure.sharpening(held["tau"]) if "tau" in held else torch.ones_like(like)
-        e = e if set(ratios) == {1.0} else e * cached(_column, ratios, like.device, like.dtype)
+        e = e if set(ratios) == {1.0} else e * _column(ratios, like.device, like.dtype)
         theta = held.get("theta")
         if set(starts) != {0.0}:
-            begin = cached(_column, starts, like.device, like.dtype)
+            begin = _column(starts, like.device, like.dtype)
             theta = begin if theta is None else theta + begin
         d = None if theta is None else -(e * theta)
         return self._among(e, 1.0), None if d is None else self._among(d, 0.0)
@@ -117,7 +116,7 @@ def _number(tau: float | tuple[float, ...]) -> float:
     return tau[0] if isinstance(tau, tuple) else tau
 
 
-@functools.lru_cache(256)
+@functools.cache  # never forgotten, for a CUDA graph may read it
 def _column(numbers: tuple[float, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
     with torch.inference_mode(False):
         return torch.tensor(numbers, device=device, dtype=dtype).unsqueeze(-1)
