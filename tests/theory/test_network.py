@@ -142,7 +142,9 @@ def test_layer_report_says_the_same_of_calls_as_of_modules(converted):
     for a, b in zip(_rows(modules), _rows(calls), strict=True):
         # gates of a module and of a call round on their own ways: 1e-4 is for differences of them
         assert (a.kind, a.sigma_w) == (b.kind, b.sigma_w)
-        figures = [(u, v) for u, v in zip(vars(a).values(), vars(b).values(), strict=True) if u != v]
+        figures = [
+            (u, v) for u, v in zip(vars(a).values(), vars(b).values(), strict=True) if u != v
+        ]
         assert all(u == pytest.approx(v, rel=1e-4) for u, v in figures)
     assert [row.sigma_w is None for row in calls] == [True, False, True, True, True]
     assert modules.skipped == calls.skipped == {}
