@@ -23,7 +23,7 @@ TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
 PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup --durations=15
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-gpu bench zoo fuzz evidence lint format docs clean
+.PHONY: help demo test test-all test-gpu bench zoo fuzz evidence results lint format docs clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -55,6 +55,9 @@ fuzz: $(VENV)/.dev  ## N random networks and ten times as many gates, converted 
 # One thread: two wait for each other on two busy cores.
 evidence: $(VENV)/.dev  ## networks that others trained, before and after conversion, on real data
 	$(TEST_ENV) $(BIN)/python -m experiments.evidence
+
+results: $(VENV)/.dev  ## rebuild docs/results.md from the rows that the experiments measured
+	$(TEST_ENV) PYTHONPATH=src $(BIN)/python -m experiments.results
 
 lint: $(VENV)/.dev  ## check style and types
 	$(BIN)/ruff check .
