@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import threshold_gating as tg
+from experiments.record import Row
 from threshold_gating.conversion.config import Choice
 
 
@@ -88,3 +89,13 @@ def alone(way: str) -> dict[str, float]:
     x = torch.linspace(-5, 5, 100_001, dtype=torch.float64)
     largest = (t(x) - f(x)).abs().max().item()
     return {"K": K, "rel RMS": tg.taxonomy.measure(t, f).rel_rms, "largest": largest}
+
+
+def latest(rows: list[Row]) -> dict[tuple[str, str], Row]:
+    """The last row of each network and way; of a network only those with its last weights."""
+    weights = {row.case["network"]: row.case.get("weights") for row in rows}
+    return {
+        (row.case["network"], row.case["gates"]): row
+        for row in rows
+        if row.case.get("weights") == weights[row.case["network"]]
+    }

@@ -38,7 +38,7 @@ from experiments import gelu_gates, record, table4_imagenet, table4_networks
 from experiments.evidence import run as evidence
 from experiments.evidence.common import Loaded, Outcome
 from experiments.evidence.vision import labelled
-from experiments.gelu_gates import WAYS
+from experiments.gelu_gates import WAYS, latest
 from experiments.record import ROOT, Case, Row, Verdict
 from threshold_gating.conversion.paired import compare
 
@@ -189,16 +189,6 @@ def page(rows: list[Row]) -> str:
             "--imagenet FOLDER` runs ResNet-50, EfficientNet-B0 and ViT-B/16."
         ]
     return "\n".join(lines)
-
-
-def latest(rows: list[Row]) -> dict[tuple[str, str], Row]:
-    """The last row of each network and way; of a network only those with its last weights."""
-    weights = {row.case["network"]: row.case.get("weights") for row in rows}
-    return {
-        (row.case["network"], row.case["gates"]): row
-        for row in rows
-        if row.case.get("weights") == weights[row.case["network"]]
-    }
 
 
 def _exact_line(row: Row) -> str:
