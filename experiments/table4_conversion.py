@@ -80,7 +80,8 @@ def run(case: Case, asked: argparse.Namespace) -> dict[str, Any]:
     if name == "gelu":
         return gelu_gates.alone(way)
     if name in OTHERS:
-        loaded, calibration, about = evidence.CASES[name].load(False), None, _hashes(name)
+        about = _hashes(name)  # fetches what can be fetched
+        loaded, calibration = evidence.CASES[name].load(False), None
     elif name in OURS:
         loaded, calibration, about = ours(name, asked)
     else:
