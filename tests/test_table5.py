@@ -131,6 +131,7 @@ def test_verdicts_follow_from_the_rows():
 
 def test_what_is_missing_is_named_and_the_rest_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(table5_llm, "DATA", tmp_path / "nowhere")
+    monkeypatch.setattr(table5_llm.evidence, "DATA", tmp_path / "nowhere")
     assert table5_llm.missing("stories260k")
     monkeypatch.setattr(table5_llm, "find_spec", lambda name: None)
     assert table5_llm.missing("smollm2-135m") == ["gguf", "pyarrow", "accelerate"]
