@@ -96,22 +96,23 @@ def run(case: Case, asked: argparse.Namespace) -> dict[str, Any]:
 def compared(
     loaded: Loaded, way: str, calibration: Tensor | None, asked: argparse.Namespace
 ) -> dict[str, Any]:
-    """A network before and after, on the same images."""
-    device, values = asked.device, 500 if asked.smoke else 100_000
-    model = loaded.model.to(device)
-    inputs = tuple(t.to(device) for t in loaded.inputs if t is not None)
-    chosen, facts = None, {}
+    """A network before and after, on the same images; converted and audited on the CPU."""
+    model, chosen, facts = loaded.model, None, {}
+    inputs = tuple(t for t in loaded.inputs if t is not None)
     if way != "default":
-        batches = [] if calibration is None else calibration.to(device).split(64)
-        chosen, facts = gelu_gates.chosen(way, model, inputs, batches, values)
+        where = asked.device if WAYS[way].fit else "cpu"
+        batches = [] if calibration is None else calibration.to(where).split(64)
+        seen = tuple(t.to(where) for t in inputs)
+        values = 500 if asked.smoke else 100_000
+        chosen, facts = gelu_gates.chosen(way, model.to(where), seen, batches, values)
     # what approximate gates are worth is what the accuracy says
-    gated = tg.convert(model, chosen, inputs=inputs, tol=math.inf if chosen else None)
+    gated = tg.convert(model.cpu(), chosen, inputs=inputs, tol=math.inf if chosen else None)
     with torch.no_grad(), tg.kernels.use("reference"):
         audit = tg.audit(gated, *inputs)
-        before, after = (loaded.evaluate(on(m, device)) for m in (model, gated))
-    ran = [site.name for site in audit.sites if site.native or not site.calls]
-    if audit.left or ran:
-        raise RuntimeError(f"not all is gates: left {audit.left}, native or never called {ran}")
+        before, after = (loaded.evaluate(on(m, asked.device)) for m in (model, gated))
+    strange = [site.name for site in audit.sites if site.native or not site.calls]
+    if audit.left or strange:
+        raise RuntimeError(f"not all is gates: left {audit.left}, native or never called {strange}")
     return facts | {"sites": len(audit.sites)} | difference(before, after)
 
 
@@ -135,7 +136,8 @@ def difference(before: Outcome, after: Outcome) -> dict[str, Any]:
 
 
 def on(model: nn.Module, device: str) -> Callable[[Tensor], Tensor]:
-    """The network on its device for images that are wherever they are."""
+    """The network on a device, for images that are wherever they are."""
+    model.to(device)
     return lambda x: model(x.to(device)).cpu()
 
 
