@@ -251,7 +251,10 @@ def _figure_lines(found: dict[tuple[str, str], Row]) -> list[str]:
 
 
 def percent(row: Row) -> str:
-    return f"{100 * row.figures['rel RMS']:.3g} %"
+    """The relative RMS error of GELU alone; over several draws their range as well."""
+    draws = [f"{100 * value:.3g}" for value in row.figures["draws"]]
+    spread = f" ({draws[0]} to {draws[-1]} over {len(draws)} draws)" if len(draws) > 1 else ""
+    return f"{100 * row.figures['rel RMS']:.3g} %{spread}"
 
 
 def off(figures: dict[str, Any]) -> float:
