@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import threshold_gating as tg
 from threshold_gating import TAXONOMY, TG, Activation, kernels
 from threshold_gating.conversion import convert, convert_, revert
 from threshold_gating.conversion.checkpoint import files
