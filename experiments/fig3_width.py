@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 from collections.abc import Iterable
 from pathlib import Path
 from statistics import mean
@@ -33,12 +34,13 @@ import torch
 from torch import nn
 
 import threshold_gating as tg
-from experiments import record
+from experiments import record, sweep
 from experiments.cifar_training import Curve, Recipe, judged, train
 from experiments.data import Labelled, cifar10
 from experiments.record import Case, Row, Verdict
 from experiments.resmlp import ResMLP, counted, gated, peaks
-from experiments.spread import crossing, paired, spread
+from experiments.spread import paired, spread
+from experiments.sweep import Rates, best_rates
 
 NAME = "fig3_width"
 SEEDS = (0, 1, 2)
@@ -94,7 +96,7 @@ def sweeps(arms: Iterable[str], size: Size) -> list[Case]:
     ]
 
 
-def cases(rates: dict[str, float | None], size: Size) -> list[Case]:
+def cases(rates: Rates, size: Size) -> list[Case]:
     """In the order in which they say most."""
     found: list[Case] = []
     for arm, widths in WIDTHS.items():
@@ -106,16 +108,6 @@ def cases(rates: dict[str, float | None], size: Size) -> list[Case]:
                     case["rate_after"] = rates.get("W")
                 found.append({**case, "part": "main"})
     return found
-
-
-def best_rates(rows: Iterable[Row]) -> dict[str, float | None]:
-    """The rate of each arm with the highest accuracy on the images that the sweep leaves out."""
-    best: dict[str, tuple[float, float]] = {}
-    for row in rows:
-        if row.case["part"] == "sweep" and "failed" not in row.figures:
-            arm, found = row.case["arm"], (row.figures["accuracy"], row.case["rate"])
-            best[arm] = max(best.get(arm, found), found)
-    return {arm: rate for arm, (_, rate) in best.items()}
 
 
 def run(case: Case, asked: argparse.Namespace) -> dict[str, Any]:
@@ -236,12 +228,17 @@ def worth(found: Found, arm: str, h: float) -> str:
     line = [(w, mean(accuracy(found, "relu", w).values())) for a, w in sorted(found) if a == "relu"]
     if not ours or len(line) < 2:
         return "not known"
-    return crossing(line, mean(ours.values()))
+    level = mean(ours.values())
+    if level < line[0][1]:
+        return f"below {line[0][0]}"
+    for (low, a), (high, b) in itertools.pairwise(line):
+        if a <= level < b:
+            return f"{low + (high - low) * (level - a) / (b - a):.2f}"
+    return f"above {line[-1][0]}"
 
 
 def page(rows: list[Row]) -> str:
-    found, rates = gathered(rows), best_rates(rows)
-    about = rows[-1].about
+    found, about = gathered(rows), rows[-1].about
     parts = [
         f"ResMLP, {Size().depth} blocks of {Size().dim} channels, 64 patches, {Size().steps} steps "
         f"of {BATCH} images ({EPOCHS} epochs; the paper has 300), bf16, on {about['device']}, "
@@ -251,18 +248,13 @@ def page(rows: list[Row]) -> str:
         "between the two linear layers of a block in bf16; the peaks are what a step of "
         f"{BATCH} images allocates beyond parameters, gradients and images (measured). Accuracy "
         "is of all 10,000 test images, mean +- standard deviation over seeds.",
-        swept(rates),
+        sweep.said(best_rates(rows, "accuracy"), RATES, TITLES),
         differences(found),
         transfers(found),
         speeds(found),
+        f"![Accuracy against parameters, MACs and memory](images/{NAME}.svg)",
     ]
     return "\n\n".join(part for part in parts if part)
-
-
-def swept(rates: dict[str, float | None]) -> str:
-    chosen = ", ".join(f"{rate:g} for {TITLES[arm]}" for arm, rate in sorted(rates.items()))
-    tried = ", ".join(f"{rate:g}" for rate in RATES)
-    return f"Of the rates {tried} the sweep chose {chosen}." if chosen else "No rate was swept."
 
 
 def cut(rows: Iterable[Row]) -> str:
@@ -434,15 +426,16 @@ def main(argv: list[str] | None = None) -> None:
         parser.error("--data DIR with CIFAR-10 is needed, or --smoke")
     size = SMOKE if asked.smoke else Size()
     data = "" if asked.list else made_up().sha256 if asked.smoke else loaded(asked.data).sha256
-    file = record.file_of(NAME, asked)
-    rates = best_rates(record.rows(file))
-    if not asked.list:
-        arms = {case["arm"] for case in record.matching(cases(rates, size), asked.only)}
-        every = argparse.Namespace(**{**vars(asked), "only": []})
-        rates = best_rates(record.complete(NAME, sweeps(arms, size), run, every, data=data))
-    record.complete(NAME, cases(rates, size), run, asked, data=data)
-    if not asked.list:
-        print(page(record.rows(file)))
+    rows = sweep.complete(
+        NAME,
+        asked,
+        run,
+        sweeps=functools.partial(sweeps, size=size),
+        cases=functools.partial(cases, size=size),
+        metric="accuracy",
+        data=data,
+    )
+    print(page(rows))
 
 
 if __name__ == "__main__":

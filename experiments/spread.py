@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from statistics import mean, stdev
@@ -44,13 +43,3 @@ def paired(ours: Mapping[int, float], theirs: Mapping[int, float]) -> Difference
         raise ValueError(f"paired: up to {max(_T)} seeds; got {n}.")
     half = _T[n] * stdev(found) / math.sqrt(n) if n > 1 else math.inf
     return Difference(mean(found) if found else math.nan, half, n)
-
-
-def crossing(line: Sequence[tuple[float, float]], level: float) -> str:
-    """Where straight lines through the points (x, y), x rising, first reach `level`, in words."""
-    if level < line[0][1]:
-        return f"below {line[0][0]:g}"
-    for (x, y), (right, above) in itertools.pairwise(line):
-        if y <= level <= above:
-            return f"{x + (right - x) * (level - y) / ((above - y) or 1):.2f}"
-    return f"above {line[-1][0]:g}"
