@@ -426,16 +426,8 @@ def main(argv: list[str] | None = None) -> None:
         parser.error("--data DIR with CIFAR-10 is needed, or --smoke")
     size = SMOKE if asked.smoke else Size()
     data = "" if asked.list else made_up().sha256 if asked.smoke else loaded(asked.data).sha256
-    rows = sweep.complete(
-        NAME,
-        asked,
-        run,
-        sweeps=functools.partial(sweeps, size=size),
-        cases=functools.partial(cases, size=size),
-        metric="accuracy",
-        data=data,
-    )
-    print(page(rows))
+    parts = (functools.partial(part, size=size) for part in (sweeps, cases))
+    print(page(sweep.complete(NAME, asked, run, *parts, metric="accuracy", data=data)))
 
 
 if __name__ == "__main__":

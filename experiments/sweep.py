@@ -28,9 +28,9 @@ def complete(
     name: str,
     asked: argparse.Namespace,
     run: Run,
-    *,
     sweeps: Callable[[set[str]], list[Case]],
     cases: Callable[[Rates], list[Case]],
+    *,
     metric: str,
     data: str,
 ) -> list[Row]:

@@ -207,7 +207,7 @@ def made_up(steps):
         for arm in ARMS:
             curve = {str(n): 80.0 if n >= steps[arm] else 40.0 for n in range(50, 1501, 50)}
             figures = {"dice": 80.0 + seed, "anterior": 81.0, "posterior": 79.0, "curve": curve}
-            figures |= {"raw": curve, "training seconds": 10.0 if arm == "silu" else 20.0}
+            figures |= {"raw": curve, "step ms": 10.0 if arm == "silu" else 20.0}
             figures |= {"parameters": 1000, "side by side": 3}
             case = {"arm": arm, "seed": seed, "rate": 1e-3, "part": "main"}
             rows.append(Row(case, figures, 1.0, False, {"device": "a GPU", "date": "2026-11-18"}))
