@@ -315,8 +315,8 @@ def cut(rows: list[Row]) -> str:
 
 def table(rows: list[Row]) -> str:
     lines = [
-        "| arm | parameters | anterior | posterior | Dice | of the weights themselves | ms a step | "
-        "seeds |",
+        "| arm | parameters | anterior | posterior | Dice | of the weights themselves | ms a step "
+        "| seeds |",
         "| --- " * 8 + "|",
     ]
     for arm, title in ARMS.items():
