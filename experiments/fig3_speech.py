@@ -18,8 +18,7 @@ minus "control" is what the one new function, the cell output's pair, is worth; 
 
     python -m experiments.fig3_speech --smoke
     python -m experiments.fig3_speech --data DIR --stage sweep --jobs 12      # the rates, then held
-    python -m experiments.fig3_speech --data DIR --stage runs --jobs 12 --only hidden=128,256
-    python -m experiments.fig3_speech --data DIR --stage time                 # ms a step, alone
+    python -m experiments.fig3_speech --data DIR --stage runs time --jobs 12 --only hidden=128,256
     python -m experiments.fig3_speech --data DIR --stage continued --jobs 3   # H = 1024
 
 `--jobs` is how many runs share the GPU, in one process. The rate is swept at H = 128 with one seed
@@ -135,8 +134,9 @@ def lane(case: Case, asked: argparse.Namespace, data: Corpus) -> Lane:
         begin(model, start_file(case))
     recipe = Recipe(case.get("epochs", 1), case.get("rate", 1e-4))
     kept = None if asked.smoke or case["kind"] == "time" else record.checkpoint(NAME, case)
-    seed, before = case.get("seed", 0), case.get("before", 0)
-    return Lane(model, data, recipe, seed=seed, device=asked.device, kept=kept, before=before)
+    more = {"seed": case.get("seed", 0), "before": case.get("before", 0)}
+    name = " ".join(str(case[n]) for n in ("kind", "hidden", "arm", "seed", "rate") if n in case)
+    return Lane(model, data, recipe, device=asked.device, kept=kept, name=name, **more)
 
 
 def start_file(case: Case) -> Path:

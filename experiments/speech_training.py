@@ -182,6 +182,7 @@ class Lane:
     Args:
         kept: the file of the run's state, removed when it ends.
         before: epochs that the network has behind it; the rate goes on falling from there.
+        name: what the run is called where it says how far it is, every tenth epoch.
     """
 
     def __init__(
@@ -194,10 +195,11 @@ class Lane:
         device: str,
         kept: Path | None = None,
         before: int = 0,
+        name: str = "",
     ) -> None:
         on_gpu = device.startswith("cuda")
         self.model, self.data, self.recipe, self.seed = model.to(device), data, recipe, seed
-        self.device, self.kept, self.before = device, kept, before
+        self.device, self.kept, self.before, self.name = device, kept, before, name
         self.stream = torch.cuda.Stream(device) if on_gpu else None
         groups = tg.training.param_groups(model, recipe.rate, recipe.gate_rate, recipe.decay)
         self.optimiser = torch.optim.AdamW(groups, recipe.rate, fused=on_gpu, capturable=on_gpu)
@@ -288,7 +290,8 @@ class Lane:
                 self.hear()
                 yield  # the other lanes are asked before this one is waited for
                 self._judge()
-                self._keep()
+                if self.epoch % 10 == 0:
+                    self._keep()
         if self.kept is not None:
             self.kept.unlink(missing_ok=True)
 
@@ -336,8 +339,10 @@ class Lane:
         return [state[name] for state in own for name in ("step", "exp_avg", "exp_avg_sq")]
 
     def _keep(self) -> None:
-        """Every tenth epoch; written beside, then moved: a stop in between leaves the old one."""
-        if self.kept is None or self.epoch % 10:
+        """Written beside and then moved, so that a stop in between leaves the old one."""
+        if self.name:
+            print(f"{self.name}: epoch {self.epoch}, {self.curve[-1]}", flush=True)
+        if self.kept is None:
             return
         self.kept.parent.mkdir(parents=True, exist_ok=True)
         tensors = [t.detach().cpu() for t in (*self.model.parameters(), *self._moments())]
