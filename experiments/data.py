@@ -6,9 +6,11 @@ import gzip
 import hashlib
 import json
 import pickle
+import re
 import struct
+import tarfile
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -142,3 +144,60 @@ def nifti(file: bytes, name: str = "file") -> np.ndarray:
     numbers = numbers.reshape(sizes[:axes], order="F")
     as_they_are = slope == 0 or (slope, intercept) == (1, 0)
     return numbers if as_they_are else numbers * slope + intercept
+
+
+_AN4 = "an4-mfcc13.tar.xz"
+
+
+class Spoken(NamedTuple):
+    """Utterances as cepstra [T, 13], a hundred frames a second, and what was said, in capitals."""
+
+    train: tuple[list[Tensor], list[str]]
+    test: tuple[list[Tensor], list[str]]
+    sha256: str  # of all frames and texts, in this order
+
+
+def an4(folder: Path) -> Spoken:
+    """AN4 of CMU, 948 utterances to train on and 130 of other speakers, packed or unpacked."""
+    for place in (folder, folder / "speech"):
+        if (place / _AN4).exists():
+            with tarfile.open(place / _AN4) as packed:
+                files = {m.name: packed.extractfile(m) for m in packed if m.isfile()}
+                held = {name: file.read() for name, file in files.items() if file is not None}
+            return _spoken({n.removeprefix("an4/"): raw for n, raw in held.items()}.__getitem__)
+        if (place / "an4" / "etc").is_dir():
+            return _spoken(lambda name, root=place / "an4": (root / name).read_bytes())
+    raise FileNotFoundError(
+        f"{folder} holds no AN4: neither {_AN4} nor an4/etc and an4/feat; "
+        "http://www.speech.cs.cmu.edu/databases/an4/ has it as files of cepstra (.mfc), and "
+        "--data FOLDER or TG_DATA names the folder."
+    )
+
+
+def _spoken(read: Callable[[str], bytes]) -> Spoken:
+    digest, parts = hashlib.sha256(), []
+    for part in ("train", "test"):
+        names = read(f"etc/an4_{part}.fileids").decode().split()
+        lines = read(f"etc/an4_{part}.transcription").decode().splitlines()
+        texts = [_said(line, name) for line, name in zip(lines, names, strict=True)]
+        cepstra = [_cepstra(read(f"feat/{name}.mfc"), name) for name in names]
+        for frames, text in zip(cepstra, texts, strict=True):
+            digest.update(frames.tobytes() + text.encode())
+        parts.append(([torch.from_numpy(frames) for frames in cepstra], texts))
+    return Spoken(parts[0], parts[1], digest.hexdigest())
+
+
+def _said(line: str, name: str) -> str:
+    """The words of a line such as `<s> GO </s> (an253-fash-b)`, which has to be that file's."""
+    found = re.fullmatch(r"(?:<s> )?(.+?)(?: </s>)? \((.+)\)", line.strip())
+    if found is None or found[2] != name.rpartition("/")[2]:
+        raise ValueError(f"the transcription {line!r} is not that of {name}")
+    return found[1]
+
+
+def _cepstra(raw: bytes, name: str) -> np.ndarray:
+    """Frames of 13 numbers: an int32 says how many numbers follow, in the byte order of both."""
+    for order in "<>":
+        if int(np.frombuffer(raw, f"{order}i4", 1)[0]) * 4 + 4 == len(raw):
+            return np.frombuffer(raw, f"{order}f4", offset=4).reshape(-1, 13).astype(np.float32)
+    raise ValueError(f"{name} is no file of cepstra: its first number is not its length")

@@ -47,6 +47,7 @@ CHECKPOINTS = ROOT / "results" / "checkpoints"  # ignored by git
 
 Case = dict[str, Any]
 Run = Callable[[Case, argparse.Namespace], dict[str, Any]]
+RunAll = Callable[[list[Case], argparse.Namespace], Iterator[tuple[Case, Any, float]]]
 
 
 class Row(NamedTuple):
@@ -134,11 +135,18 @@ def matching(cases: Iterable[Case], only: Iterable[str]) -> list[Case]:
 
 
 def complete(
-    name: str, cases: Iterable[Case], run: Run, asked: argparse.Namespace, *, data: str = ""
+    name: str,
+    cases: Iterable[Case],
+    run: Run | None,
+    asked: argparse.Namespace,
+    *,
+    data: str = "",
+    run_all: RunAll | None = None,
 ) -> list[Row]:
     """Run what the file does not hold yet; return the rows of all the chosen cases.
 
-    `data` is the hash of the data that the cases read.
+    `data` is the hash of the data that the cases read. `run_all`, instead of `run`, is an
+    experiment's own way to run all that are left; it gives each with figures and seconds.
     """
     chosen = matching(cases, asked.only)
     file = file_of(name, asked)
@@ -151,7 +159,8 @@ def complete(
     about = _about(name, asked.device, data)
     print(f"{len(chosen)} cases, {len(left)} to run on {about['device']}; rows go to {file}")
     print(about["command"], flush=True)
-    for count, (case, figures, seconds) in enumerate(_run_all(left, run, asked), 1):
+    ended = run_all(left, asked) if run_all is not None else _run_all(left, run, asked)
+    for count, (case, figures, seconds) in enumerate(ended, 1):
         row = Row(case, _plain(figures), round(seconds, 2), bool(asked.smoke), about)
         done[key(case)] = row
         if first_process():
