@@ -68,8 +68,8 @@ ARMS: dict[str, Arm] = {
     "gelu": Arm(lambda _: nn.GELU()),
     "tier A": Arm(_tier_a),
     "tier W": _tier_w("silu", "channel"),
-    "tier W, K = 3": _tier_w("gelu_k3", "channel"),
-    "tier W, per layer": _tier_w("silu", "layer"),
+    "tier W K=3": _tier_w("gelu_k3", "channel"),
+    "tier W per layer": _tier_w("silu", "layer"),
     "crelu": Arm(lambda _: nn.ReLU(), CReLU, 2),
 }
 

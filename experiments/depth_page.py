@@ -15,7 +15,14 @@ from threshold_gating.training import Reached, steps_to_baseline, steps_to_peak
 
 Word = Literal["reproduced", "partly", "not", "no data here", "not run"]
 Network = tuple[str, int, int]  # arm, depth, width
-TITLES = {"relu": "ReLU", "silu": "SiLU", "gelu": "GELU", "crelu": "CReLU"}
+TITLES = {
+    "relu": "ReLU",
+    "silu": "SiLU",
+    "gelu": "GELU",
+    "crelu": "CReLU",
+    "tier W K=3": "tier W, K = 3",
+    "tier W per layer": "tier W, per layer",
+}
 OURS: Network = ("tier W", 14, 16)
 EQUAL = matched(ARMS["silu"], 14, "parameters", cost(ARMS["tier W"], 14, 16))  # a width
 Seeds = Mapping[int, Row]
@@ -85,6 +92,7 @@ def page(rows: list[Row]) -> str:
         _depth_14(runs),
         _depths(runs),
         _speed(runs, times),
+        _hundred(rows),
         _hardening(runs),
         rates(rows),
         "![Accuracy by depth, and along training](images/fig3_depth.svg)",
@@ -178,6 +186,18 @@ def _speed(runs: dict[Network, dict[int, Row]], times: dict[Network, dict[int, R
     return "\n\n".join(part for part in (words, table(head, lines), note) if part)
 
 
+def _hundred(rows: Sequence[Row]) -> str:
+    found = grouped(rows, images="cifar100")
+    ours, theirs = found.get(OURS, {}), found.get(("gelu", 14, 16), {})
+    if not ours or not theirs:
+        return "CIFAR-100 was not here; `--images cifar100` runs panel (d) on it, against GELU."
+    ends = [spread([*accuracies(runs).values()]) for runs in (ours, theirs)]
+    return (
+        f"CIFAR-100, with the rates of CIFAR-10: tier W {ends[0]} %, GELU {ends[1]} %, steps to "
+        f"its level {speedups(reached(ours, theirs))}."
+    )
+
+
 def step_ms(times: dict[Network, dict[int, Row]], network: Network) -> float:
     found = times.get(network, {})
     return mean(row.figures["step_ms"] for row in found.values()) if found else math.nan
@@ -227,7 +247,7 @@ def verdicts(rows: list[Row]) -> list[Verdict]:
         return paired(accuracies(ours), accuracies(runs.get(network, {})))
 
     wide, narrow, k3 = (
-        against((arm, 14, w)) for arm, w in (("relu", EQUAL), ("relu", 16), ("tier W, K = 3", 16))
+        against((arm, 14, w)) for arm, w in (("relu", EQUAL), ("relu", 16), ("tier W K=3", 16))
     )
     more = Difference(-k3.mean, k3.half, k3.pairs)
     small: Word = "reproduced" if abs(k3.mean) < 0.5 else "not"

@@ -36,7 +36,7 @@ from experiments.record import Case, Row
 
 NAME = "fig3_depth"
 SEEDS, RATES = (0, 1, 2), (0.05, 0.15, 0.45)
-EPOCHS, SWEEP_EPOCHS, TIMED_EPOCHS = 30, 8, 2
+EPOCHS, SWEEP_EPOCHS, TIMED_EPOCHS = 30, 8, 1
 BATCH, HELD_OUT = 256, 5_000
 READ = {"cifar10": (cifar10, 10), "cifar100": (cifar100, 100)}
 
@@ -54,11 +54,9 @@ def cases(images: str = "cifar10", smoke: bool = False) -> list[Case]:
     equal = wide["parameters"]
     first = [_at(arm) for arm in ("tier W", "silu", "relu")]
     first += [_at("relu", equal), _at("silu", equal), _at("crelu"), _at("gelu"), _at("tier A")]
-    first += [_at("tier W, per layer"), _at("gelu", equal), _at("tier W, K = 3")]
-    other = []
-    for depth in (8, 20):
-        other += [_at(arm, 16, depth) for arm in ("tier W", "silu", "relu")]
-        other += [_at(arm, equal, depth) for arm in ("relu", "silu")]
+    first += [_at("tier W per layer"), _at("gelu", equal), _at("tier W K=3")]
+    other = [_at(arm, 16, depth) for depth in (8, 20) for arm in ("tier W", "silu", "relu")]
+    other += [_at(arm, equal, depth) for depth in (8, 20) for arm in ("relu", "silu")]
     last = [_at(arm, w) for w in sorted({*wide.values()} - {16, equal}) for arm in ("relu", "silu")]
     last += [_at("tier A", equal)]
     timed = [*first, _at("relu", 24), _at("silu", 24)]  # 24: a width that GPUs like

@@ -157,7 +157,7 @@ def cases(smoke: bool = False) -> list[Case]:
         {"arm": name, "depth": DEPTH, "width": matched(arm, DEPTH, "parameters", most)}
         for name, arm in NEIGHBOURS.items()
     ]
-    return [*fig3_depth.times(networks), *fig3_depth.sweep(networks), *fig3_depth.grid(networks)]
+    return [*fig3_depth.sweep(networks), *fig3_depth.grid(networks)]
 
 
 def run(case: Case, asked: argparse.Namespace) -> dict[str, Any]:
@@ -168,17 +168,18 @@ def page(rows: list[Row], beside: list[Row] | None = None) -> str:
     """`beside` are the rows of `fig3_depth`, by default those on record."""
     beside = record.rows(record.RESULTS / "fig3_depth.jsonl") if beside is None else beside
     theirs = depth_page.grouped(rows)
+    wide = (16, depth_page.EQUAL)
     known = {
-        n: r for n, r in depth_page.grouped(beside).items() if n[1] == DEPTH and n[0] in _SHOWN
+        (arm, depth, width): runs
+        for (arm, depth, width), runs in depth_page.grouped(beside).items()
+        if depth == DEPTH and width in wide and arm in _SHOWN
     }
     base, ours = cost(ARMS["tier W"], DEPTH, 16), known.get(depth_page.OURS, {})
-    times = depth_page.grouped([*rows, *beside], "time")
     lines = []
     for network, runs in {**known, **theirs}.items():
         own = cost({**ARMS, **NEIGHBOURS}[network[0]], DEPTH, network[2])
         ends = depth_page.accuracies(runs)
         gain = "" if network == depth_page.OURS else str(paired(depth_page.accuracies(ours), ends))
-        step = depth_page.step_ms(times, network)
         lines.append(
             [
                 TITLES.get(network[0], depth_page.TITLES.get(network[0], network[0])),
@@ -187,11 +188,10 @@ def page(rows: list[Row], beside: list[Row] | None = None) -> str:
                 f"{own.macs / base.macs:.2f}",
                 spread([*ends.values()]),
                 gain,
-                f"{step:.2f} ms" if step == step else "not timed",
             ]
         )
     about = rows[-1].about
-    head = ["network", "w", "parameters", "MACs over tier W's", "test %", "tier W minus it", "step"]
+    head = ["network", "w", "parameters", "MACs over tier W's", "test %", "tier W minus it"]
     words = (
         f"ResNets of {DEPTH} layers with other learned activations and about the parameters of "
         "tier W (training FLOPs are three times twice the MACs), trained by the loop, schedule, "

@@ -18,7 +18,7 @@ from experiments import record
 from experiments.record import RESULTS, ROOT, Row, Verdict
 
 # In the order of the page; the name of the module and of its file of rows.
-PAGES: tuple[str, ...] = ()
+PAGES: tuple[str, ...] = ("fig3_depth", "neighbours")
 PAGE, README, IMAGES = ROOT / "docs" / "results.md", ROOT / "README.md", ROOT / "docs" / "images"
 
 

@@ -36,7 +36,7 @@ def test_the_relu_network_is_the_usual_one():
     torch.testing.assert_close(ours.eval()(X), theirs.eval()(X))
 
 
-@pytest.mark.parametrize("arm", ["tier A", "tier W", "tier W, per layer"])
+@pytest.mark.parametrize("arm", ["tier A", "tier W", "tier W per layer"])
 def test_gated_networks_start_as_the_silu_network_of_their_seed(arm):
     with torch.no_grad(), tg.kernels.use("reference"):
         torch.testing.assert_close(made(arm).eval()(X), made("silu").eval()(X))

@@ -107,7 +107,7 @@ def test_a_network_that_goes_twice_as_fast_is_seen_as_such():
 
 
 def test_verdicts_follow_the_accuracies():
-    better = {"tier W": 92.0, "tier W, K = 3": 92.1}
+    better = {"tier W": 92.0, "tier W K=3": 92.1}
     rows = made_rows(lambda c: better.get(c["arm"], 90.0 + (c["width"] > 16) * 3 + c["seed"] / 10))
     words = [v.verdict for v in fig3_depth.verdicts(rows)]
     assert words == [
@@ -156,6 +156,15 @@ def test_speedups_say_how_many_never_arrive():
     assert "1 of 3 never" not in depth_page.speedups([])
     assert [r.candidate is None for r in found] == [False, True, True]
     assert depth_page.speedups(found).endswith("; 2 of 3 never")
+
+
+def test_rows_of_cifar100_have_a_line_and_a_verdict_of_their_own():
+    rows = made_rows(lambda c: 70.0, along=lambda c, t: min(1, t * (1 + (c["arm"] == "tier W"))))
+    assert "`--images cifar100`" in fig3_depth.page(rows)
+    other = [row._replace(case={**row.case, "images": "cifar100"}) for row in rows]
+    page = fig3_depth.page([*rows, *other])
+    assert "CIFAR-100, with the rates of CIFAR-10: tier W 70.00 +- 0.00 %, GELU 70.00" in page
+    assert fig3_depth.verdicts([*rows, *other])[-1].verdict == "reproduced"
 
 
 def test_missing_cifar100_says_how_to_get_it(tmp_path):
