@@ -118,7 +118,8 @@ def train(
             if not math.isfinite(loss):
                 raise DivergedError(f"the loss is {loss} after {at} steps: try a lower rate")
             curve.append((at, accuracy))
-            _keep(kept, at, model, optimiser, curve)
+            if at < recipe.steps:
+                _keep(kept, at, model, optimiser, curve)
             model.train()
             begun, since = time.perf_counter(), at
     if kept is not None:
