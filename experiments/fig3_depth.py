@@ -182,19 +182,26 @@ def main(argv: list[str] | None = None) -> list[Row]:
 
 
 def in_parts(name: str, every: list[Case], run: record.Run, asked: argparse.Namespace) -> list[Row]:
-    """Times alone on the device, then the sweep, whose rates the grid takes."""
+    """Times alone on the device, then the sweep, whose rates the grid takes.
+
+    What fails in one part stops no other; all of it is raised in the end.
+    """
     chosen = record.matching(every, asked.only)
     asked.only = []
-    images = chosen[0]["images"]
-    sha = "" if asked.list else _data(images, asked.data, asked.smoke).sha256
     if asked.list:
         return record.complete(name, chosen, run, asked)
-    rows = []
+    sha = _data(chosen[0]["images"], asked.data, asked.smoke).sha256
+    rows, failed = [], []
     for part in ("time", "sweep", "grid"):
         given = copy.copy(asked)
         given.jobs = 1 if part == "time" else asked.jobs
         own = [case for case in chosen if case["part"] == part]
-        rows += record.complete(name, own, run, given, data=sha) if own else []
+        try:
+            rows += record.complete(name, own, run, given, data=sha) if own else []
+        except RuntimeError as error:
+            failed.append(f"{part}: {error}")
+    if failed:
+        raise RuntimeError("; ".join(failed))
     return rows
 
 

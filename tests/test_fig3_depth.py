@@ -91,6 +91,19 @@ def test_smoke_runs_every_part(tmp_path):
     assert all(row.smoke for row in rows)
 
 
+def test_a_part_that_fails_does_not_stop_the_next(tmp_path):
+    def failing(case, asked):
+        if case["part"] == "sweep":
+            raise ValueError("no rate")
+        return {"value": 1.0}
+
+    words = ["--smoke", "--device", "cpu", "--out", str(tmp_path / "rows.jsonl")]
+    asked = record.options("name", None).parse_args(words)
+    with pytest.raises(RuntimeError, match="sweep: 4 of 4 cases failed"):
+        fig3_depth.in_parts("name", fig3_depth.cases(smoke=True), failing, asked)
+    assert [row.case["part"] for row in record.rows(asked.out)] == ["time"] * 2 + ["grid"] * 2
+
+
 def test_a_network_that_goes_twice_as_fast_is_seen_as_such():
     fast = made_rows(lambda case: 90.0, along=lambda c, t: min(1, t * (1 + (c["arm"] == "tier W"))))
     found = {v.claim: v for v in fig3_depth.verdicts(fast)}
