@@ -17,6 +17,8 @@ tier W's as well. The page prints both.
 
 Rows of tier W, SiLU and ReLU are those of `fig3_depth`. On a GPU the steps of pau and kan are
 compiled in training (TORCHDYNAMO_DISABLE=1 leaves that out, and takes several times as long).
+
+Last result: not measured yet.
 """
 
 from __future__ import annotations
