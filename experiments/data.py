@@ -42,21 +42,47 @@ def cifar10(folder: Path) -> Labelled:
             "...; `torchvision.datasets.CIFAR10(FOLDER, download=True)` gets the former, and "
             "--data FOLDER or TG_DATA names the folder."
         )
+    return _labelled(images, labels)
+
+
+def cifar100(folder: Path) -> Labelled:
+    """All of CIFAR-100 with its fine labels, as its authors pack it."""
+    for place in (folder / "cifar-100-python", folder):
+        if (place / "train").is_file() and (place / "test").is_file():
+            return _labelled(*_pickled(place, ["train", "test"], b"fine_labels"))
+    raise FileNotFoundError(
+        f"{folder} holds no CIFAR-100: no cifar-100-python/train; "
+        "`torchvision.datasets.CIFAR100(FOLDER, download=True)` gets it, and --data FOLDER or "
+        "TG_DATA names the folder."
+    )
+
+
+def noise(count: int, classes: int = 10) -> Labelled:
+    """Made-up images for a smoke run: the same every time, and nothing to learn in them."""
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randint(0, 256, (count, 3, 32, 32), generator=generator).byte()
+    labels = torch.arange(count) % classes
+    return Labelled((images, labels), (images, labels), "noise")
+
+
+def _labelled(images: np.ndarray, labels: np.ndarray) -> Labelled:
     pixels = torch.from_numpy(images.reshape(-1, 3, 32, 32))
     digest = hashlib.sha256(images.tobytes() + labels.tobytes()).hexdigest()
     classes = torch.from_numpy(labels).long()
-    first = len(pixels) * 5 // 6  # the last of six equal files is the test
+    first = len(pixels) * 5 // 6  # the last sixth of both sets is the test
     train, test = slice(0, first), slice(first, None)
     return Labelled((pixels[train], classes[train]), (pixels[test], classes[test]), digest)
 
 
-def _pickled(folder: Path, names: list[str]) -> tuple[np.ndarray, np.ndarray]:
+def _pickled(
+    folder: Path, names: list[str], labels: bytes = b"labels"
+) -> tuple[np.ndarray, np.ndarray]:
     parts = []
     for name in names:
         with (folder / name).open("rb") as file:
             parts.append(pickle.load(file, encoding="bytes"))
     images = np.concatenate([np.asarray(part[b"data"], np.uint8) for part in parts])
-    return images, np.concatenate([np.asarray(part[b"labels"], np.uint8) for part in parts])
+    return images, np.concatenate([np.asarray(part[labels], np.uint8) for part in parts])
 
 
 def _sheets(folder: Path, names: list[str]) -> tuple[np.ndarray, np.ndarray]:
