@@ -22,7 +22,8 @@ _CIFAR = "cifar-10-batches-py"
 
 
 class Labelled(NamedTuple):
-    """Images [N, 3, 32, 32] as bytes with their labels, for training and for the test."""
+    """Images as bytes with their labels, for training and for the test; [N, 3, 32, 32] of CIFAR-10,
+    [N, 28, 28] of MNIST."""
 
     train: tuple[Tensor, Tensor]
     test: tuple[Tensor, Tensor]
@@ -227,3 +228,48 @@ def _cepstra(raw: bytes, name: str) -> np.ndarray:
         if int(np.frombuffer(raw, f"{order}i4", 1)[0]) * 4 + 4 == len(raw):
             return np.frombuffer(raw, f"{order}f4", offset=4).reshape(-1, 13).astype(np.float32)
     raise ValueError(f"{name} is no file of cepstra: its first number is not its length")
+
+
+_SHEETS = "mnist-train60k+3k-png-batches.zip"  # of 3,000 images, one a row
+
+
+def mnist(folder: Path) -> Labelled:
+    """All of MNIST: the four idx files, packed or not; the training images also as sheets."""
+    places = (folder, folder / "mnist", folder / "MNIST" / "raw")
+    names = ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1")
+    for place in places:
+        parts = [_idx(place, name) for name in names]
+        if parts[0] is None and (place / _SHEETS).exists():
+            parts[0] = _mnist_sheets(place / _SHEETS, 60_000)
+        if all(part is not None for part in parts):
+            break
+    else:
+        raise FileNotFoundError(
+            f"{folder} holds no MNIST: no {names[0]}-ubyte[.gz] with its three others there, in "
+            "mnist or in MNIST/raw; `torchvision.datasets.MNIST(FOLDER, download=True)` gets "
+            "them, and --data FOLDER or TG_DATA names the folder."
+        )
+    digest = hashlib.sha256(b"".join(part.tobytes() for part in parts)).hexdigest()
+    pixels, classes = ([torch.from_numpy(part) for part in parts[k::2]] for k in (0, 1))
+    train, test = zip(pixels, (labels.long() for labels in classes), strict=True)
+    return Labelled(train, test, digest)
+
+
+def _idx(folder: Path, name: str) -> np.ndarray | None:
+    """The array of an idx file of bytes: a head of 4 bytes, the sizes, the values."""
+    for file in (folder / f"{name}-ubyte", folder / f"{name}-ubyte.gz"):
+        if file.exists():
+            held = file.read_bytes()
+            held = gzip.decompress(held) if file.suffix == ".gz" else held
+            sizes = np.frombuffer(held, ">i4", held[3], 4)
+            return np.frombuffer(held, np.uint8, offset=4 + 4 * held[3]).reshape(sizes).copy()
+    return None
+
+
+def _mnist_sheets(file: Path, count: int) -> np.ndarray:
+    from PIL import Image
+
+    with zipfile.ZipFile(file) as archive:
+        sheets = (archive.open(f"mnist_batch_{n}.png") for n in range(count // 3000))
+        rows = [np.asarray(Image.open(sheet).convert("L")) for sheet in sheets]
+    return np.concatenate(rows).reshape(count, 28, 28)

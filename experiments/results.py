@@ -19,6 +19,8 @@ from experiments.record import RESULTS, ROOT, Row, Verdict
 
 # In the order of the page; the name of the module and of its file of rows.
 PAGES: tuple[str, ...] = (
+    "table4_conversion",
+    "table5_llm",
     "fig3_width",
     "fig3_depth",
     "fig3_speech",
