@@ -1,5 +1,6 @@
 """The loop that trains every contender on CIFAR-10, on noise."""
 
+import itertools
 import os
 import subprocess
 import sys
@@ -36,7 +37,7 @@ def test_it_learns_by_heart():
     assert not curve.recorded
 
 
-def test_a_stopped_run_goes_on_to_the_same_weights(tmp_path):
+def test_a_stopped_run_goes_on_to_the_same_weights(tmp_path, monkeypatch):
     whole, parts, kept = network(), network(), tmp_path / "state.pt"
     expected = train(whole, noise(), RECIPE, seed=3, device="cpu")
 
@@ -48,9 +49,10 @@ def test_a_stopped_run_goes_on_to_the_same_weights(tmp_path):
             raise KeyboardInterrupt
         return real(*args)
 
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(cifar_training, "judged", stopping)
+    monkeypatch.setattr(cifar_training, "judged", stopping)
+    with pytest.raises(KeyboardInterrupt):
         train(parts, noise(), RECIPE, seed=3, device="cpu", kept=kept)
+    monkeypatch.undo()
     curve = train(network(), noise(), RECIPE, seed=3, device="cpu", kept=kept)
     assert curve.started_at == 4
     assert (curve.accuracy, curve.loss) == (expected.accuracy, expected.loss)
@@ -68,7 +70,7 @@ def test_the_rate_rises_for_a_tenth_and_falls_to_nothing():
     rates = [schedule(t, 100) for t in range(100)]
     assert rates[9] == 1 == max(rates)
     assert rates[99] == pytest.approx(1 / 90)
-    assert all(a > b for a, b in zip(rates[10:], rates[11:], strict=False))
+    assert all(a > b for a, b in itertools.pairwise(rates[10:]))
 
 
 def test_images_are_shifted_and_mirrored_as_drawn():
