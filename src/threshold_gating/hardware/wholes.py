@@ -53,9 +53,6 @@ class KeyGates(AnalogGate):
                 numbers = normal(seed, f"{self.name}/{key}", draws, (cells,))
                 self.devices.put(key, numbers.to(self.device))
 
-    def _spread(self, numbers: Tensor, x: Tensor) -> tuple[int, ...]:
-        raise NotImplementedError
-
     def _per_gate(self, key: str, x: Tensor) -> Any:
         numbers = getattr(self.devices, key, None)
         if numbers is None or self.group == (1,):
@@ -141,11 +138,7 @@ class Softmax(nn.Module):
     def forward(
         self, input: Tensor, dim: int | None = None, *rest: Any, dtype: Any = None, **more: Any
     ) -> Tensor:
-        if rest and isinstance(rest[-1], torch.dtype):
-            dtype = rest[-1]
-        axis = (
-            (0 if input.dim() in (0, 1, 3) else 1) if dim is None else dim
-        )  # F.softmax's old rule
+        axis, dtype = sites.axis_and_type(input, dim, rest, dtype)
         z = input if dtype is None else input.to(dtype)
         p: Tensor = self.gates.softmax(-z if self.kind == "softmin" else z, axis)
         return p
