@@ -45,7 +45,7 @@ RELATIVE = 1e-2
 # Twice the original's own rounding is allowed, up to this share of the values: a network that is
 # off from itself by more has no digit that is sure, and one that asks for its type no measure.
 LARGEST = 0.1
-_RECORDED = 1.005  # errors of instances are on record with three digits
+RECORDED = 1.005  # errors of instances are on record with three digits
 _SMALLEST = 2.0**-100  # where exp overflows, torch has 0 for what is smaller than this
 
 
@@ -121,14 +121,14 @@ class Error:
         else:
             fine = coarse = unit(size.max().clamp(_SMALLEST), eps)
         self.ulp = max(self.ulp, (d / fine).max().item())
-        allowed = ulps * fine if self.site.exact else self.site.sup * _RECORDED + ulps * coarse
+        allowed = ulps * fine if self.site.exact else self.site.sup * RECORDED + ulps * coarse
         if (d <= allowed).all():
             return False
         own = difference(y, floats(wide())[k])
         if self.rule == "element" and self.site.exact and (own <= ulps * fine).all():
             return True
         of_original = (2 * (own / coarse).max() * coarse).minimum(LARGEST * size.clamp(1.0))
-        return not (d <= self.site.sup * _RECORDED + ulps * coarse + of_original).all().item()
+        return not (d <= self.site.sup * RECORDED + ulps * coarse + of_original).all().item()
 
     @property
     def _least(self) -> float:

@@ -24,7 +24,8 @@ from threshold_gating.hardware.digital.format import (
     slope,
     unit_for,
 )
-from threshold_gating.hardware.physical import AnalogGate, Chip, Seen
+from threshold_gating.hardware.physical import AnalogGate, Chip
+from threshold_gating.hardware.seen import Seen
 from threshold_gating.instance import TG
 from threshold_gating.nn.activation import Activation
 from threshold_gating.primitive import wide
