@@ -79,6 +79,7 @@ HELD_BY = {
     "hardware/energy_text.py": "hardware/test_energy.py",
     "hardware/lightning.py": "hardware/test_analog.py",
     "hardware/report.py": "hardware/test_analog.py",
+    "hardware/seen.py": "hardware/test_analog.py",
     "kernels/attention/backward.py": "kernels/attention/test_attention_kernels.py",
     "kernels/attention/forward.py": "kernels/attention/test_attention_kernels.py",
     "kernels/attention/function.py": "kernels/attention/test_attention_kernels.py",
