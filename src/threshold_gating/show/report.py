@@ -1,0 +1,318 @@
+"""`gather`: all that is known of a converted network, site by site, as one page and as JSON.
+
+The errors are those of `tg.verify`, what runs is what `tg.audit` says, and the values that a site
+sees come from one more run (`seen.look`): nothing is measured here in a second way.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from threshold_gating import conversion
+from threshold_gating._version import __version__
+from threshold_gating.conversion import certificate as certificates
+from threshold_gating.conversion.audit import HEADER, Audit, AuditedSite, cells
+from threshold_gating.conversion.calibration import Calibration, SiteFit
+from threshold_gating.conversion.certificate import Certificate
+from threshold_gating.conversion.checkpoint.card import shapes
+from threshold_gating.conversion.plan import arguments
+from threshold_gating.conversion.text import some
+from threshold_gating.show import details, page
+from threshold_gating.show.page import Row, Table
+from threshold_gating.show.seen import Seen, look
+
+NATIVE_OFF = "native ops off (tg.kernels.use('reference')): the gates are really evaluated"
+LEGEND = {
+    "K": "straight lines that a gate blends; nothing for what is more than one function",
+    "max, rms": "largest and root mean square distance from the original at this site alone, given "
+    "the original's inputs",
+    "rel": "the RMS distance over the RMS of the original's values",
+    "ulp": "the largest distance in units in the last place, of exact sites; bitwise: none at all",
+    "bound": "what is allowed, of ulp or of rel",
+    "calls": "of the site in one run",
+    "class": "exact: the same function, to rounding; approximate: close to it; learned: compared "
+    "as it was at its start",
+}
+AUDITED = {
+    "K": LEGEND["K"],
+    "class": "exact: one of torch's functions, to rounding; learned: what training made of it",
+    "ran": "gates, or native: torch's own op, which is the same function",
+    "calls": LEGEND["calls"],
+}
+
+
+@dataclass(frozen=True)
+class Report:
+    """What is known of a network with gates; `certificate` is None where there is no original.
+
+    `notes` is what a reader of the figures has to know (random weights), `facts` how they were
+    made, `more` goes into the JSON as it is.
+    """
+
+    name: str
+    certificate: Certificate | None
+    audit: Audit
+    seen: tuple[Seen, ...]
+    calibration: Calibration | None = None
+    notes: tuple[str, ...] = ()
+    facts: Mapping[str, str] = field(default_factory=dict)
+    more: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def ok(self) -> bool:
+        """Whether everything that was compared is as it should be, and nothing is left unasked."""
+        left = [op for op in self.audit.left if not op.asked]
+        return not left and (self.certificate is None or self.certificate.ok)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as JSON values; certificate and audit as `tg convert --json` has them."""
+        return {
+            "network": self.name,
+            "certificate": None if self.certificate is None else self.certificate.to_dict(),
+            "audit": self.audit.to_dict(),
+            "calibration": None if self.calibration is None else self.calibration.to_dict(),
+            "ok": self.ok,
+            "functions": details.functions(self.seen),
+            "notes": list(self.notes),
+            "facts": dict(self.facts),
+            **self.more,
+        }
+
+    def html(self) -> str:
+        """The page, one file."""
+        known, certificate = _Known.of(self), self.certificate
+        about: dict[str, Any] = {"sentences": _ALONE}
+        if certificate is not None:
+            about = {
+                "sentences": certificate.sentences,
+                "failed": list(certificate.failed.values()),
+            }
+        return page.report(
+            title=self.name,
+            facts=self.facts,
+            data=self.to_dict(),
+            tiles=_tiles(self),
+            warnings=_warnings(self),
+            sites=_audited(self.audit, known)
+            if certificate is None
+            else _sites(certificate, known),
+            aside="Beside the gates",
+            beside=_beside(self.audit),
+            **about,
+        )
+
+    def write(self, path: Path | str) -> None:
+        """Write the page."""
+        page.write(path, self.html())
+
+
+_ALONE = [
+    "The network came with its gates, so there is no original to compare them with and no error is "
+    "stated. What runs, and what each gate sees, is below."
+]
+
+
+def gather(
+    model: nn.Module | None,
+    converted: nn.Module,
+    inputs: Any,
+    *,
+    name: str | None = None,
+    tol: float | None = None,
+    calibration: Calibration | None = None,
+) -> Report:
+    """Verify, audit and look at a converted network, for a page or for JSON.
+
+    Args:
+        model: the original; None for a network that was built with gates, of which no error is
+            known.
+        converted: what `tg.convert` made of it, or the network with gates.
+        inputs: a tensor, a tuple of arguments or a dict of keyword arguments.
+        name: the title, by default that of the class.
+        tol: as `tg.verify` takes it.
+        calibration: what `tg.calibrate` gave, if `converted` was made with it.
+
+    >>> model = nn.Sequential(nn.Linear(2, 8), nn.GELU())
+    >>> x = torch.randn(50, 2)
+    >>> gather(model, conversion.convert(model, inputs=x), x).ok
+    True
+    """
+    args, kwargs = arguments(inputs)
+    certificate = None
+    if model is not None:
+        certificate = conversion.verify(model, converted, *args, tol=tol, **kwargs)
+    audit = conversion.audit(converted, *args, **kwargs)
+    title = type(model or converted).__name__ if name is None else name
+    return of(title, certificate, audit, converted, inputs, calibration=calibration)
+
+
+def of(
+    name: str,
+    certificate: Certificate | None,
+    audit: Audit,
+    converted: nn.Module,
+    inputs: Any,
+    facts: Mapping[str, str] | None = None,
+    **more: Any,
+) -> Report:
+    """The report on what is already verified and audited; `more` are fields of it."""
+    if not audit.sites:
+        raise conversion.ConversionError(
+            f"{name} has no site with a gate, so there is nothing to report; tg.audit lists what "
+            "it executes."
+        )
+    made = {
+        **(facts or {}),
+        "inputs": ", ".join(shapes("", inputs)) or "none that are tensors",
+        "errors": NATIVE_OFF,
+        "threshold_gating": __version__,
+        "torch": str(torch.__version__),
+        "Python": f"{platform.python_version()} on {platform.system()}, {platform.machine()}",
+    }
+    return Report(name, certificate, audit, tuple(look(converted, inputs)), facts=made, **more)
+
+
+# What stands first
+
+
+def _tiles(report: Report) -> list[tuple[str, str, str]]:
+    sites, certificate = report.audit.sites, report.certificate
+    if certificate is None:
+        learned = sum(site.learns for site in sites)
+        return [(str(len(sites)), "sites", ""), (str(learned), "of them learned", "")]
+    rows = certificate.rows
+    done = [row for row in rows if row.ok is not None]
+    close = sum(not row.exact for row in done)
+    tiles = [
+        ("ok" if report.ok else "NOT OK", "every site and the output within bounds", ""),
+        (f"{len(done)} of {len(rows)}", "sites compared, with native ops off", ""),
+        (f"{len(done) - close} + {close}", "exact and approximate sites among them", ""),
+    ]
+    if (worst := certificate.output) is not None:
+        tiles.append((f"{worst.relative:.1e}", "largest change of the output over its largest", ""))
+    if not report.ok:
+        tiles[0] = ("NOT OK", "see below", "")
+    return [(*tiles[0][:2], "ok" if report.ok else "bad"), *tiles[1:]]
+
+
+def _warnings(report: Report) -> list[str]:
+    """What the figures do not show, or only a part of."""
+    said, certificate = list(report.notes), report.certificate
+    idle = [site.name for site in report.audit.sites if not site.calls]
+    if idle:
+        said.append(f"Never called on these inputs, so nothing is known of it: {some(idle, 6)}.")
+    if certificate is not None and (close := [r for r in certificate.rows if not r.exact]):
+        names = some([row.site for row in close], 6)
+        said.append(f"Approximate, close to the function and not the same: {names}.")
+    if certificate is not None and certificate.tol is not None:
+        said.append(f"The bound on the output, tol = {certificate.tol:g}, was given by the caller.")
+    odd = [each.name for each in report.seen if each.values.nan or each.values.infinite]
+    if odd:
+        said.append(f"NaN or infinite values reached {some(odd, 6)}; no histogram holds them.")
+    if native := sum(site.native for site in report.audit.sites):
+        said.append(
+            f"In use, {native} of {len(report.audit.sites)} sites run torch's own op, which is the "
+            "same function (backend auto). No error on this page was measured so."
+        )
+    if report.audit.unseen:
+        said.append(f"Not looked at: {', '.join(report.audit.unseen)}.")
+    return said
+
+
+def _beside(audit: Audit) -> dict[str, str]:
+    """What executes beside the gates."""
+    left = [
+        f"{op.op} in {op.module or 'the network itself'} ({op.calls})"
+        + (", as asked" if op.asked else "")
+        for op in audit.left
+    ]
+    found = {
+        "in short": audit.counts,
+        "left to torch": ", ".join(left),
+        "not linear": ", ".join(f"{op.op} in {op.module or 'the network'}" for op in audit.bending),
+        "not looked at": ", ".join(audit.unseen),
+    }
+    return {what: words for what, words in found.items() if words}
+
+
+# Site by site
+
+
+@dataclass(frozen=True)
+class _Known:
+    """What is known of each site, by its name."""
+
+    seen: Mapping[str, list[Seen]]
+    figures: Mapping[str, list[page.Figure]]
+    audited: Mapping[str, AuditedSite]
+    fits: Mapping[str, SiteFit]
+
+    @classmethod
+    def of(cls, report: Report) -> _Known:
+        seen: dict[str, list[Seen]] = {}
+        for each in report.seen:
+            seen.setdefault(each.site, []).append(each)
+        rows = () if report.certificate is None else report.certificate.rows
+        worst = {row.site: row.max for row in rows if row.ok is not None}
+        fits = {} if report.calibration is None else report.calibration.fits
+        audited = {site.name: site for site in report.audit.sites}
+        return cls(seen, details.figures(report.seen, worst), audited, fits)
+
+    def row(self, site: str, **what: Any) -> Row:
+        """A row of the table that opens."""
+        facts = what.pop("facts")
+        if seen := self.seen.get(site):
+            facts["gates"] = details.gates(seen)
+        else:
+            facts["gates"] = "it was not seen running by itself, so no more is known of it"
+        if at := self.audited.get(site):
+            ran = "torch's own op, the same function" if at.native else "its gates"
+            facts["in use"] = ran if at.calls else "never called on these inputs"
+        if fit := self.fits.get(site):
+            facts["calibration"] = (
+                f"{fit.chosen}: {fit.fit.objective} error {fit.error:.3g} fitted and "
+                f"{fit.default_error:.3g} by default, on {fit.heldout:,} values held out of "
+                f"{fit.values:,} kept of {fit.seen:,}"
+            )
+            if fit.fit.warning:
+                facts["warning"] = fit.fit.warning
+        return Row(**what, facts=facts, figures=self.figures.get(site, ()))
+
+
+def _sites(certificate: Certificate, known: _Known) -> Table:
+    rows = []
+    for each in certificate.rows:
+        shown, done = certificates.cells(each), each.ok is not None
+        errors = (each.max, each.rms, each.rel_rms) if done else (None,) * 3
+        ulp = 0.0 if each.bitwise else each.ulp
+        keys = (None, None, each.K, *map(details.finite, errors), ulp, each.bound, None, None)
+        facts = {"function": each.kind}
+        if done:
+            header = certificates.HEADER[3:8]
+            pairs = zip(header, shown[3:8], strict=True)
+            facts["error"] = ", ".join(f"{name} {text}" for name, text in pairs if text)
+            facts["holds for"] = f"{each.scope}; {each.elements:,} finite values were compared"
+        if each.learns:
+            far = ", ".join(f"{k} {v:.2g}" for k, v in (each.moved or {}).items())
+            facts["learned"] = f"{', '.join(each.learns)}; moved since its start by {far}"
+        facts |= {"note": each.note} if each.note else {}
+        if each.site in certificate.failed:
+            facts["failed"] = certificate.failed[each.site]
+        wrong = each.ok is False or each.site in certificate.failed
+        rows.append(known.row(each.site, cells=shown, keys=keys, wrong=wrong, facts=facts))
+    return Table(certificates.HEADER, rows, LEGEND)
+
+
+def _audited(audit: Audit, known: _Known) -> Table:
+    rows = [
+        known.row(site.name, cells=cells(site), facts={"function": site.kind})
+        for site in audit.sites
+    ]
+    return Table(HEADER, rows, AUDITED)
