@@ -122,6 +122,7 @@ HELD_BY = {
     "show/details.py": "show/test_report.py",
     "show/digital.py": "cli/test_rtl_command.py",
     "show/energy.py": "cli/test_energy_command.py",
+    "show/functions.py": "show/test_seen.py",
     "show/panel.py": "show/test_report.py",
     "show/simulation.py": "cli/test_simulate.py",
     "theory/explanation.py": "theory/test_claims.py",

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import threshold_gating as tg
+from threshold_gating.show import functions
 from threshold_gating.show.seen import look
 
 
@@ -154,6 +155,16 @@ def test_channels_that_learned_have_gates_of_their_own():
     assert [t.tau for t in seen.gates] == pytest.approx([1, 1.6487, 2.7183], rel=1e-4)
     assert seen.f is None
     assert "had this gate before" in seen.note
+
+
+def test_of_very_many_gates_the_start_is_shown_and_that_is_said(monkeypatch):
+    monkeypatch.setattr(functions, "_MOST", 5)
+    act = tg.Activation("silu", share="neuron", channels=(2, 3), train=("tau",))
+    with torch.no_grad():
+        act.rho.fill_(1.0)
+    (seen,) = look(nn.Sequential(act), torch.randn(4, 2, 3))
+    assert seen.gates == (tg.TAXONOMY["silu"],)
+    assert "of 6 gates that learned only their start is shown" in seen.note
 
 
 def test_a_block_that_runs_several_times_adds_up():

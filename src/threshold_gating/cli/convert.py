@@ -66,17 +66,16 @@ def _proven(
     report = {"certificate": certificate.to_dict(), "audit": audit.to_dict(), "ok": ok}
     text = f"{first}{certificate.table()}\n\n{fill(audit.counts, WIDTH)}"
     _show(args, {**more, **report}, text, named)
-    if args.html is not None:
-        pages.write(args.html, pages.made(args, named, gated, certificate, audit, found).html())
     if not ok:
         done = "proven" if args.out is None else "written"
         say(f"tg {args.command}: not {done}, see above.")
-        return 1
-    if args.out is not None:
+    elif args.out is not None:
         _write(args, named, gated)
         random = ", with random weights" if named.random_weights else ""
         say(f"Written to {args.out.resolve()}{random}")
-    return 0
+    if args.html is not None:
+        pages.write(args.html, pages.made(args, named, gated, certificate, audit, found).html())
+    return 0 if ok else 1
 
 
 def _write(args: argparse.Namespace, named: Network, gated: nn.Module) -> None:

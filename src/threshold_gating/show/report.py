@@ -17,35 +17,16 @@ from torch import nn
 
 from threshold_gating import conversion
 from threshold_gating._version import __version__
-from threshold_gating.conversion import certificate as certificates
-from threshold_gating.conversion.audit import HEADER, Audit, AuditedSite, cells
-from threshold_gating.conversion.calibration import Calibration, SiteFit
+from threshold_gating.conversion.audit import Audit
+from threshold_gating.conversion.calibration import Calibration
 from threshold_gating.conversion.certificate import Certificate
 from threshold_gating.conversion.checkpoint.card import shapes
 from threshold_gating.conversion.plan import arguments
 from threshold_gating.conversion.text import some
 from threshold_gating.show import details, page
-from threshold_gating.show.page import Row, Table
 from threshold_gating.show.seen import Seen, look
 
 NATIVE_OFF = "native ops off (tg.kernels.use('reference')): the gates are really evaluated"
-LEGEND = {
-    "K": "straight lines that a gate blends; nothing for what is more than one function",
-    "max, rms": "largest and root mean square distance from the original at this site alone, given "
-    "the original's inputs",
-    "rel": "the RMS distance over the RMS of the original's values",
-    "ulp": "the largest distance in units in the last place, of exact sites; bitwise: none at all",
-    "bound": "what is allowed, of ulp or of rel",
-    "calls": "of the site in one run",
-    "class": "exact: the same function, to rounding; approximate: close to it; learned: compared "
-    "as it was at its start",
-}
-AUDITED = {
-    "K": LEGEND["K"],
-    "class": "exact: one of torch's functions, to rounding; learned: what training made of it",
-    "ran": "gates, or native: torch's own op, which is the same function",
-    "calls": LEGEND["calls"],
-}
 
 
 @dataclass(frozen=True)
@@ -87,25 +68,19 @@ class Report:
 
     def html(self) -> str:
         """The page, one file."""
-        known, certificate = _Known.of(self), self.certificate
-        about: dict[str, Any] = {"sentences": _ALONE}
-        if certificate is not None:
-            about = {
-                "sentences": certificate.sentences,
-                "failed": list(certificate.failed.values()),
-            }
+        certificate = self.certificate
+        fits = {} if self.calibration is None else self.calibration.fits
         return page.report(
             title=self.name,
             facts=self.facts,
             data=self.to_dict(),
             tiles=_tiles(self),
+            failed=() if certificate is None else tuple(certificate.failed.values()),
             warnings=_warnings(self),
-            sites=_audited(self.audit, known)
-            if certificate is None
-            else _sites(certificate, known),
+            sentences=_ALONE if certificate is None else certificate.sentences,
+            sites=details.sites(certificate, self.audit, self.seen, fits),
             aside="Beside the gates",
             beside=_beside(self.audit),
-            **about,
         )
 
     def write(self, path: Path | str) -> None:
@@ -191,15 +166,15 @@ def _tiles(report: Report) -> list[tuple[str, str, str]]:
     done = [row for row in rows if row.ok is not None]
     close = sum(not row.exact for row in done)
     tiles = [
-        ("ok" if report.ok else "NOT OK", "every site and the output within bounds", ""),
+        ("ok", "every site and the output within bounds", "ok")
+        if report.ok
+        else ("NOT OK", "see below", "bad"),
         (f"{len(done)} of {len(rows)}", "sites compared, with native ops off", ""),
         (f"{len(done) - close} + {close}", "exact and approximate sites among them", ""),
     ]
     if (worst := certificate.output) is not None:
         tiles.append((f"{worst.relative:.1e}", "largest change of the output over its largest", ""))
-    if not report.ok:
-        tiles[0] = ("NOT OK", "see below", "")
-    return [(*tiles[0][:2], "ok" if report.ok else "bad"), *tiles[1:]]
+    return tiles
 
 
 def _warnings(report: Report) -> list[str]:
@@ -240,79 +215,3 @@ def _beside(audit: Audit) -> dict[str, str]:
         "not looked at": ", ".join(audit.unseen),
     }
     return {what: words for what, words in found.items() if words}
-
-
-# Site by site
-
-
-@dataclass(frozen=True)
-class _Known:
-    """What is known of each site, by its name."""
-
-    seen: Mapping[str, list[Seen]]
-    figures: Mapping[str, list[page.Figure]]
-    audited: Mapping[str, AuditedSite]
-    fits: Mapping[str, SiteFit]
-
-    @classmethod
-    def of(cls, report: Report) -> _Known:
-        seen: dict[str, list[Seen]] = {}
-        for each in report.seen:
-            seen.setdefault(each.site, []).append(each)
-        rows = () if report.certificate is None else report.certificate.rows
-        worst = {row.site: row.max for row in rows if row.ok is not None}
-        fits = {} if report.calibration is None else report.calibration.fits
-        audited = {site.name: site for site in report.audit.sites}
-        return cls(seen, details.figures(report.seen, worst), audited, fits)
-
-    def row(self, site: str, **what: Any) -> Row:
-        """A row of the table that opens."""
-        facts = what.pop("facts")
-        if seen := self.seen.get(site):
-            facts["gates"] = details.gates(seen)
-        else:
-            facts["gates"] = "it was not seen running by itself, so no more is known of it"
-        if at := self.audited.get(site):
-            ran = "torch's own op, the same function" if at.native else "its gates"
-            facts["in use"] = ran if at.calls else "never called on these inputs"
-        if fit := self.fits.get(site):
-            facts["calibration"] = (
-                f"{fit.chosen}: {fit.fit.objective} error {fit.error:.3g} fitted and "
-                f"{fit.default_error:.3g} by default, on {fit.heldout:,} values held out of "
-                f"{fit.values:,} kept of {fit.seen:,}"
-            )
-            if fit.fit.warning:
-                facts["warning"] = fit.fit.warning
-        return Row(**what, facts=facts, figures=self.figures.get(site, ()))
-
-
-def _sites(certificate: Certificate, known: _Known) -> Table:
-    rows = []
-    for each in certificate.rows:
-        shown, done = certificates.cells(each), each.ok is not None
-        errors = (each.max, each.rms, each.rel_rms) if done else (None,) * 3
-        ulp = 0.0 if each.bitwise else each.ulp
-        keys = (None, None, each.K, *map(details.finite, errors), ulp, each.bound, None, None)
-        facts = {"function": each.kind}
-        if done:
-            header = certificates.HEADER[3:8]
-            pairs = zip(header, shown[3:8], strict=True)
-            facts["error"] = ", ".join(f"{name} {text}" for name, text in pairs if text)
-            facts["holds for"] = f"{each.scope}; {each.elements:,} finite values were compared"
-        if each.learns:
-            far = ", ".join(f"{k} {v:.2g}" for k, v in (each.moved or {}).items())
-            facts["learned"] = f"{', '.join(each.learns)}; moved since its start by {far}"
-        facts |= {"note": each.note} if each.note else {}
-        if each.site in certificate.failed:
-            facts["failed"] = certificate.failed[each.site]
-        wrong = each.ok is False or each.site in certificate.failed
-        rows.append(known.row(each.site, cells=shown, keys=keys, wrong=wrong, facts=facts))
-    return Table(certificates.HEADER, rows, LEGEND)
-
-
-def _audited(audit: Audit, known: _Known) -> Table:
-    rows = [
-        known.row(site.name, cells=cells(site), facts={"function": site.kind})
-        for site in audit.sites
-    ]
-    return Table(HEADER, rows, AUDITED)

@@ -7,7 +7,6 @@ that take note of what they are given. Sites are watched by `conversion.watch`, 
 
 from __future__ import annotations
 
-import math
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,30 +14,31 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from threshold_gating import kernels, taxonomy
 from threshold_gating.conversion import sites
 from threshold_gating.conversion.audit import described, gate_of, is_gate
-from threshold_gating.conversion.learn import ATTENTION, RECURRENT, view
+from threshold_gating.conversion.learn import ATTENTION, RECURRENT
 from threshold_gating.conversion.learned_calls import LEARNED, step_of
 from threshold_gating.conversion.plan import module_sites, run, whole
-from threshold_gating.conversion.site import Site
 from threshold_gating.conversion.site_error import floats
 from threshold_gating.conversion.watch import Run, Visit, Watch, evaluating, fresh
 from threshold_gating.instance import TG
 from threshold_gating.logits import AttentionCall, attention_logits
 from threshold_gating.nn import attention, rnn, rnn_steps
 from threshold_gating.nn.activation import Activation
-from threshold_gating.nn.unitwise import Learned
 from threshold_gating.primitive import wide
+from threshold_gating.show.functions import Function, Gate, of_call, of_module, of_step
 from threshold_gating.show.values import KEPT, Values
 
-_MOST = 100_000  # gates of a site that are looked at one by one
 _OFF = -1e30  # the logit of a key that takes no part, at most
 
-Function = Callable[[Tensor], Tensor]
+_PARTS = {
+    **{"i": "input gate i", "f": "forget gate f", "g": "candidate g", "o": "output gate o"},
+    **{"cell": "output of the cell", "r": "reset gate r", "z": "update gate z", "n": "candidate n"},
+    "h": "the new state",
+}
 
 
 @dataclass(frozen=True)
@@ -80,17 +80,6 @@ def look(model: nn.Module, inputs: Any, *, values: int = KEPT) -> list[Seen]:
     return [*notes.found.values(), *_idle(model, {seen.site for seen in notes.found.values()})]
 
 
-@dataclass(frozen=True)
-class _Gate:
-    """What stands at a function: `Seen` without where it is and what it got."""
-
-    kind: str
-    f: Function | None
-    gates: tuple[TG, ...] = ()
-    exact: bool | None = None
-    note: str = ""
-
-
 class _Notes:
     """While a network runs under `watch`, takes note of what its functions get."""
 
@@ -105,11 +94,11 @@ class _Notes:
         return described(_evaluated(run)).kind if is_gate(run.module) else self.bent(run)
 
     def note(
-        self, site: str, gate: Callable[[], _Gate], x: Tensor, part: str = "", apart: int = 0
+        self, site: str, gate: Callable[[], Gate], x: Tensor, part: str = "", apart: int = 0
     ) -> None:
         if (site, part) not in self.found:
             at = gate()
-            new = Values(self.size, zlib.crc32(f"{site}/{part}".encode()))
+            new = Values(self.size, zlib.crc32(f"{site}/{part}".encode(errors="replace")))
             fields = (at.kind, at.f, at.gates, at.exact, new, at.note)
             self.found[site, part] = Seen(site, part, *fields)
         self.found[site, part].values.add(x, apart)
@@ -123,19 +112,19 @@ class _Notes:
         elif not visit.is_call and isinstance(module, rnn._Gated):
             self._layer(visit, module)
         elif visit.is_call:
-            x, gate = _call(visit)
+            x, gate = of_call(visit)
             self.note(visit.name, gate, x)
         else:
             x = next(iter(floats((visit.args, visit.kwargs))), torch.empty(0))
             self.note(visit.name, partial(self._module, module, visit), x)
 
-    def _module(self, module: nn.Module, visit: Visit) -> _Gate:
+    def _module(self, module: nn.Module, visit: Visit) -> Gate:
         if is_gate(module):
-            return _of_gate(module, visit.run.module)
+            return of_module(module, visit.run.module)
         site = next(iter(self.modules.get(module, ())), None)
         if site is None or site.t is None:
-            return _Gate(visit.kind, visit.f)
-        return _Gate(visit.kind, visit.f, (site.t,), site.exact)
+            return Gate(visit.kind, visit.f)
+        return Gate(visit.kind, visit.f, (site.t,), site.exact)
 
     # What is several functions, or one for each weight
 
@@ -161,15 +150,15 @@ class _Notes:
     def _noting(self, name: str, now: Sequence[Any]) -> list[dict[str, Function]]:
         """Gates of each layer and direction that take note of what they get."""
 
-        def evaluate(part: str, key: str, t: Any, x: Tensor) -> Tensor:
-            self.note(name, partial(_of_step, key, t), x, part)
+        def evaluate(key: str, k: int, t: Any, x: Tensor) -> Tensor:
+            several = len(now) > 1
+            words = f"{_PARTS[key]}, {k + 1} of {len(now)} layers and directions"
+            gate = partial(of_step, t, words if several else _PARTS[key])
+            self.note(name, gate, x, f"{key}_{k}" if several else key)
             return rnn_steps.blend(t, x)
 
         return [
-            {
-                key: partial(evaluate, key if len(now) == 1 else f"{key}_{k}", key, t)
-                for key, t in each.items()
-            }
+            {key: partial(evaluate, key, k, t) for key, t in each.items()}
             for k, each in enumerate(now)
         ]
 
@@ -214,7 +203,7 @@ class _Notes:
         if learns is not None:
             words += "; a learned temperature is in x"
         exact = learns is None
-        gate = _Gate("softmax", torch.sigmoid, (taxonomy.TAXONOMY["sigmoid"],), exact, words)
+        gate = Gate("softmax", torch.sigmoid, (taxonomy.TAXONOMY["sigmoid"],), exact, words)
         self.note(name, lambda: gate, (z - theta)[~apart], apart=int(apart.sum()))
 
 
@@ -231,112 +220,16 @@ def _evaluated(run: Run) -> nn.Module:
     return gate_of(run.module, run.index) if is_gate(run.module) else run.module
 
 
-def _of_gate(module: nn.Module, holder: nn.Module) -> _Gate:
-    """A module of the library, which another one may hold."""
-    about = described(module)
-    if not isinstance(module, Activation):
-        words = "branches have weights of their own; x is what the layer is given"
-        return _Gate(about.kind, None, exact=about.exact, note=words)
-    replaced = vars(holder).get("replaced")
-    f = None if replaced is None else replaced.forward
-    had = "" if f is not None else "the network had this gate before; there is no other function"
-    return _Gate(about.kind, f, _instances(module), about.exact, had)
-
-
-def _instances(act: Activation) -> tuple[TG, ...]:
-    """The gates of all channels, or where they are too many what they started from."""
-    many = bool(act.learned) and math.prod(act.group) > _MOST
-    return tuple([act.init] if many else dict.fromkeys(act.instances()))
-
-
-def _call(visit: Visit) -> tuple[Tensor, Callable[[], _Gate]]:
-    """What the gates of a call of torch read, and what they are."""
-    kind, site = visit.kind, visit.gate
-    if kind in sites.KINDS:
-        return visit.x, lambda: _elementwise(visit, site)
-    if kind == "glu":
-        b = sites.halves(*visit.args, **visit.kwargs)[1]
-        return b, lambda: _glu(visit, site)
-    x, *others = floats((visit.args, visit.kwargs))
-    if kind in ("maximum", "minimum"):
-        words = "x is how far the first input lies above the second"
-        s = (0, 1) if kind == "maximum" else (1, 0)
-        f = F.relu if kind == "maximum" else (lambda x: -F.relu(-x))
-        return x - others[0], lambda: _Gate(kind, f, (TG(math.inf, 0, s, (0, 0)),), True, words)
-    if kind == "prelu":
-        slopes = others[0].detach().double().flatten().tolist()
-        gates = tuple(dict.fromkeys(taxonomy.leaky_relu(a) for a in slopes))
-        first = partial(F.leaky_relu, negative_slope=slopes[0])
-        return x, lambda: _Gate(kind, first, gates, True, _several(len(slopes)))
-    return x, lambda: _Gate(kind, None, exact=True, note="its thresholds are data, so no curve is")
-
-
-def _several(channels: int) -> str:
-    return "the function is that of the first channel" if channels > 1 else ""
-
-
-def _elementwise(visit: Visit, site: Site | None) -> _Gate:
-    parameters = visit.call.parameters
-    if site is None:
-        known = sites.of_call(visit.kind, parameters)
-        return _Gate(visit.kind, visit.function, (known.t,), known.exact)
-    assert site.t is not None
-    gates = (site.t,) if site.learns is None else _learned(visit, site)
-    return _Gate(visit.kind, visit.function, gates, site.exact and site.learns is None)
-
-
-def _learned(visit: Visit, site: Site) -> tuple[TG, ...]:
-    learns: Any = site.learns
-    return _instances(view(visit.run.module, site.prefix, learns))
-
-
-def _glu(visit: Visit, site: Site | None) -> _Gate:
-    """y = g(b) a: the gate of SiLU, whose branches read the other half."""
-    learns = site is not None and site.learns is not None
-    gates = _learned(visit, site) if site and learns else (taxonomy.TAXONOMY["silu"],)
-    at_one = tuple(
-        TG(t.tau, t.theta, (0,) * t.K, [s + c for s, c in zip(t.s, t.c, strict=True)])
-        for t in gates
-    )
-    words = "x is the second half of the input; the curve is for a first half of 1"
-    return _Gate("glu", torch.sigmoid, at_one, not learns, words)
-
-
-_PARTS = {
-    **{"i": "input gate i", "f": "forget gate f", "g": "candidate g", "o": "output gate o"},
-    **{"cell": "output of the cell", "r": "reset gate r", "z": "update gate z", "n": "candidate n"},
-    "h": "the new state",
-}
-
-
-def _of_step(key: str, t: Any) -> _Gate:
-    """A gate of a step of a recurrent layer."""
-    start = t.start if isinstance(t, Learned) else t
-    kind = taxonomy.name_of(start) or "gate"
-    f = getattr(torch, kind, None)
-    gates = tuple(dict.fromkeys(_units(t))) if isinstance(t, Learned) else (t,)
-    return _Gate(kind, f, gates, not isinstance(t, Learned), _PARTS[key])
-
-
-def _units(t: Learned) -> Iterator[TG]:
-    """The gates of all units, whose values are tensors or shared."""
-    rows = [t.tau, t.theta, *t.s, *t.c]
-    own = torch.broadcast_tensors(*(torch.as_tensor(w).detach().double().cpu() for w in rows))  # type: ignore[no-untyped-call]
-    for tau, theta, *branches in torch.stack([w.reshape(-1) for w in own], 1).tolist():
-        s, c = branches[: len(t.s)], branches[len(t.s) :]
-        yield TG(tau, theta, s, c, clamp=t.start.clamp)
-
-
 def _idle(model: nn.Module, seen: set[str]) -> Iterator[Seen]:
     """Sites of a converted network that the run did not reach."""
     for name, module in model.named_modules():
-        gates: dict[str, _Gate] = {}
+        gates: dict[str, Gate] = {}
         if isinstance(module, Activation):
-            gates[name] = _of_gate(module, module)
+            gates[name] = of_module(module, module)
         for site in (vars(module).get("tg_sites") or {}).values():
             if site is not None:
                 t = () if site.t is None else (site.t,)
-                gates[site.name] = _Gate(site.kind, None, t, site.exact)
+                gates[site.name] = Gate(site.kind, None, t, site.exact)
         for at, gate in gates.items():
             if at not in seen:
                 yield Seen(at, "", gate.kind, gate.f, gate.gates, gate.exact, Values())
