@@ -101,6 +101,21 @@ def test_a_network_that_fails_has_a_page_that_says_why(model, x):
     assert '<tbody class="wrong">' in page
 
 
+def test_of_many_sites_that_fail_the_first_stand_before_the_table(x):
+    model = nn.Sequential(*(layer for _ in range(12) for layer in (nn.Linear(4, 4), nn.GELU())))
+    gated = tg.convert(model, {"re:.*": 2}, inputs=x, strict=False)
+    found = report.gather(model, gated, x)
+    failed = found.certificate.failed
+    page = found.html()
+    before, after = page.split("<h2>Sites</h2>")
+    assert len(failed) > 9
+    assert "output" in failed
+    assert page.count('<tbody class="wrong">') == len(failed) - 1
+    assert f"{len(failed) - 1 - 8} more sites failed; the table marks them." in before
+    assert before.index("more sites failed") > before.index("is off by")
+    assert after.count("<dt>failed</dt>") == len(failed) - 1
+
+
 def test_a_network_that_came_with_gates_states_no_error():
     act = tg.Activation("silu", share="channel", channels=8, train=("tau", "theta"))
     with torch.no_grad():

@@ -26,6 +26,7 @@ from threshold_gating.conversion.text import some
 from threshold_gating.show import details, page
 from threshold_gating.show.seen import Seen, look
 
+_FAILED = 8  # sites that stand before the table
 NATIVE_OFF = "native ops off (tg.kernels.use('reference')): the gates are really evaluated"
 
 
@@ -75,7 +76,7 @@ class Report:
             facts=self.facts,
             data=self.to_dict(),
             tiles=_tiles(self),
-            failed=() if certificate is None else tuple(certificate.failed.values()),
+            failed=() if certificate is None else _failed(certificate),
             warnings=_warnings(self),
             sentences=_ALONE if certificate is None else certificate.sentences,
             sites=details.sites(certificate, self.audit, self.seen, fits),
@@ -175,6 +176,15 @@ def _tiles(report: Report) -> list[tuple[str, str, str]]:
     if (worst := certificate.output) is not None:
         tiles.append((f"{worst.relative:.1e}", "largest change of the output over its largest", ""))
     return tiles
+
+
+def _failed(certificate: Certificate) -> list[str]:
+    """Why it failed: beside the sites first; of many sites some, for each says it by itself."""
+    rows = {row.site for row in certificate.rows}
+    beside = [text for name, text in certificate.failed.items() if name not in rows]
+    own = [text for name, text in certificate.failed.items() if name in rows]
+    more = [f"{len(own) - _FAILED} more sites failed; the table marks them."]
+    return [*beside, *own[:_FAILED], *(more if len(own) > _FAILED else ())]
 
 
 def _warnings(report: Report) -> list[str]:
