@@ -23,6 +23,7 @@ from threshold_gating.cli.shared import (
     finite,
     flag,
     gates,
+    html,
     of_network,
     option,
     out,
@@ -37,6 +38,7 @@ from threshold_gating.cli.shared import (
 
 STDOUT = "-"  # no `Path`: that of "-" is that of "./-", which is a file
 WIKITEXT = "wikitext2-raw"
+REPORT = "tg_report.html"
 # As the modules have them that run. They need torch, so a test compares instead.
 TABLES = ("text", "markdown")
 COLUMNS = ("sm", "lse", "act", "both")
@@ -52,7 +54,7 @@ def parser() -> argparse.ArgumentParser:
     top = _Parser(prog="tg", description="Neural nonlinearities as one tunable gate.")
     top.add_argument("--version", action="version", version=f"tg {__version__}")
     commands = top.add_subparsers(metavar="COMMAND")
-    for add in (_table, _explain, _convert, _calibrate, _audit, _verify):
+    for add in (_table, _explain, _convert, _calibrate, _audit, _verify, _report):
         add(commands)
     for add in (_evaluate, _prove, _spice, _simulate, _energy, _rtl, _export, _env, _demo):
         add(commands)
@@ -123,6 +125,7 @@ _EXPLAIN_EXAMPLES = """
 def _convert(commands: Any) -> None:
     parser = of_network(commands, "convert", "convert a network to gates and certify every site")
     saved(parser)
+    html(parser)
     flag(parser, "--gates-only", "save the gates, no weights")
     site(parser)
     tol(parser)
@@ -140,6 +143,7 @@ def _calibrate(commands: Any) -> None:
     option(either, "--max-error", words, type=float, metavar="E")
     either.add_argument("--recipe", choices=("paper",), help="App. F: K = 3 by Nelder-Mead; slow")
     tol(parser)
+    html(parser)
 
 
 def _audit(commands: Any) -> None:
@@ -152,6 +156,25 @@ def _verify(commands: Any) -> None:
     parser = of_network(commands, "verify", words, f"{SPECS}, or a saved conversion")
     parser.add_argument("gates", metavar="DIR", help="a saved conversion, as of tg convert -o")
     tol(parser)
+    html(parser)
+
+
+def _report(commands: Any) -> None:
+    words = "write one page on a network: every site, its gates, its error and what it sees"
+    parser = of_network(commands, "report", words, examples=_REPORT_EXAMPLES)
+    words = "write the page there"
+    out(parser, "FILE", f"{words} (default: {REPORT})", type=Path, default=Path(REPORT))
+    gates(parser)
+    site(parser)
+    tol(parser)
+
+
+_REPORT_EXAMPLES = """
+    examples:
+      tg report timm:resnet18 -o resnet18.html
+      tg report net.py:make_model --inputs images.pt --json net.json
+      tg report net.py:make_model --inputs 1,3,32,32 --gates saved
+"""
 
 
 def _evaluate(commands: Any) -> None:
@@ -249,7 +272,7 @@ def _simulate(commands: Any) -> None:
     words = "largest voltage of an input, by default half of the supply"
     option(parser, "--rail", words, metavar="V")
     flag(parser, "--sensitivity", "try each site alone, and sort them")
-    option(parser, "--html", "write a page there", type=Path, metavar="FILE")
+    html(parser)
     words = "linear and convolution layers are on crossbars if one of these is given"
     cells = parser.add_argument_group("crossbars", words)
     for name, words in _CROSSBAR.items():
@@ -278,7 +301,7 @@ def _rtl(commands: Any) -> None:
     flag(parser, "--run", "simulate every code, synthesise: iverilog, yosys, TG_PDK")
     words = "a network: float, integers, Verilog and transistors on the same inputs"
     flag(parser, "--check", words)
-    option(parser, "--html", "write the page of --check there", type=Path, metavar="FILE")
+    html(parser, "write the page of --check there")
     out(parser, "FILE", "write the Verilog there", type=Path)
     count(parser, "--bits", "bits of x and y, from 4 to 16", 16)
     option(parser, "--reach", "largest |x| of an activation, by default 8", metavar="X")

@@ -71,6 +71,10 @@ def saved(parser: Any) -> None:
     out(parser, "DIR", "save the converted network there", type=Path)
 
 
+def html(parser: Any, words: str = "write a page on every site there") -> None:
+    option(parser, "--html", words, type=Path, metavar="FILE")
+
+
 def branches(parser: Any, **options: Any) -> None:
     parser.add_argument("-K", type=_number_of_branches, metavar="N", **options)
     parser.add_argument("--k", action=_Renamed, nargs="*", const="-K", help=argparse.SUPPRESS)
