@@ -120,6 +120,8 @@ HELD_BY = {
     "show/css.py": "show/test_page.py",
     "show/digital.py": "cli/test_rtl_command.py",
     "show/energy.py": "cli/test_energy_command.py",
+    "show/explorer/server.py": "cli/test_explore.py",
+    "show/explorer/sites.py": "show/test_explorer.py",
     "show/simulation.py": "cli/test_simulate.py",
     "show/svg.py": "show/test_page.py",
     "theory/explanation.py": "theory/test_claims.py",

@@ -5,7 +5,7 @@ const vm = require("vm");
 
 const folder = process.argv[2];
 const parts = ["gates.js", "theory.js", "pairs.js", "state.js"].map((name) => fs.readFileSync(path.join(folder, name), "utf8"));
-const context = vm.createContext({ structuredClone });
+const context = vm.createContext({});
 vm.runInContext(parts.join("\n"), context);
 const plain = (key, value) =>
   ArrayBuffer.isView(value) ? Array.from(value) : typeof value === "number" && !Number.isFinite(value) ? String(value) : value;

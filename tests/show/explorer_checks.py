@@ -81,10 +81,25 @@ def check_values(run):
         kinds.add((t.hard, t.form, t.clamp is None, isinstance(t.tau, tuple), t.q is None))
         for order, key in enumerate(("y", "d1", "d2")):
             close(got[key], derivative(t, order), TOLERANCE, f"{name}, {key}")
-        taus = t.tau if isinstance(t.tau, tuple) or not t.theta else (t.tau,) * len(t.theta)
-        gates = tg.gates(X, taus, t.theta, form=t.form, owner=t.owner)
-        close(got["g"], gates.expand(t.K, -1), TOLERANCE, f"{name}, gates")
+        close(got["g"], gates_of(t, X), TOLERANCE, f"{name}, gates")
     assert len(kinds) > 12
+    check_owners(run)
+
+
+def check_owners(run):
+    """A hard gate at its very thresholds: the owner says on which side they lie."""
+    hard = {name: t for name, t in INSTANCES.items() if t.hard and t.theta}
+    code = "(ts) => ts.map((t) => { t = Gates.read(t); return Gates.evaluate(t, t.theta); })"
+    for (name, t), got in zip(hard.items(), run(code, written(hard.values())), strict=True):
+        at = torch.tensor(t.theta, dtype=torch.float64)
+        close(got["g"], gates_of(t, at), 0.0, f"{name}, gates at theta")
+        close(got["y"], t(at), TOLERANCE, f"{name}, y at theta")
+    assert {owner for t in hard.values() for owner in t.owner} == {"lo", "hi"}
+
+
+def gates_of(t, x):
+    taus = t.tau if isinstance(t.tau, tuple) or not t.theta else (t.tau,) * len(t.theta)
+    return tg.gates(x, taus, t.theta, form=t.form, owner=t.owner).expand(t.K, -1)
 
 
 def derivative(t, order):

@@ -318,6 +318,19 @@ def test_files_are_written_again_but_not_over_another_page(tmp_path):
     assert page.read_text() == "<h1>mine</h1>"
 
 
+def test_the_documentation_gets_the_same_files():
+    """By the hook that mkdocs.yml names, as a build calls it."""
+    pytest.importorskip("mkdocs")
+    from mkdocs.config import load_config
+    from mkdocs.structure.files import Files
+
+    config = load_config(str(Path(__file__).parents[2] / "mkdocs.yml"))
+    found = config.plugins.on_files(Files([]), config=config)
+    given = {file.src_uri: file.content_bytes for file in found}
+    wanted = {f"explorer/{name}": content for name, content in explorer.files().items()}
+    assert {name: given[name] for name in wanted} == wanted
+
+
 def test_the_parts_are_short_enough_to_read():
     for name in (explorer.PAGE, *explorer.PARTS):
         assert len((SOURCE / name).read_text("utf-8").splitlines()) <= 450, name

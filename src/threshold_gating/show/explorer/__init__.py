@@ -26,7 +26,7 @@ PAGE = "index.html"
 # In the order in which the page loads them: each uses those before it.
 PARTS = (
     *("explorer.css", "gates.js", "theory.js", "pairs.js", "state.js"),
-    *("plot.js", "draw.js", "controls.js", "explorer.js"),
+    *("plot.js", "draw.js", "controls.js", "tell.js", "explorer.js"),
 )
 BRANCHES = 8  # the most that the page shows, as in gates.js
 CHIPS = 32

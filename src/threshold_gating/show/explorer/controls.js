@@ -26,8 +26,8 @@ const Controls = (() => {
     return made;
   }
 
-  // Six digits, for reading; what was typed is kept whole.
-  const brief = (value) => (value === Infinity ? "inf" : String(Number(value.toPrecision(6))));
+  // Five digits, for reading; what was typed is kept whole.
+  const brief = (value) => (value === Infinity ? "inf" : String(Number(value.toPrecision(5))));
 
   // Bind a slider and a number to one value: `set(value)` on every move, `wrong(error)` for what is no number.
   function bind(slider, number, { name, to, from, get, set, wrong }) {

@@ -3,20 +3,9 @@
 // `set`, is checked there, and is drawn in the next frame; what is refused says why and changes nothing.
 
 const Explorer = (() => {
-  const { byId, make, brief } = Controls;
-  const CHIP_SAMPLES = 97;
-  const FAMILIES = {
-    multiplicative: "an outer branch carries x on",
-    saturating: "only inner branches carry x on, or a clamp bounds y",
-    constant: "no branch carries x on: gates alone move y",
-  };
-
+  const { byId, make, brief } = Controls, { tell, say4 } = Tell;
   let data, state, network = null, chosen = null, plots, hover = null, waiting = false, lastFragment = "";
   const syncs = [];
-
-  // Numbers as they are read: four digits, a true minus.
-  const say4 = (v) => (v === Infinity ? "∞" : Number.isNaN(v) ? "–" : String(Number(v.toPrecision(4))).replace("-", "−"));
-  const percent = (share) => `${say4(Number((100 * share).toPrecision(2)))} %`;
 
   function message(text, action) {
     byId("said").replaceChildren(text, ...(action ? [" ", button(action.label, action.run)] : []));
@@ -85,115 +74,32 @@ const Explorer = (() => {
 
   function render() {
     const { t, view } = state;
-    for (const plot of Object.values(plots)) Plot.fit(plot);
     Controls.show(t);
     for (const sync of syncs) sync();
-    const xs = Draw.samples(t, view), near = Theory.nearest(t, data.named), chip = onChip();
+    const xs = Draw.samples(t, view), near = Theory.nearest(t, data.named), pair = data.presets[state.pair];
+    const chip = pair ? Pairs.shown(t, pair, data.chips, state, xs) : null;
     const known = { x: data.named.x, y: data.named.values[near.key], corners: Gates.corners(rowOf(near.key).t) };
-    const frame = { t, view, xs, found: Gates.evaluate(t, xs), corners: Gates.corners(t), near: known, chip };
+    const px = Plot.pixels(plots.function, view, xs); // all pictures are equally wide
+    const frame = { t, view, xs, px, found: Gates.evaluate(t, xs), corners: Gates.corners(t), near: known, chip };
     Draw.theFunction(plots.function, frame);
     Draw.theGates(plots.gates, frame);
-    byId("corners").textContent = Draw.theSlopes(plots.slopes, frame, say4);
+    tell(byId("corners"), Draw.theSlopes(plots.slopes, frame, say4));
     if (plots.function.handles?.length !== t.theta.length) Plot.handles(plots.function, t.theta.length, { moved, nudged, done: remember });
     Plot.place(plots.function, t.theta, view);
-    tellWhat(t, near);
-    tellEdge(t);
-    tellChip(t, chip);
+    const text = Gates.python(t), row = data.rows.find((each) => (each.text ??= Gates.python(rowOf(each.key).t)) === text);
+    if (byId("start").value !== (row?.key ?? "")) byId("start").value = row?.key ?? "";
+    Tell.what(t, near, data.named, row);
+    Tell.edge(Theory.edge(t, state.variance));
+    Tell.chip(t, chip, state.reach, data.chips.theta.length);
     tellSite();
     readout();
-    byId("python").textContent = Gates.python(t);
+    tell(byId("python"), text);
   }
 
   function rowOf(key) {
     const row = data.rows.find((each) => each.key === key);
     row.t ??= Gates.read(row.instance);
     return row;
-  }
-
-  // What it is
-
-  function tellWhat(t, near) {
-    const family = Gates.family(t), { x, values } = data.named, text = Gates.python(t);
-    byId("near-name").textContent = near.key;
-    byId("family").replaceChildren(make("b", {}, family), ` – ${FAMILIES[family]}`);
-    const same = near.rms < 1e-12;
-    byId("nearest").replaceChildren(
-      make("b", {}, near.key),
-      same ? " – the same, to rounding" : ` – RMS ${say4(near.rms)}, at most ${say4(near.largest)}`,
-    );
-    const row = data.rows.find((each) => (each.text ??= Gates.python(rowOf(each.key).t)) === text);
-    const how = row && (row.exact ? "exact" : `approximate, off by at most ${say4(Number(row.sup.toPrecision(2)))} over the line`);
-    byId("nearness").textContent =
-      (row ? `This is the row ${row.key} of the table: ${how}. ` : "") +
-      `Nearest of ${Object.keys(values).length} named functions by the root mean square difference over ` +
-      `${x.length} inputs, evenly from ${say4(x[0])} to ${say4(x.at(-1))}; elsewhere they may differ more.`;
-    const start = byId("start");
-    if (start.value !== (row?.key ?? "")) start.value = row?.key ?? "";
-  }
-
-  function facts(id, pairs) {
-    byId(id).replaceChildren(...pairs.flatMap(([name, value]) => [make("dt", {}, name), make("dd", {}, value)]));
-  }
-
-  function tellEdge(t) {
-    const q = state.variance, { sigma_w, sigma_b2, valid, chi_1, chi_q, beta, moments } = Theory.edge(t, q);
-    const none = "–";
-    facts("edge", [
-      ["σ_w", valid ? say4(sigma_w) : none],
-      ["σ_b", valid ? say4(Math.sqrt(sigma_b2)) : none],
-      ["χ₁", valid ? say4(chi_1) : none],
-      ["χ_q", valid ? say4(chi_q) : none],
-      ["β", valid ? say4(beta) : none],
-    ]);
-    byId("edge-says").textContent = !valid
-      ? moments.slope === Infinity
-        ? "There is none: y jumps, so that E[y′²] is infinite."
-        : moments.slope === 0
-          ? "There is none: y is constant."
-          : `There is none at this variance: σ_b² would be ${say4(sigma_b2)}.`
-      : `Weights N(0, σ_w²/width) and biases N(0, σ_b²) keep the variance and, as χ₁ = 1, gradients. ` +
-        (chi_q > 1 + 1e-9 ? "χ_q > 1: this variance is not a stable one." : `Two inputs approach like ${beta ? "β/depth" : "1/depth²"}.`);
-  }
-
-  // On transistors
-
-  function onChip() {
-    const { t, pair: name, chip, reach, celsius, view } = state, pair = data.presets[name];
-    if (!pair) return null;
-    const set = Pairs.settle(t, pair, reach), numbers = (k) => ({ theta: data.chips.theta[k], tau: data.chips.tau[k] });
-    const xs = Float64Array.from({ length: CHIP_SAMPLES }, (_, k) => view * ((2 * k) / (CHIP_SAMPLES - 1) - 1));
-    const inputs = Float64Array.from({ length: CHIP_SAMPLES }, (_, k) => reach * ((2 * k) / (CHIP_SAMPLES - 1) - 1));
-    const want = Gates.evaluate(t, inputs).y, low = new Float64Array(xs.length).fill(Infinity), high = new Float64Array(xs.length).fill(-Infinity);
-    let y = null;
-    for (let k = 0; k < data.chips.theta.length; k++) {
-      const its = Pairs.curve(t, pair, set, numbers(k), celsius, xs);
-      its.forEach((value, i) => {
-        low[i] = Math.min(low[i], value);
-        high[i] = Math.max(high[i], value);
-      });
-      if (k === chip) y = its;
-    }
-    const off = (k) => Pairs.apart(want, Pairs.curve(t, pair, set, k === null ? null : numbers(k), celsius, inputs));
-    return { xs, low, high, y, set, pair, made: Pairs.devices(t, pair, set, numbers(chip), celsius), off: off(chip), perfect: off(null) };
-  }
-
-  function tellChip(t, chip) {
-    byId("chip-key").hidden = byId("pair-settings").hidden = !chip;
-    byId("no-pair").hidden = Boolean(chip);
-    if (!chip) return;
-    const { set, pair, made } = chip, count = data.chips.theta.length;
-    facts("volts", [
-      ["this chip is off by", percent(chip.off)],
-      ["perfect pairs by", percent(chip.perfect)],
-      ["its thresholds", made.map((each) => say4(each.theta)).join(", ") || "–"],
-      ["σ of θ, in x", made.map((each) => say4(each.sigma)).join(", ") || "–"],
-      ["noise, in x", say4(pair.noise / set.volts)],
-      ["volts per unit of x", say4(set.volts)],
-    ]);
-    byId("pair-says").textContent =
-      `${pair.device}. Off by: RMS of the difference over RMS of y, evenly over ±${say4(state.reach)}, as tg simulate ` +
-      `computes it (one gate for a layer, seed 0). The band holds ${count} chips. Noise is not drawn; inputs beyond ` +
-      `±${say4(set.rail / set.volts)} are cut off at the rails${t.hard && t.s.length > 1 ? "; a hard gate is as sharp as the pair" : ""}.`;
   }
 
   // A network's sites
@@ -242,7 +148,7 @@ const Explorer = (() => {
       byId("which").value = `${chosen.group} of ${site.total}`;
     }
     const moved = chosen && chosen.text !== Gates.python(state.t) ? "changed here; choose the site again for its own" : "";
-    byId("says").textContent = [site?.says, moved].filter(Boolean).join("; ");
+    tell(byId("says"), [site?.says, moved].filter(Boolean).join("; "));
   }
 
   // A site of the address is marked where this page has it; its curve is in the address in any case.
@@ -295,16 +201,16 @@ const Explorer = (() => {
   function readout() {
     const x = hover ?? Number(byId("at").dataset.x), { y, d1, d2, g } = Gates.evaluate(state.t, [x]);
     if (document.activeElement !== byId("at")) byId("at").value = brief(Number(x.toPrecision(4)));
-    for (const [id, [value]] of [["y", y], ["d1", d1], ["d2", d2]]) byId(`${id}-there`).value = say4(value);
+    for (const [id, [value]] of [["y", y], ["d1", d1], ["d2", d2]]) tell(byId(`${id}-there`), say4(value));
     const key = byId("gate-key");
     if (key.childElementCount !== 3 * g.length) {
       const item = (k) => [make("i", { class: `gate-key b${k}` }), make("span", {}, `g${"₁₂₃₄₅₆₇₈"[k]}`), make("output", {})];
       key.replaceChildren(...g.flatMap((_, k) => item(k)));
     }
-    key.querySelectorAll("output").forEach((output, k) => (output.value = g[k][0].toFixed(3)));
+    key.querySelectorAll("output").forEach((output, k) => tell(output, g[k][0].toFixed(3)));
     for (const plot of Object.values(plots)) {
-      const at = Plot.across(plot, state.view)(x);
-      Plot.line(plot, "cursor", "cursor", [0, 0], [0, 1], () => at, (end) => end * plot.inner.height);
+      const [at] = Plot.pixels(plot, state.view, [x]);
+      Plot.line(plot, "cursor", "cursor", [at, at], [plot.low, plot.high]);
     }
   }
 
@@ -377,7 +283,11 @@ const Explorer = (() => {
         readout();
       });
     }
-    addEventListener("resize", soon);
+    const sizes = new ResizeObserver(() => {
+      for (const plot of Object.values(plots)) Plot.fit(plot);
+      soon();
+    });
+    for (const plot of Object.values(plots)) sizes.observe(plot.svg);
     addEventListener("hashchange", () => location.hash !== lastFragment && follow());
   }
 
@@ -408,6 +318,7 @@ const Explorer = (() => {
     buildSelects();
     buildEvents();
     byId("explorer").hidden = false;
+    for (const plot of Object.values(plots)) Plot.fit(plot);
     if (data.network) {
       walk(data.network);
       step(1);
@@ -423,5 +334,5 @@ const Explorer = (() => {
     byId("stop").hidden = false;
   }
 
-  return { render, propose, set, get state() { return state; }, get data() { return data; } };
+  return { render, propose, get state() { return state; }, get plots() { return plots; } };
 })();

@@ -111,7 +111,7 @@ const Gates = (() => {
     if (t.owner && t.owner.includes("hi")) given.owner = t.owner;
     if (t.q) given.q = t.q;
     if (t.clamp) given.clamp = t.clamp;
-    return structuredClone(given);
+    return Object.fromEntries(Object.entries(given).map(([key, w]) => [key, Array.isArray(w) ? [...w] : w]));
   }
 
   // The instance as Python code; evaluated there, it is this instance.

@@ -4,10 +4,10 @@
 // the page.
 
 const Pairs = (() => {
-  // Log odds of a pair at u = tau (v - theta); u itself where the gate is logistic.
-  function logOdds(u, [slope, rise, knee, bend]) {
-    if (slope === 1 && rise === 0) return u;
-    return slope * u + (rise / bend) * (softplus(bend * (u - knee)) - softplus(bend * (-u - knee)));
+  // Log odds of a pair as a function of u = tau (v - theta); u itself where the gate is logistic.
+  function logOdds([slope, rise, knee, bend]) {
+    if (slope === 1 && rise === 0) return (u) => u;
+    return (u) => slope * u + (rise / bend) * (softplus(bend * (u - knee)) - softplus(bend * (-u - knee)));
   }
 
   function softplus(u) {
@@ -75,10 +75,10 @@ const Pairs = (() => {
   function curve(t, pair, set, chip, celsius, xs) {
     const made = devices(t, pair, set, chip, celsius), K = t.s.length, most = set.rail / set.volts;
     const u = new Float64Array(K - 1), g = new Float64Array(K), y = new Float64Array(xs.length);
-    const gates = t.form === "product" ? Gates.product : Gates.softmax;
+    const gates = t.form === "product" ? Gates.product : Gates.softmax, odds = logOdds(pair.shape);
     for (let i = 0; i < xs.length; i++) {
       const x = Math.max(-most, Math.min(most, xs[i]));
-      for (let k = 0; k < K - 1; k++) u[k] = logOdds(made[k].tau * (x - made[k].theta), pair.shape);
+      for (let k = 0; k < K - 1; k++) u[k] = odds(made[k].tau * (x - made[k].theta));
       gates(u, g);
       let Q = 0, S = 0, C = 0;
       for (let k = 0; k < K; k++) {
@@ -92,5 +92,31 @@ const Pairs = (() => {
     return y;
   }
 
-  return { settle, devices, curve, apart };
+  const COUNT = 49; // points of the band, and inputs over which a chip is off
+
+  const evenly = (end) => Float64Array.from({ length: COUNT }, (_, k) => end * ((2 * k) / (COUNT - 1) - 1));
+
+  // What is shown of one chip: its curve at xs, the band of all chips, and how far it and perfect pairs are off.
+  function shown(t, pair, numbers, { chip, reach, celsius, view }, xs) {
+    const set = settle(t, pair, reach), drawn = (k) => ({ theta: numbers.theta[k], tau: numbers.tau[k] });
+    const band = { xs: evenly(view), low: new Float64Array(COUNT).fill(Infinity), high: new Float64Array(COUNT).fill(-Infinity) };
+    for (let k = 0; k < numbers.theta.length; k++) {
+      const y = curve(t, pair, set, drawn(k), celsius, band.xs);
+      for (let i = 0; i < COUNT; i++) {
+        band.low[i] = Math.min(band.low[i], y[i]);
+        band.high[i] = Math.max(band.high[i], y[i]);
+      }
+    }
+    const inputs = evenly(reach), want = Gates.evaluate(t, inputs).y;
+    const off = (its) => apart(want, curve(t, pair, set, its, celsius, inputs));
+    return {
+      band, set, pair,
+      y: curve(t, pair, set, drawn(chip), celsius, xs),
+      made: devices(t, pair, set, drawn(chip), celsius),
+      off: off(drawn(chip)),
+      perfect: off(null),
+    };
+  }
+
+  return { COUNT, settle, curve, shown };
 })();

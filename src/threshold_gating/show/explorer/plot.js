@@ -20,19 +20,15 @@ const Plot = (() => {
     return { svg, grid, field, lines: new Map(), bottom: ticksX ? BOTTOM : 8, low: 0, high: 1, drawn: "" };
   }
 
-  // Take over the size that the page gives; true if it changed.
+  // Take over the size that the page gives.
   function fit(plot) {
     const { width, height } = plot.svg.getBoundingClientRect();
-    if (plot.width === width && plot.height === height) return false;
-    plot.width = width;
-    plot.height = height;
     plot.svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
     const inner = { x: LEFT, y: TOP, width: Math.max(1, width - LEFT - RIGHT) };
     inner.height = Math.max(1, height - TOP - plot.bottom);
     for (const [key, value] of Object.entries(inner)) plot.field.setAttribute(key, value);
     plot.inner = inner;
     plot.drawn = "";
-    return true;
   }
 
   // The range of y: round numbers around what is drawn, and the same as before while that still fits well.
@@ -89,29 +85,34 @@ const Plot = (() => {
     }
   }
 
+  const tenth = (v) => Math.round(v * 10) / 10;
+
+  // Where xs are in the picture, as they are written: all lines of a frame share them.
+  const pixels = (plot, view, xs) => Array.from(xs, (x) => `${tenth(across(plot, view)(x))} `);
+
   // Set the line of that name; without points it is empty. `breaks` has the indices at which it begins anew.
-  function line(plot, name, look, xs, ys, sx, sy, breaks) {
+  function line(plot, name, look, px, ys, breaks) {
     let path = plot.lines.get(name);
     if (!path) plot.lines.set(name, (path = element("path", {}, plot.field)));
     if (path.getAttribute("class") !== look) path.setAttribute("class", look);
-    path.setAttribute("d", xs ? points(xs, ys, sx, sy, breaks) : "");
-    return path;
+    const d = px ? points(plot, px, ys, breaks) : "";
+    if (d || path.getAttribute("d")) path.setAttribute("d", d);
   }
 
-  function points(xs, ys, sx, sy, breaks) {
+  function points(plot, px, ys, breaks) {
+    const sy = up(plot);
     let d = "";
-    for (let i = 0; i < xs.length; i++) {
-      const y = Math.max(-FAR, Math.min(FAR, sy(ys[i])));
-      d += (i === 0 || breaks?.has(i) ? "M" : "L") + Math.round(sx(xs[i]) * 10) / 10 + " " + Math.round(y * 10) / 10;
+    for (let i = 0; i < px.length; i++) {
+      d += (i === 0 || breaks?.has(i) ? "M" : "L") + px[i] + tenth(Math.max(-FAR, Math.min(FAR, sy(ys[i]))));
     }
     return d;
   }
 
   // An area between two lines over the same xs.
-  function area(plot, name, look, xs, low, high, sx, sy) {
-    const path = line(plot, name, look, xs, high, sx, sy);
-    if (!xs) return;
-    const back = points([...xs].reverse(), [...low].reverse(), sx, sy).replace("M", "L");
+  function area(plot, name, look, px, low, high) {
+    line(plot, name, look, px, high);
+    if (!px) return;
+    const back = points(plot, [...px].reverse(), [...low].reverse()).replace("M", "L"), path = plot.lines.get(name);
     path.setAttribute("d", `${path.getAttribute("d")}${back}Z`);
   }
 
@@ -171,5 +172,5 @@ const Plot = (() => {
     });
   }
 
-  return { make, fit, span, across, up, valueAt, axes, line, area, handles, place, label };
+  return { make, fit, span, valueAt, axes, pixels, line, area, handles, place };
 })();
