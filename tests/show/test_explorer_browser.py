@@ -190,7 +190,7 @@ def test_what_is_shown_is_what_is_computed(page):
     page.put("#at", "0.5")
     shown = {key: float(page.text(f"#{key}-there").replace("−", "-")) for key in ("y", "d1", "d2")}
     assert shown == {"y": 0.375, "d1": 0.875, "d2": 1.0}
-    assert [each.text for each in page.all("#gate-key output")] == ["0.500", "0.500"]
+    assert [each.text for each in page.all("#gate-key .there")] == ["0.500", "0.500"]
     assert page.text("#python") == "TG(tau=2, theta=(0.5,), s=(0, 1), c=(0, 0.25))"
     words = page.text("#nearness")
     assert "root mean square difference over 129 inputs, evenly from −8 to 8" in words
@@ -300,6 +300,57 @@ def test_branches_come_and_go_and_nothing_is_lost(page):
     page.at("#hard").click()
     page.settle()
     assert page.instance == before
+
+
+def test_a_field_that_keeps_the_focus_shows_what_it_set(page):
+    from selenium.webdriver import Keys
+
+    page.driver.execute_script("arguments[0].select()", page.at("#tau-number"))
+    page.at("#tau-number").send_keys("3.25", Keys.ENTER)
+    page.settle()
+    assert page.instance.tau == 3.25
+    assert page.at("#tau-number").get_property("value") == "3.25"
+    page.at("#tau-number").send_keys("x", Keys.ENTER)
+    page.settle()
+    assert page.message
+    assert page.at("#tau-number").get_property("value") == "3.25"
+
+
+def test_what_is_ticked_can_be_unticked(page):
+    page.open(FIVE + "&q=0,0.5,0,0,0&clamp=-2,3")
+    for selector in ("#own", "#curved", "#clamp"):
+        assert page.at(selector).is_selected()
+        page.at(selector).click()
+        page.settle()
+        assert not page.at(selector).is_selected(), selector
+    assert page.instance == TG(2, (-1.5, -0.5, 0.5, 1.5), (0, 0.1, 0.5, 0.9, 1), (0,) * 5)
+    for selector in ("#own", "#curved", "#clamp"):
+        page.at(selector).click()
+        page.settle()
+        assert page.at(selector).is_selected(), selector
+    assert page.instance.clamp == (-2, 3)
+    assert page.at("#tau3").is_displayed()
+    page.put("#q1-number", "0.25")
+    assert page.instance.q == (0, 0.25, 0, 0, 0)
+
+
+def test_link_and_code_are_copied(page):
+    asked = ["clipboardReadWrite", "clipboardSanitizedWrite"]
+    allowed = {"permissions": asked, "origin": page.url.rstrip("/")}
+    page.driver.execute_cdp_cmd("Browser.grantPermissions", allowed)
+    page.open("tau=2&theta=1&s=0,1&c=0,0")
+    read = "const done = arguments[0]; navigator.clipboard.readText().then(done, (e) => done(String(e)));"
+    for button, copied in (
+        ("#copy-python", "TG(tau=2, theta=(1,), s=(0, 1), c=(0, 0))"),
+        ("#copy-link", f"{page.url}#tau=2&theta=1&s=0,1&c=0,0"),
+    ):
+        page.at(button).click()
+        wait(page, lambda: "is on the clipboard" in page.message)
+        assert page.driver.execute_async_script(read) == copied
+        page.at("#close").click()
+    page.run("() => delete Navigator.prototype.clipboard")  # as a page that is not trusted has it
+    page.at("#copy-link").click()
+    assert page.message == f"The link could not be copied; here it is: {copied}"
 
 
 def test_rows_of_the_table_are_there_to_start_from(page):

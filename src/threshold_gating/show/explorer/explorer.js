@@ -25,6 +25,7 @@ const Explorer = (() => {
   function propose(given) {
     try {
       set({ t: Gates.read(given) });
+      Controls.show(state.t); // at once: a field that keeps the focus shows what it set
       return true;
     } catch (error) {
       if (/in order/.test(error.message)) {
@@ -204,10 +205,10 @@ const Explorer = (() => {
     for (const [id, [value]] of [["y", y], ["d1", d1], ["d2", d2]]) tell(byId(`${id}-there`), say4(value));
     const key = byId("gate-key");
     if (key.childElementCount !== 3 * g.length) {
-      const item = (k) => [make("i", { class: `gate-key b${k}` }), make("span", {}, `g${"₁₂₃₄₅₆₇₈"[k]}`), make("output", {})];
+      const item = (k) => [make("i", { class: `gate-key b${k}` }), make("span", {}, `g${"₁₂₃₄₅₆₇₈"[k]}`), make("span", { class: "there" })];
       key.replaceChildren(...g.flatMap((_, k) => item(k)));
     }
-    key.querySelectorAll("output").forEach((output, k) => tell(output, g[k][0].toFixed(3)));
+    key.querySelectorAll(".there").forEach((output, k) => tell(output, g[k][0].toFixed(3)));
     for (const plot of Object.values(plots)) {
       const [at] = Plot.pixels(plot, state.view, [x]);
       Plot.line(plot, "cursor", "cursor", [at, at], [plot.low, plot.high]);
