@@ -125,6 +125,8 @@ HELD_BY = {
     "show/energy.py": "cli/test_energy_command.py",
     "show/functions.py": "show/test_seen.py",
     "show/panel.py": "show/test_report.py",
+    "show/explorer/server.py": "cli/test_explore.py",
+    "show/explorer/sites.py": "show/test_explorer.py",
     "show/simulation.py": "cli/test_simulate.py",
     "theory/explanation.py": "theory/test_claims.py",
     "training/closeness.py": "training/test_promotion.py",

@@ -30,6 +30,7 @@ COMMANDS = {
     "energy": "energy",
     "rtl": "rtl",
     "export": "export",
+    "explore": "explore",
     "env": "env",
     "demo": "demo",
 }

@@ -56,7 +56,9 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(metavar="COMMAND")
     for add in (_table, _explain, _convert, _calibrate, _audit, _verify, _report):
         add(commands)
-    for add in (_evaluate, _prove, _spice, _simulate, _energy, _rtl, _export, _env, _demo):
+    for add in (_evaluate, _prove, _spice, _simulate, _energy, _rtl, _export, _explore):
+        add(commands)
+    for add in (_env, _demo):
         add(commands)
     words = "write the result to FILE as JSON; - prints JSON in place of the text"
     for each in commands.choices.values():
@@ -377,6 +379,30 @@ _EXPORT_EXAMPLES = """
       tg export timm:resnet18 net.onnx --native-where-exact
       tg export timm:vit_tiny_patch16_224 vit.onnx --native-within 1e-4
       tg export --read vit.onnx
+"""
+
+
+def _explore(commands: Any) -> None:
+    words = "turn an activation by hand in a browser, and walk the sites of a network"
+    parser = command(commands, "explore", words, _EXPLORE_EXAMPLES)
+    words = (
+        f"an activation to begin with (gelu), a network ({SPECS}), a saved conversion, or its "
+        "tg_config.json (default: silu)"
+    )
+    parser.add_argument("network", nargs="?", default="silu", metavar="WHAT", help=words)
+    words = "write the pages there instead of serving them; any web server or browser takes them"
+    option(parser, "--static", words, type=Path, metavar="DIR")
+    option(parser, "--preset", "begin on this differential pair, as sky130-weak", type=str)
+    count(parser, "--port", "port on this machine, 0 for any that is free", 8765)
+    option(parser, "--address", "this machine; no other is served", "127.0.0.1", type=str)
+    weights(parser)
+
+
+_EXPLORE_EXAMPLES = """
+    examples:
+      tg explore gelu
+      tg explore timm:resnet18
+      tg explore out/ --static pages/          (out/ of tg convert -o)
 """
 
 
