@@ -166,8 +166,11 @@ def _tiles(report: Report) -> list[tuple[str, str, str]]:
     rows = certificate.rows
     done = [row for row in rows if row.ok is not None]
     close = sum(not row.exact for row in done)
+    within = "every site and the output within bounds"
+    if certificate.trained:
+        within = "every site within bounds at its start; trained since, so the output is its own"
     tiles = [
-        ("ok", "every site and the output within bounds", "ok")
+        ("ok", within, "ok")
         if report.ok
         else ("NOT OK", "see below", "bad"),
         (f"{len(done)} of {len(rows)}", "sites compared, with native ops off", ""),
@@ -193,6 +196,11 @@ def _warnings(report: Report) -> list[str]:
     idle = [site.name for site in report.audit.sites if not site.calls]
     if idle:
         said.append(f"Never called on these inputs, so nothing is known of it: {some(idle, 6)}.")
+    if certificate is not None and (moved := [r.site for r in certificate.rows if r.has_moved]):
+        said.append(
+            f"Trained since the conversion: {some(moved, 6)}. Errors in the table are those of the "
+            "start; the pictures show the gates as they are now."
+        )
     if certificate is not None and (close := [r for r in certificate.rows if not r.exact]):
         names = some([row.site for row in close], 6)
         said.append(f"Approximate, close to the function and not the same: {names}.")
