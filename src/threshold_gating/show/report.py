@@ -170,9 +170,7 @@ def _tiles(report: Report) -> list[tuple[str, str, str]]:
     if certificate.trained:
         within = "every site within bounds at its start; trained since, so the output is its own"
     tiles = [
-        ("ok", within, "ok")
-        if report.ok
-        else ("NOT OK", "see below", "bad"),
+        ("ok", within, "ok") if report.ok else ("NOT OK", "see below", "bad"),
         (f"{len(done)} of {len(rows)}", "sites compared, with native ops off", ""),
         (f"{len(done) - close} + {close}", "exact and approximate sites among them", ""),
     ]
