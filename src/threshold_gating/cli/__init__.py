@@ -22,6 +22,7 @@ COMMANDS = {
     "calibrate": "convert",
     "audit": "convert",
     "verify": "convert",
+    "insight": "insight",
     "evaluate": "evaluate",
     "prove": "prove",
     "spice": "spice",
