@@ -23,7 +23,7 @@ TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
 PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup --durations=15
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-gpu bench zoo fuzz evidence lint format docs clean
+.PHONY: help demo test test-all test-gpu bench zoo fuzz evidence results lint format docs wheel clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -56,6 +56,9 @@ fuzz: $(VENV)/.dev  ## N random networks and ten times as many gates, converted 
 evidence: $(VENV)/.dev  ## networks that others trained, before and after conversion, on real data
 	$(TEST_ENV) $(BIN)/python -m experiments.evidence
 
+results: $(VENV)/.dev  ## rebuild docs/results.md from the rows that the experiments measured
+	$(TEST_ENV) PYTHONPATH=src $(BIN)/python -m experiments.results
+
 lint: $(VENV)/.dev  ## check style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -68,6 +71,10 @@ format: $(VENV)/.dev  ## repair style where a tool can
 # Not --quiet: what it hides --strict does not count.
 docs: $(VENV)/.dev  ## build the documentation into site/; a broken link is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# The same bytes from the same commit, whenever it is built.
+wheel: | $(BIN)/pip  ## build the wheel into dist/
+	SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) $(BIN)/python -m pip wheel -q --no-deps -w dist .
 
 clean:  ## remove .venv and everything that was built
 	rm -rf $(VENV) site dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -23,13 +23,16 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=_first_line())
     parser.add_argument("--smoke", action="store_true", help="small sizes on the CPU, in seconds")
     parser.add_argument("--only", nargs="+", metavar="SECTION", help="these sections only")
+    parser.add_argument(
+        "--warm", action="store_true", help="compile what the sections need, and time nothing"
+    )
     parser.add_argument("--json", metavar="FILE|-", help="write the rows there as JSON")
     args = parser.parse_args(argv)
     if args.json != STDOUT:
-        return run(args.smoke, args.json and Path(args.json), args.only)
+        return run(args.smoke, args.json and Path(args.json), args.only, warm=args.warm)
     with TemporaryDirectory() as folder, redirect_stdout(sys.stderr):
         path = Path(folder) / "bench.json"
-        code = run(args.smoke, path, args.only)
+        code = run(args.smoke, path, args.only, warm=args.warm)
         found = path.read_text() if path.exists() else ""  # else there was nothing to do
     print(found, end="")
     return code

@@ -23,7 +23,7 @@ from benchmarks.cpu_networks import NETWORKS, SMALL, cpu_networks
 from benchmarks.pairs import PAIRS
 from benchmarks.rows import Row, remarks, slope_of, table
 from benchmarks.small_inputs import small_inputs
-from benchmarks.timing import ON_CPU, ON_GPU, Clock, Place, Work, measure
+from benchmarks.timing import ON_CPU, ON_GPU, Clock, Place, Work, called_once, measure
 from benchmarks.training import training
 from benchmarks.units import frozen, gated_units, growth
 
@@ -111,8 +111,14 @@ def here(smoke: bool) -> Sections:
     }
 
 
-def run(smoke: bool, path: Path | None, only: list[str] | None = None) -> int:
-    """Check what is timed, time it, print; 1 if a kernel is wrong. `only` names sections."""
+def run(
+    smoke: bool, path: Path | None, only: list[str] | None = None, *, warm: bool = False
+) -> int:
+    """Check what is timed, time it, print; 1 if a kernel is wrong. `only` names sections.
+
+    `warm` calls everything once and times nothing: what it compiles lies in the caches of Triton
+    and torch for the next run, and sections can be warmed side by side.
+    """
     gpu = torch.cuda.is_available() and not smoke
     if not gpu:
         torch.set_num_threads(1)
@@ -131,6 +137,8 @@ def run(smoke: bool, path: Path | None, only: list[str] | None = None) -> int:
         print(f"WRONG {line}")
     if beyond := unchecked(device):
         print(beyond, flush=True)
+    if warm:
+        return max((called_once(work) for works in chosen.values() for work in works), default=0)
     rows: list[Row] = []
     data = {"machine": info, "how": clock.how, "wrong": wrong, "unchecked": beyond}
     _write(path, data, rows)

@@ -139,6 +139,14 @@ def _measured(work: Work, clock: Clock) -> tuple[Rounds, Times, str]:
         return {}, {}, f"{type(error).__name__}: {first[0] if first else ''}"[:200]
 
 
+def called_once(work: Work) -> int:
+    """Build the contenders and call each; 1, and a line, if that fails."""
+    *_, failed = _measured(work, _ONCE)
+    if failed:
+        print(f"{work.section}, {work.name}: {failed}", flush=True)
+    return int(bool(failed))
+
+
 def _timed(work: Work, clock: Clock, contenders: Contenders) -> tuple[Rounds, Times, str]:
     if work.unit != "ms":
         return {name: [float(f())] for name, f in contenders.items()}, {}, ""
@@ -293,6 +301,13 @@ def peak(f: Callable[[], Any], device: str) -> float:
     return max(held, default=0) / 2**20
 
 
+def _each_once(contenders: Contenders, slow: bool) -> Rounds:
+    for f in contenders.values():
+        f()
+    return {}
+
+
+_ONCE = Clock("", _each_once, None)
 ON_GPU = Clock(
     f"Medians of triton.testing.do_bench, contenders in turn, least of {ROUNDS} rounds, all "
     "threads on the quickest core; 'replayed' is the ratio of recorded graphs, without what Python "

@@ -98,3 +98,19 @@ def test_what_exists_and_what_is_no_name_is_let_through():
     ```
     """
     assert mistakes(page) == []
+
+
+TROUBLE = (ROOT / "docs/troubleshooting.md").read_text()
+# Messages of torch, and names of classes; the others are ours.
+NOT_OURS = {"operator torchvision::nms does not exist", "Missing key(s) in state_dict"}
+
+
+@pytest.mark.parametrize(
+    "message", sorted(set(re.findall(r"^`(.+?)`", TROUBLE, re.MULTILINE)) - NOT_OURS)
+)
+def test_every_message_of_the_troubleshooting_page_is_one_that_the_code_prints(message):
+    files = (ROOT / "src").rglob("*.py")
+    # strings are joined over lines, and names are filled in
+    text = "\n".join(re.sub(r'"\s*f?"', "", file.read_text()) for file in files)
+    parts = [part.strip(" ;") for part in message.split("...")]
+    assert all(part in text for part in parts if part)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from small import FAKE, fake_rows
 
-from benchmarks import checking, pages
+from benchmarks import checking, pages, timing
 from benchmarks.__main__ import main
 from benchmarks.conversion import OF_TIMM
 from benchmarks.sections import here
@@ -127,6 +127,17 @@ def test_json_to_stdout_stands_alone(capsys, few):
     out, err = capsys.readouterr()
     assert json.loads(out)["wrong"] == []
     assert "limits missed" in err
+
+
+def test_warming_calls_every_contender_and_times_nothing(monkeypatch, capsys, few):
+    calls = []
+    ours = timing._each_once
+    monkeypatch.setattr(
+        timing, "_ONCE", timing.Clock("", lambda c, slow: calls.extend(c) or ours(c, slow), None)
+    )
+    assert main(["--smoke", "--warm", "--only", "frozen"]) == 0
+    assert "ours" in calls
+    assert "limits missed" not in capsys.readouterr().out
 
 
 def test_a_section_that_is_not_there_is_an_error(capsys):

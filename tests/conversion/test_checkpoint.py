@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import threshold_gating as tg
 from threshold_gating import TAXONOMY, TG, Activation, kernels
 from threshold_gating.conversion import convert, convert_, revert
 from threshold_gating.conversion.checkpoint import files
@@ -479,7 +480,7 @@ def test_without_a_network_load_says_what_was_saved(converted, tmp_path):
     save(converted, tmp_path)
     saved = load(tmp_path)
     assert isinstance(saved, Checkpoint)
-    assert (saved.version, saved.torch) == ("0.1.0", str(torch.__version__))
+    assert (saved.version, saved.torch) == (tg.__version__, str(torch.__version__))
     assert saved.model == f"{__name__}.Net"
     assert saved.weights["file"] == "model.safetensors"
     gelu = saved.sites["act"]
@@ -556,7 +557,7 @@ DAMAGES = {
     ),
     "a newer schema": (
         lambda d: edit(d, lambda c: c.update(schema=3, threshold_gating="9.1")),
-        "tg_config.json was written by version 9.1 (schema 3); this is 0.1.0 (schema 2); update threshold-gating.",
+        f"tg_config.json was written by version 9.1 (schema 3); this is {tg.__version__} (schema 2); update threshold-gating.",
     ),
     "no schema": (
         lambda d: edit(d, lambda c: c.pop("schema")),

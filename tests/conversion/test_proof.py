@@ -350,9 +350,7 @@ def test_16_bits_on_record_are_found_again(key):
     stored, found = proof.on_record()[key], prove_row(name, getattr(torch, dtype))
     assert found.holds
     assert stored.inputs == found.inputs
-    if stored.made_here:
-        assert found == stored
-    elif TAXONOMY[name].hard:  # comparisons and one rounding, with any torch
+    if TAXONOMY[name].hard:  # comparisons and one rounding, with any torch
         assert (found.differs, found.ulp, found.within) == (
             stored.differs,
             stored.ulp,
@@ -360,6 +358,10 @@ def test_16_bits_on_record_are_found_again(key):
         )
     else:  # evaluated in float32 and rounded once
         assert found.ulp_within.value == pytest.approx(stored.ulp_within.value, abs=0.02)
+    if stored.made_here:  # another processor's exp and tanh round a few to the other side
+        few = 1 + stored.inputs // 10_000
+        assert abs(found.differs - stored.differs) <= few
+        assert abs(found.zeros - stored.zeros) <= few
 
 
 @pytest.mark.parametrize("key", [key for key in RECORDED if key[1:] == ("float32", "cpu")])

@@ -1,0 +1,261 @@
+"""Rows of results: what was measured, on which data, where, when and by which command.
+
+An experiment lists its cases as plain dicts (arm, seed, steps, ...). `complete` runs those that its
+file does not hold yet and appends one line of JSON for each as it ends, so a run can be stopped at
+any time and goes on, and points add up over several runs and machines:
+
+    asked = record.options("fig3_depth", __doc__).parse_args(argv)
+    rows = record.complete("fig3_depth", cases(asked), run, asked)
+
+`run(case, asked)` returns the figures of one case; it must be a function of a module, since with
+`--jobs N` it is called in N processes (in Ray's, on one machine or a cluster, where Ray is
+installed). A case is bounded in steps, never in seconds. Under torchrun every process runs each
+case and the first one writes.
+
+An experiment module that is named in `experiments.results.PAGES` also has `page(rows)`, which
+returns its tables as Markdown, `verdicts(rows)`, a list of `Verdict`, and, if it has pictures,
+`draw(rows, folder)`. Rows of `--smoke` go to a folder of their own and are refused there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import hashlib
+import json
+import math
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+import threshold_gating as tg
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "experiments" / "results"
+CHECKPOINTS = ROOT / "results" / "checkpoints"  # ignored by git
+
+Case = dict[str, Any]
+Run = Callable[[Case, argparse.Namespace], dict[str, Any]]
+
+
+class Row(NamedTuple):
+    """One case and what came of it; `about` says where, when and by which command."""
+
+    case: Case
+    figures: dict[str, Any]
+    seconds: float
+    smoke: bool
+    about: dict[str, str]
+
+
+class Verdict(NamedTuple):
+    """One claim of the paper, its figure, ours with its spread, and what follows."""
+
+    claim: str
+    paper: str
+    ours: str
+    verdict: Literal["reproduced", "partly", "not", "no data here", "not run"]
+
+
+def options(name: str, about: str | None) -> argparse.ArgumentParser:
+    """The options that every experiment has; an experiment adds its own."""
+    first = (about or "").strip().splitlines()[0] if about else None
+    parser = argparse.ArgumentParser(prog=f"python -m experiments.{name}", description=first)
+    parser.add_argument(
+        "--data",
+        type=Path,
+        default=Path(os.environ["TG_DATA"]) if "TG_DATA" in os.environ else None,
+        help="the folder with the data sets (default: what TG_DATA names)",
+    )
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="cases at the same time")
+    parser.add_argument("--only", nargs="+", default=[], metavar="KEY=VALUE", help="these cases")
+    parser.add_argument("--list", action="store_true", help="print the cases and whether they ran")
+    parser.add_argument(
+        "--smoke", action="store_true", help="seconds, on made-up data; keeps nothing"
+    )
+    parser.add_argument("--out", "-o", type=Path, default=None, help="the file of rows")
+    return parser
+
+
+def file_of(name: str, asked: argparse.Namespace | None = None) -> Path:
+    if asked is not None and asked.out is not None:
+        return asked.out
+    if asked is not None and asked.smoke:
+        return Path(tempfile.gettempdir()) / f"tg-smoke-{os.getpid()}" / f"{name}.jsonl"
+    return RESULTS / f"{name}.jsonl"
+
+
+def rows(file: Path) -> list[Row]:
+    """Every row of a file; a line that was cut off is an error that says where."""
+    if not file.exists():
+        return []
+    found = []
+    for number, line in enumerate(file.read_text("utf-8").splitlines(), 1):
+        try:
+            found.append(Row(**json.loads(line)))
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{file}, line {number} is no row ({error}); delete it") from None
+    return found
+
+
+def key(case: Case) -> str:
+    return json.dumps(case, sort_keys=True)
+
+
+def matching(cases: Iterable[Case], only: Iterable[str]) -> list[Case]:
+    """The cases with every KEY=VALUE of `only`; VALUE may be several, divided by commas."""
+    wanted: dict[str, set[str]] = {}
+    for text in only:
+        name, found, values = text.partition("=")
+        if not found:
+            raise SystemExit(f"--only {text}: KEY=VALUE is needed, for example --only seed=0,1")
+        wanted[name] = set(values.split(","))
+    cases = list(cases)
+    unknown = [n for n in wanted if not any(n in case for case in cases)]
+    if unknown:
+        known = sorted({n for case in cases for n in case})
+        raise SystemExit(f"--only: no case has {', '.join(unknown)}; there are {', '.join(known)}")
+    chosen = [c for c in cases if all(str(c.get(n)) in values for n, values in wanted.items())]
+    if not chosen:
+        raise SystemExit(f"--only {' '.join(only)}: no case is left; --list prints them")
+    return chosen
+
+
+def complete(
+    name: str, cases: Iterable[Case], run: Run, asked: argparse.Namespace, *, data: str = ""
+) -> list[Row]:
+    """Run what the file does not hold yet; return the rows of all the chosen cases.
+
+    `data` is the hash of the data that the cases read.
+    """
+    chosen = matching(cases, asked.only)
+    file = file_of(name, asked)
+    done = {key(row.case): row for row in rows(file)}
+    left = [case for case in chosen if key(case) not in done]
+    if asked.list:
+        for case in chosen:
+            print("done" if key(case) in done else "    ", _said(case))
+        raise SystemExit(0)
+    about = _about(name, asked.device, data)
+    print(f"{len(chosen)} cases, {len(left)} to run on {about['device']}; rows go to {file}")
+    print(about["command"], flush=True)
+    for count, (case, figures, seconds) in enumerate(_run_all(left, run, asked), 1):
+        row = Row(case, _plain(figures), round(seconds, 2), bool(asked.smoke), about)
+        done[key(case)] = row
+        if first_process():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with file.open(
+                "a", encoding="utf-8"
+            ) as out:  # one write a line: processes may share it
+                out.write(json.dumps(row._asdict(), sort_keys=True) + "\n")
+        shown = {n: v for n, v in row.figures.items() if isinstance(v, int | float | str)}
+        print(f"[{count}/{len(left)}] {_said(case)}: {_said(shown)} ({seconds:.0f} s)", flush=True)
+    return [done[key(case)] for case in chosen]
+
+
+def first_process() -> bool:
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+def checkpoint(name: str, case: Case) -> Path:
+    """Where a case keeps its state while it runs, so that it goes on after a stop."""
+    digest = hashlib.sha256(key(case).encode()).hexdigest()[:16]
+    return CHECKPOINTS / name / f"{digest}.pt"
+
+
+def _run_all(
+    cases: list[Case], run: Run, asked: argparse.Namespace
+) -> Iterator[tuple[Case, dict[str, Any], float]]:
+    """The cases as they end: side by side if `--jobs` says so, else one after the other."""
+    if asked.jobs <= 1 or len(cases) <= 1:
+        for case in cases:
+            yield _timed(run, case, asked)
+    elif (ray := _ray()) is not None:
+        share = 1 / asked.jobs if asked.device.startswith("cuda") else 0
+        task = ray.remote(num_cpus=1, num_gpus=share)(_timed)
+        waiting = [task.remote(run, case, asked) for case in cases]
+        while waiting:
+            ready, waiting = ray.wait(waiting)
+            yield ray.get(ready[0])
+    else:
+        with ProcessPoolExecutor(asked.jobs, get_context("spawn"), _one_thread) as pool:
+            for ended in as_completed([pool.submit(_timed, run, case, asked) for case in cases]):
+                yield ended.result()
+
+
+def _timed(run: Run, case: Case, asked: argparse.Namespace) -> tuple[Case, dict[str, Any], float]:
+    begun = time.perf_counter()
+    return case, run(case, asked), time.perf_counter() - begun
+
+
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def _ray() -> Any:
+    try:
+        import ray
+    except ImportError:
+        return None
+    ray.init(ignore_reinit_error=True, log_to_driver=True)
+    return ray
+
+
+def _about(name: str, device: str, data: str) -> dict[str, str]:
+    arguments = " ".join(shlex.quote(a) for a in sys.argv[1:])
+    return {
+        "command": f"python -m experiments.{name} {arguments}".strip(),
+        "commit": _commit(),
+        "data": data,
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "device": torch.cuda.get_device_name(device) if device.startswith("cuda") else _processor(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "version": tg.__version__,
+    }
+
+
+def _processor() -> str:
+    return f"CPU ({platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads)"
+
+
+def _commit() -> str:
+    """The commit of the code that runs; TG_COMMIT names it where the copy has no history."""
+    if "TG_COMMIT" in os.environ:
+        return os.environ["TG_COMMIT"]
+    try:
+        asked = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"]
+        return subprocess.run(asked, check=True, capture_output=True, text=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def _said(values: dict[str, Any]) -> str:
+    return ", ".join(
+        f"{n} {v:.4g}" if isinstance(v, float) else f"{n} {v}" for n, v in values.items()
+    )
+
+
+def _plain(value: Any) -> Any:
+    """Numbers that JSON has: NaN and infinity become their names, tensors lists."""
+    if isinstance(value, torch.Tensor):
+        return _plain(value.tolist())
+    if isinstance(value, dict):
+        return {str(n): _plain(v) for n, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value

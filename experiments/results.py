@@ -1,0 +1,97 @@
+"""Rebuild docs/results.md and the README's table of verdicts from the rows in experiments/results.
+
+    make results                        # python -m experiments.results
+    python -m experiments.results --check   # fails if a page is not what the rows say
+
+Each experiment of PAGES makes its section (`page`), verdicts (`verdicts`) and pictures (`draw`).
+Rows of a smoke run are refused: nothing that was measured on made-up data reaches a page.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from pathlib import Path
+
+from experiments import record
+from experiments.record import RESULTS, ROOT, Row, Verdict
+
+# In the order of the page; the name of the module and of its file of rows.
+PAGES: tuple[str, ...] = ()
+PAGE, README, IMAGES = ROOT / "docs" / "results.md", ROOT / "README.md", ROOT / "docs" / "images"
+
+
+def gathered(folder: Path = RESULTS) -> dict[str, list[Row]]:
+    """The rows of every experiment; smoke rows and files of no experiment are errors."""
+    found = {name: record.rows(folder / f"{name}.jsonl") for name in PAGES}
+    for name, rows in found.items():
+        if any(row.smoke for row in rows):
+            file = folder / f"{name}.jsonl"
+            raise SystemExit(f"{file} holds rows of a smoke run: delete them and measure again")
+    strangers = sorted(f.name for f in folder.glob("*.jsonl") if f.stem not in PAGES)
+    if strangers:
+        raise SystemExit(f"{folder} has rows of no experiment in PAGES: {', '.join(strangers)}")
+    return found
+
+
+def sections(found: dict[str, list[Row]]) -> dict[str, str]:
+    """Text for each pair of markers of the two pages."""
+    texts, verdicts = {}, []
+    for name, rows in found.items():
+        module = importlib.import_module(f"experiments.{name}")
+        command = f"`python -m experiments.{name}`"
+        texts[name] = module.page(rows) if rows else f"Not measured yet: {command}."
+        verdicts += module.verdicts(rows)
+    texts["verdicts"] = verdict_table(verdicts)
+    return texts
+
+
+def verdict_table(verdicts: list[Verdict]) -> str:
+    lines = ["| claim | paper | here | verdict |", "| --- | --- | --- | --- |"]
+    return "\n".join([*lines, *(f"| {' | '.join(verdict)} |" for verdict in verdicts)])
+
+
+def filled(text: str, texts: dict[str, str], file: Path) -> str:
+    """The page with what stands between `<!-- NAME:begin -->` and `<!-- NAME:end -->` made anew."""
+    for name, new in texts.items():
+        first, last = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+        if first in text:
+            before, _, rest = text.partition(first)
+            _, found, after = rest.partition(last)
+            if not found:
+                raise SystemExit(f"{file} has {first} but not {last}")
+            text = f"{before}{first}\n{new.strip()}\n{last}{after}"
+    missing = [n for n in texts if f"<!-- {n}:begin -->" not in text]
+    if file == PAGE and missing:
+        raise SystemExit(f"{file} has no place for {', '.join(missing)}: add the markers")
+    return text
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m experiments.results")
+    parser.add_argument(
+        "--check", action="store_true", help="change nothing, fail where a page is old"
+    )
+    asked = parser.parse_args(argv)
+    found = gathered()
+    texts = sections(found)
+    old = []
+    for file in (PAGE, README):
+        before = file.read_text("utf-8")
+        after = filled(before, texts, file)
+        if after != before and asked.check:
+            old.append(str(file.relative_to(ROOT)))
+        elif after != before:
+            file.write_text(after, "utf-8")
+    if old:
+        sys.exit(f"{', '.join(old)}: not what the rows say; run `make results`")
+    if not asked.check:
+        for name, rows in found.items():
+            draw = getattr(importlib.import_module(f"experiments.{name}"), "draw", None)
+            if draw is not None and rows:
+                draw(rows, IMAGES)
+
+
+if __name__ == "__main__":
+    main()
