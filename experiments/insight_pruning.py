@@ -1,7 +1,8 @@
 """Does a reading of gates mean anything? What `tg.insight` reads against what pruning costs.
 
-Each channel of each site is pruned alone: its output is set to 0, or to its mean over the images
-that were read. The change of the loss is its sensitivity. The reading (share of the highest branch,
+Each channel of each site is pruned alone: its output is set to 0, or to its mean over the samples
+that were read. Its sensitivity is how far that moves the network's output, the mean KL divergence
+of the predicted classes, and by how much the loss changes. The reading (share of the open branch,
 share of flat values, threshold in units of the input's spread, ...) is taken on other samples than
 the sensitivity, and both are correlated channel by channel (Spearman), pooled and within the sites.
 Every gate is evaluated (native ops off).
@@ -50,13 +51,13 @@ class Network(NamedTuple):
     inputs: Tensor
     targets: Tensor
 
-    def loss(self) -> float:
-        parts = zip(self.inputs.split(250), self.targets.split(250), strict=True)
-        losses = [
-            F.cross_entropy(self.model(x).flatten(0, -2), y.flatten(), reduction="sum")
-            for x, y in parts
-        ]
-        return float(torch.stack(losses).double().sum()) / self.targets.numel()
+    def predicted(self) -> Tensor:
+        """Log-probabilities of the classes, [samples, classes]."""
+        parts = [self.model(x).flatten(0, -2) for x in self.inputs.split(250)]
+        return torch.cat(parts).double().log_softmax(-1)
+
+    def loss(self, predicted: Tensor) -> float:
+        return float(F.nll_loss(predicted, self.targets.flatten()))
 
 
 def resnet20(case: Case, asked: argparse.Namespace) -> Network:
@@ -132,7 +133,8 @@ class Pruned(Watch):
         super().__init__(model, self._visit, _gate, answered=True)
 
     def _visit(self, visit: Visit) -> Told | None:
-        return self._prune if visit.name == self.site else None
+        name = visit.name if visit.is_call else visit.run.where  # the same in every run
+        return self._prune if name == self.site else None
 
     def _prune(self, y: Tensor) -> None:
         self.output = y.detach()
@@ -150,23 +152,26 @@ def run(case: Case, asked: argparse.Namespace) -> dict[str, Any]:
         assert site.values.axis is not None
         count = len(site.values.mean)
         channels = _spaced(count, 2 if asked.smoke else CHANNELS[case["network"]])
-        base = network.loss()
+        base = network.predicted()
         pruned = Pruned(network.model, site.name, site.values.axis)
         with pruned:
             network.model(network.read)
             assert pruned.output is not None
             each = pruned.output.movedim(site.values.axis, 0).flatten(1).double()
             means, spread = each.mean(1), each.std(1)
-            if network.loss() != base:
-                raise RuntimeError("watching alone changes the loss")
+            if not torch.equal(network.predicted(), base):
+                raise RuntimeError("watching alone changes the output")
             pruned.on = True
-            zero = [_cost(network, pruned, base, k, 0.0) for k in channels]
-            mean = [_cost(network, pruned, base, k, float(means[k])) for k in channels]
-    figures = {what: _of(site, what)[channels] for what in READ}
-    figures |= {"zero": torch.tensor(zero), "mean": torch.tensor(mean), "output": spread[channels]}
+            zero = torch.tensor([_cost(network, pruned, base, k, 0.0) for k in channels])
+            mean = torch.tensor([_cost(network, pruned, base, k, means[k]) for k in channels])
+    if not zero[:, 0].any():
+        raise RuntimeError("pruning changes nothing, so it is not what was pruned")
+    figures = {what: _of(site, what)[channels] for what in READ} | {BASELINE: spread[channels]}
+    for how, costs in (("zero", zero), ("mean", mean)):
+        figures |= {f"{how} KL": costs[:, 0], f"{how} loss": costs[:, 1]}
     kept = {what: [float(f"{v:.5g}") for v in w.tolist()] for what, w in figures.items()}
-    states = [site.values.state[k] for k in channels]
-    return {"name": site.name, "loss": base, "sites": len(reading.sites), "state": states, **kept}
+    about = {"name": site.name, "loss": network.loss(base), "samples": len(base)}
+    return {**about, "state": [site.values.state[k] for k in channels], **kept}
 
 
 def _spaced(count: int, most: int) -> list[int]:
@@ -174,9 +179,14 @@ def _spaced(count: int, most: int) -> list[int]:
     return list(range(0, count, step))[:most]
 
 
-def _cost(network: Network, pruned: Pruned, base: float, channel: int, value: float) -> float:
-    pruned.channel, pruned.value = channel, value
-    return network.loss() - base
+def _cost(
+    network: Network, pruned: Pruned, base: Tensor, channel: int, value: float | Tensor
+) -> tuple[float, float]:
+    """The mean KL divergence of the output, and the change of the loss."""
+    pruned.channel, pruned.value = channel, float(value)
+    now = network.predicted()
+    apart = float((base.exp() * (base - now)).sum(-1).mean())
+    return apart, network.loss(now) - network.loss(base)
 
 
 def _of(site: SiteReading, what: str) -> Tensor:
@@ -233,32 +243,31 @@ def _ranks(x: Tensor) -> Tensor:
     return (last - (counts - 1) / 2)[inverse]
 
 
-def _rho(a: Tensor, b: Tensor) -> float:
-    a, b = (w - w.mean() for w in (_ranks(a), _ranks(b)))
-    size = float(a.norm() * b.norm())
-    return float(a @ b) / size if size else math.nan
+def _rho(a: Tensor, b: Tensor) -> Tensor:
+    """Correlation along the last axis; NaN where one of the two is constant."""
+    a, b = (w - w.mean(-1, keepdim=True) for w in (a, b))
+    return (a * b).sum(-1) / (a.norm(dim=-1) * b.norm(dim=-1))
 
 
-def spearman(groups: list[tuple[Tensor, Tensor]], draws: int = 1000) -> Correlation:
-    """The mean of the groups' correlations; the interval is over channels drawn again in each."""
-    groups = [(a, b) for a, b in groups if len(a) > 2 and len(a.unique()) > 1]
-    if not groups:
+def spearman(groups: list[tuple[Tensor, Tensor]], draws: int = 2000) -> Correlation:
+    """The mean of the groups' rank correlations.
+
+    The interval is over channels that are drawn again within each group, with their ranks.
+    """
+    ranked = [(_ranks(a), _ranks(b)) for a, b in groups if len(a) > 2 and len(a.unique()) > 1]
+    if not ranked:
         return Correlation(math.nan, math.nan, math.nan)
-
-    def mean(pairs: list[tuple[Tensor, Tensor]]) -> float:
-        found = [r for r in (_rho(*pair) for pair in pairs) if not math.isnan(r)]
-        return sum(found) / len(found) if found else math.nan
-
     generator = torch.Generator().manual_seed(0)
     drawn = []
-    for _ in range(draws):
-        at = [torch.randint(len(a), (len(a),), generator=generator) for a, _ in groups]
-        drawn.append(mean([(a[k], b[k]) for (a, b), k in zip(groups, at, strict=True)]))
-    ends = torch.tensor(drawn).nanquantile(torch.tensor([0.025, 0.975])).tolist()
-    return Correlation(mean(groups), *ends)
+    for a, b in ranked:
+        at = torch.randint(len(a), (draws, len(a)), generator=generator)
+        drawn.append(_rho(a[at], b[at]))
+    ends = torch.stack(drawn).nanmean(0).nanquantile(torch.tensor([0.025, 0.975]).double())
+    mean = torch.stack([_rho(a, b) for a, b in ranked]).nanmean()
+    return Correlation(float(mean), *ends.tolist())
 
 
-def correlations(rows: list[Row], network: str, kind: str, draws: int = 1000) -> dict[str, Any]:
+def correlations(rows: list[Row], network: str, kind: str) -> dict[str, Any]:
     """Of each figure with the sensitivity: over all channels, and within the sites."""
     own = [row for row in rows if row.case["network"] == network]
     cost = [_tensor(row, kind) for row in own]
@@ -274,7 +283,7 @@ def correlations(rows: list[Row], network: str, kind: str, draws: int = 1000) ->
             (torch.cat([each[k] for k in some]), torch.cat([cost[k] for k in some])) for some in at
         ]
         within = list(zip(each, cost, strict=True)) if what != "depth" else []
-        found[what] = spearman(pooled, draws), spearman(within, draws)
+        found[what] = spearman(pooled), spearman(within)
     return found
 
 
@@ -301,20 +310,21 @@ def page(rows: list[Row]) -> str:
         own = [row for row in rows if row.case["network"] == network]
         if not own:
             continue
-        count = sum(len(row.figures["zero"]) for row in own)
+        count = sum(len(row.figures["zero KL"]) for row in own)
         seeds = f", {SEEDS[network]} seeds" if SEEDS[network] > 1 else ""
         loss = sum(row.figures["loss"] for row in own) / len(own)
         lines = [
             f"**{network}**: {count} channels of {len(own) // SEEDS[network]} sites{seeds}; loss "
             f"before pruning {loss:.3f}.",
             "",
-            "| Spearman correlation with the cost of pruning | set to 0, all channels "
-            "| within a site | set to its mean, all channels | within a site |",
+            "| Spearman correlation with what pruning does | KL, set to 0 | within a site "
+            "| loss, set to 0, within a site | KL, set to its mean, within a site |",
             "| --- | --- | --- | --- | --- |",
         ]
-        zero, mean = (correlations(rows, network, kind) for kind in ("zero", "mean"))
-        for what in zero:
-            cells = [str(c) for c in (*zero[what], *mean[what])]
+        found = {k: correlations(rows, network, k) for k in ("zero KL", "zero loss", "mean KL")}
+        for what, (pooled, within) in found["zero KL"].items():
+            others = (found[k][what][1] for k in ("zero loss", "mean KL"))
+            cells = [str(c) for c in (pooled, within, *others)]
             if any(cells):
                 lines.append(f"| {_WORDS[what]} | {' | '.join(cells)} |")
         parts.append("\n".join([*lines, "", _dead(own)]))
@@ -325,14 +335,14 @@ def _dead(rows: list[Row]) -> str:
     """What pruning costs where the reading says that a channel is dead, and where not."""
     costs: dict[str, list[float]] = {}
     for row in rows:
-        for state, cost in zip(row.figures["state"], row.figures["zero"], strict=True):
-            costs.setdefault("dead" if state == "dead" else "other", []).append(abs(float(cost)))
+        for state, cost in zip(row.figures["state"], row.figures["zero KL"], strict=True):
+            costs.setdefault("dead" if state == "dead" else "other", []).append(float(cost))
     dead, others = (torch.tensor(costs.get(k, []), dtype=torch.float64) for k in ("dead", "other"))
     if not len(dead):
         return "No channel is dead."
     return (
-        f"{len(dead)} channels are dead: setting one to 0 changes the loss by {dead.max():.1e} at "
-        f"most; for the others the median is {others.median():.1e}."
+        f"{len(dead)} channels are dead: setting one to 0 moves the output by a KL divergence of "
+        f"{dead.max():.1e} at most; for the others the median is {others.median():.1e}."
     )
 
 

@@ -18,6 +18,7 @@ from threshold_gating.conversion.learned_calls import step_of
 from threshold_gating.conversion.watch import Run, Told, Visit, Watch, evaluating, fresh
 from threshold_gating.insight.attention import HeadTally, logits_of
 from threshold_gating.insight.gates import behind_weights, frozen, name_of, recurrent, suffixes
+from threshold_gating.insight.records import mended
 from threshold_gating.insight.tally import Tally
 from threshold_gating.nn import rnn
 from threshold_gating.nn.activation import Activation
@@ -78,8 +79,11 @@ class Look:
             self._see_tier(f"{name}.gate", module, x)
             return None
         if isinstance(gate, Activation):
-            k = visit.run.index % len(module.calls) if isinstance(module, PerCall) else 0
-            return self._add(f"{name}#{k}" if k else name, x)
+            k = visit.run.index  # of a gate that is used several times each use is a site
+            k = k % len(module.calls) if isinstance(module, PerCall) else k
+            at = f"{name}#{k}" if k else name
+            self.gates.setdefault(at, self.gates[name]._replace(name=at))
+            return self._add(at, x)
         self.unread[name] = f"{type(module).__name__} is not one element-wise gate"
         return None
 
@@ -211,7 +215,8 @@ class Look:
     def _tally(self, name: str, z: Tensor, axis: int, guessed: bool) -> None:
         tally = self.tallies.get(name)
         if tally is None:
-            made = Tally(self.gates[name], self.rule, function=name not in self.weighted)
+            whole = mended(self.gates[name])
+            made = Tally(whole, self.rule, function=name not in self.weighted)
             tally = self.tallies[name] = made
             tally.axis, tally.guessed = axis, guessed
         if tally.channels not in (None, len(z)):

@@ -103,7 +103,6 @@ def chaos_map(
     map_, side = figure.subplots(1, 2, width_ratios=(2.6, 1))
     image = _draw_chi(map_, rows, key)
     figure.colorbar(image, ax=map_, location="left", label="log10 chi", aspect=30, pad=0.02)
-    _draw_layers(map_, rows, image)
     side.set_axis_off()
     listed = [f"{k}: {row.name}, chi {row.chi:.2g}" for k, row in enumerate(rows, start=1)]
     left = len(report) - len(rows) + len(report.skipped)
@@ -113,6 +112,8 @@ def chaos_map(
     size = 8 if len(listed) <= 34 else 8 * 34 / len(listed)
     side.text(0, 1, "\n".join(listed), fontsize=size, va="top", transform=side.transAxes)
     figure.suptitle(f"Edge of chaos of {key} ({counted}), and the layers", fontsize=11)
+    figure.draw_without_rendering()  # labels are placed by the pixels that it will have
+    _draw_layers(map_, rows, image)
     return save(figure, path)
 
 
@@ -138,14 +139,17 @@ def _draw_chi(ax: Axes, rows: Sequence[LayerTheory], key: str) -> Any:
     q = torch.logspace(math.log10(min(variances) / 3), math.log10(max(variances) * 3), _GRID)
     phi = curve(taxonomy.ROWS[key].f)
     slopes = [moments(phi, float(each)).slope for each in q]
-    spreads += [slope**-0.5 for slope in slopes if 0 < slope < math.inf]  # so that the edge is seen
+    if not all(0 < slope < math.inf for slope in slopes):
+        raise ValueError(f"chaos_map: {key} has no slope, or an infinite one, and so no edge.")
+    spreads += [slope**-0.5 for slope in slopes]  # so that the edge is seen
     w = torch.logspace(math.log10(min(spreads) / 1.3), math.log10(max(spreads) * 1.3), 120)
-    chi = torch.tensor(slopes)[:, None] * w[None, :] ** 2
+    log_chi = (torch.tensor(slopes)[:, None] * w[None, :] ** 2).log10().numpy()
+    at = w.numpy(), q.numpy()
     image = ax.pcolormesh(
-        w, q, chi.log10(), cmap="PuOr_r", vmin=-1, vmax=1, shading="gouraud", rasterized=True
+        *at, log_chi, cmap="PuOr_r", vmin=-1, vmax=1, shading="gouraud", rasterized=True
     )
-    edge = ax.contour(w, q, chi, levels=[1.0], colors="black", linewidths=1.6)
-    ax.clabel(edge, fmt={1.0: "chi = 1"}, fontsize=8)
+    edge = ax.contour(*at, log_chi, levels=[0.0], colors="black", linewidths=1.6)
+    ax.clabel(edge, fmt={0.0: "chi = 1"}, fontsize=8)
     ax.set(xscale="log", yscale="log")
     for axis in (ax.xaxis, ax.yaxis):
         axis.set_major_formatter("{x:g}")

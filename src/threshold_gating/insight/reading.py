@@ -60,7 +60,7 @@ def read(
     kind, weighted = type(model).__name__, behind_weights(model)
     if not (inputs or named):
         return _made(kind, gates, weighted, None, rule, {})
-    look = Look(model, {name: mended(site) for name, site in gates.items()}, rule)
+    look = Look(model, gates, rule)
     look.run(inputs, named)
     shapes = ", ".join("x".join(map(str, t.shape)) for t in tensors((inputs, named)))
     return _made(kind, gates, weighted, look, rule, look.unread, shapes or "no tensor")
@@ -85,7 +85,7 @@ def _made(
     inputs: str = "",
 ) -> Reading:
     """The record, and what its reader has to know."""
-    gates = {**gates, **{n: s for n, s in look.gates.items() if n not in gates}} if look else gates
+    gates = look.gates if look else gates
     order = list(look.order()) if look else list(gates)
     sites = [
         _site(gates[name], look, name in weighted, unread.get(name, ""))
@@ -144,7 +144,8 @@ def _on_cpu(site: LearnedSite) -> LearnedSite:
 
 
 def _rows(rows: Iterable[Value], groups: int) -> Tensor:
-    each = [torch.as_tensor(w).detach().double().cpu().expand(groups) for w in rows]
+    each = [torch.as_tensor(w, dtype=torch.float64, device="cpu").detach() for w in rows]
+    each = [w.expand(groups) for w in each]
     return torch.stack(each) if each else torch.zeros(0, groups, dtype=torch.float64)
 
 

@@ -130,7 +130,7 @@ def families_of(site: Any, tol: float = TOLERANCE) -> list[str]:
     """The family of each group of a gate (`telemetry.LearnedSite`) as it is now."""
     words = [taxonomy.family(site.start, tol)] * site.groups
     if "s" in site.learned:
-        slopes = [torch.as_tensor(w).detach().expand(site.groups) for w in site.s]
+        slopes = [torch.as_tensor(w, dtype=torch.float64).expand(site.groups) for w in site.s]
         left = Slopes.of(site.name, site.start, slopes, tol).left(tol)
         for group in left.nonzero().flatten().tolist():
             own = tuple(float(w[group]) for w in slopes)
