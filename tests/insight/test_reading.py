@@ -48,11 +48,14 @@ def small(train=(), share="layer", network=None, x=None):
     )
 
 
-def test_the_numbers_are_those_of_the_instances():
-    model = stirred(small(EVERY, "channel"))
+@pytest.mark.parametrize("hard", [False, True])
+def test_the_numbers_are_those_of_the_instances(hard):
+    acts = (nn.ReLU(), nn.Hardtanh()) if hard else (nn.SiLU(), nn.GELU())
+    network = nn.Sequential(nn.Linear(6, 5), acts[0], nn.Linear(5, 4), acts[1])
+    model = stirred(small(EVERY[hard:], "channel", network))
     for name, channels in (("1", 5), ("3", 4)):
         site, act = read(model)[name], model[int(name)]
-        assert (site.groups, site.share, site.learned) == (channels, "channel", EVERY)
+        assert (site.groups, site.share, site.learned) == (channels, "channel", EVERY[hard:])
         for k, t in enumerate(act.instances()):
             taus = t.tau if isinstance(t.tau, tuple) else (t.tau,)
             for row, want in (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, fields
 from textwrap import fill
 from typing import Any
@@ -66,7 +67,8 @@ class SiteReading:
 
     def at(self, x: Tensor) -> Tensor:
         """y of points x, by the numbers of the gates now: [groups, points]."""
-        tau, theta, s, c = (list(w) for w in (self.tau, self.theta, self.s, self.c))
+        theta, s, c = (list(w) for w in (self.theta, self.s, self.c))
+        tau: list[Value] = [math.inf] if self.start.hard else list(self.tau)
         site = LearnedSite(self.name, self.learned, self.start, tau, theta, s, c)
         y = mended(site).blend(x.double().expand(self.groups, -1))
         return torch.where(broken_groups(site).unsqueeze(1), torch.nan, y)
