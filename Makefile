@@ -97,5 +97,5 @@ $(VENV)/.dev: pyproject.toml constraints.txt $(wildcard tools/tv-cpu-shim/*) | $
 
 # What the slow tests need beside it.
 $(VENV)/.all: $(VENV)/.dev
-	@$(PIP_INSTALL) -e '.[hls4ml,lightning]'
+	@$(PIP_INSTALL) -e '.[hls4ml,lightning,notebooks]'
 	@touch $@

@@ -31,6 +31,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
@@ -47,6 +48,7 @@ CHECKPOINTS = ROOT / "results" / "checkpoints"  # ignored by git
 
 Case = dict[str, Any]
 Run = Callable[[Case, argparse.Namespace], dict[str, Any]]
+RunAll = Callable[[list[Case], argparse.Namespace], Iterator[tuple[Case, Any, float]]]
 
 
 class Row(NamedTuple):
@@ -134,11 +136,18 @@ def matching(cases: Iterable[Case], only: Iterable[str]) -> list[Case]:
 
 
 def complete(
-    name: str, cases: Iterable[Case], run: Run, asked: argparse.Namespace, *, data: str = ""
+    name: str,
+    cases: Iterable[Case],
+    run: Run | None,
+    asked: argparse.Namespace,
+    *,
+    data: str = "",
+    run_all: RunAll | None = None,
 ) -> list[Row]:
     """Run what the file does not hold yet; return the rows of all the chosen cases.
 
-    `data` is the hash of the data that the cases read.
+    `data` is the hash of the data that the cases read. `run_all`, instead of `run`, is an
+    experiment's own way to run all that are left; it gives each with figures and seconds.
     """
     chosen = matching(cases, asked.only)
     file = file_of(name, asked)
@@ -151,7 +160,13 @@ def complete(
     about = _about(name, asked.device, data)
     print(f"{len(chosen)} cases, {len(left)} to run on {about['device']}; rows go to {file}")
     print(about["command"], flush=True)
-    for count, (case, figures, seconds) in enumerate(_run_all(left, run, asked), 1):
+    ended = run_all(left, asked) if run_all is not None else _run_all(left, run, asked)
+    failed = []
+    for count, (case, figures, seconds) in enumerate(ended, 1):
+        if isinstance(figures, str):
+            failed.append(f"{_said(case)}: {figures.splitlines()[-1]}")
+            print(f"[{count}/{len(left)}] {_said(case)} failed:\n{figures}", flush=True)
+            continue
         row = Row(case, _plain(figures), round(seconds, 2), bool(asked.smoke), about)
         done[key(case)] = row
         if first_process():
@@ -162,6 +177,8 @@ def complete(
                 out.write(json.dumps(row._asdict(), sort_keys=True) + "\n")
         shown = {n: v for n, v in row.figures.items() if isinstance(v, int | float | str)}
         print(f"[{count}/{len(left)}] {_said(case)}: {_said(shown)} ({seconds:.0f} s)", flush=True)
+    if failed:
+        raise RuntimeError(f"{len(failed)} of {len(left)} cases failed: {'; '.join(failed)}")
     return [done[key(case)] for case in chosen]
 
 
@@ -177,7 +194,7 @@ def checkpoint(name: str, case: Case) -> Path:
 
 def _run_all(
     cases: list[Case], run: Run, asked: argparse.Namespace
-) -> Iterator[tuple[Case, dict[str, Any], float]]:
+) -> Iterator[tuple[Case, Any, float]]:
     """The cases as they end: side by side if `--jobs` says so, else one after the other."""
     if asked.jobs <= 1 or len(cases) <= 1:
         for case in cases:
@@ -195,9 +212,14 @@ def _run_all(
                 yield ended.result()
 
 
-def _timed(run: Run, case: Case, asked: argparse.Namespace) -> tuple[Case, dict[str, Any], float]:
+def _timed(run: Run, case: Case, asked: argparse.Namespace) -> tuple[Case, Any, float]:
+    """A case with its figures, or with the text of its error: the others are still to run."""
     begun = time.perf_counter()
-    return case, run(case, asked), time.perf_counter() - begun
+    try:
+        figures: Any = run(case, asked)
+    except Exception:
+        figures = traceback.format_exc()
+    return case, figures, time.perf_counter() - begun
 
 
 def _one_thread() -> None:

@@ -18,7 +18,15 @@ from experiments import record
 from experiments.record import RESULTS, ROOT, Row, Verdict
 
 # In the order of the page; the name of the module and of its file of rows.
-PAGES: tuple[str, ...] = ()
+PAGES: tuple[str, ...] = (
+    "table4_conversion",
+    "table5_llm",
+    "fig3_width",
+    "fig3_depth",
+    "fig3_speech",
+    "hippocampus",
+    "neighbours",
+)
 PAGE, README, IMAGES = ROOT / "docs" / "results.md", ROOT / "README.md", ROOT / "docs" / "images"
 
 

@@ -39,15 +39,17 @@ def test_cases_run_in_several_processes(tmp_path):
     assert [row.figures["value"] for row in rows] == [0, 2, 0, 2]
 
 
-def test_a_case_that_fails_leaves_the_rows_before_it(tmp_path):
+def test_a_case_that_fails_stops_no_other_and_is_an_error_in_the_end(tmp_path, capsys):
     def failing(case, given):
-        if case["arm"] == "gates":
-            raise RuntimeError("no")
+        if case == CASES[1]:
+            raise ValueError("no such thing")
         return double(case, given)
 
-    with pytest.raises(RuntimeError, match="no"):
+    said = "1 of 4 cases failed: arm relu, seed 1: ValueError: no such thing"
+    with pytest.raises(RuntimeError, match=said):
         record.complete("name", CASES, failing, asked(tmp_path))
-    assert len(record.rows(tmp_path / "rows.jsonl")) == 2
+    assert [row.case for row in record.rows(tmp_path / "rows.jsonl")] == [CASES[0], *CASES[2:]]
+    assert "Traceback" in capsys.readouterr().out
 
 
 def test_only_chooses_cases_and_says_what_there_is(tmp_path):

@@ -26,6 +26,7 @@ class Outcome(NamedTuple):
     metrics: dict[str, float]
     predictions: Tensor
     outputs: Tensor
+    right: Tensor | None = None  # of each prediction, where there is a truth
 
 
 class Loaded(NamedTuple):
@@ -90,7 +91,7 @@ def classified(logits: Tensor, labels: Tensor) -> Outcome:
     best = logits.topk(5).indices == labels[:, None]
     metrics = {"top-1 %": 100 * best[:, 0].double().mean().item()}
     metrics["top-5 %"] = 100 * best.any(1).double().mean().item()
-    return Outcome(metrics, logits.argmax(-1), logits)
+    return Outcome(metrics, logits.argmax(-1), logits, best[:, 0])
 
 
 def language(logits: Tensor, targets: Tensor, metric: str) -> Outcome:

@@ -32,7 +32,7 @@ import json
 import platform
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -43,7 +43,7 @@ import torch.nn.functional as F
 
 import threshold_gating as tg
 from experiments.evidence import faces, files, lines, speech, text, vision, voices, whisper
-from experiments.evidence.common import DATA, PAD, ROOT, Case, Outcome
+from experiments.evidence.common import DATA, PAD, ROOT, Case, Outcome, Package
 
 CASES = {
     "resnet20": Case(vision.resnet20, (vision.RESNET20, vision.CIFAR)),
@@ -71,7 +71,12 @@ CASES = {
 def missing(case: Case, fetch: bool = False) -> list[str]:
     """The artefacts of a case that are not here; with `fetch`, packages are downloaded."""
     lost = [name for name in case.files if not (DATA / name).is_file()]
-    for package in case.packages:
+    return lost + missing_packages(case.packages, fetch)
+
+
+def missing_packages(packages: Iterable[Package], fetch: bool = False) -> list[str]:
+    lost = []
+    for package in packages:
         if fetch and not package.path.is_file():
             package.fetch()
         if not package.path.is_file():

@@ -231,6 +231,23 @@ def test_the_command_prints_a_table_and_writes_json(folder, tmp_path, capsys):
     assert again["scores"] == found["scores"]
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["cuda", "cuda:0"])
+def test_a_gpu_gives_the_figures_of_the_cpu(folder, tmp_path, name):
+    found = {}
+    for device in ("cpu", name):
+        out = tmp_path / f"{device[:4]}.json"
+        words = command(folder, "--limit", "200", "--device", device, "--json", str(out))
+        assert main(words) == 0
+        found[device] = json.loads(out.read_text())
+    cpu, gpu = found.values()
+    assert gpu["device"] == name
+    assert gpu["sites"] == cpu["sites"]
+    for column, score in cpu["scores"].items():  # float32: sums are taken in another order
+        assert gpu["scores"][column]["ppl"] == pytest.approx(score["ppl"], rel=1e-5)
+        assert gpu["scores"][column]["same"] == 1
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -3,7 +3,7 @@
     tg evaluate hf:FOLDER --data FILE.txt --context 1024
     torchrun --nproc-per-node 8 -m threshold_gating evaluate hf:FOLDER --data FILE.txt --device cuda
 
-The measuring itself is in `evaluation`.
+The measuring itself is in `conversion.perplexity`.
 """
 
 from __future__ import annotations
@@ -103,8 +103,11 @@ def _summary(result: Evaluation) -> str:
 def _device(name: str) -> torch.device:
     """The device of that name; of several GPUs, the one of this process."""
     device = spec.device(name)
-    several = device.type == "cuda" and device.index is None and "LOCAL_RANK" in os.environ
-    return torch.device("cuda", int(os.environ["LOCAL_RANK"])) if several else device
+    if device.type == "cuda" and device.index is None and "LOCAL_RANK" in os.environ:
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    if device.index is not None and device.type == "cuda":
+        torch.cuda.set_device(device)  # Triton launches on the current one
+    return device
 
 
 def load(network: str, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Any]:

@@ -112,7 +112,8 @@ def test_what_a_cpu_runs_is_caught_when_it_is_broken(owner, function, name, monk
     assert all(line.startswith(name) for line in wrong)
 
 
-@pytest.mark.parametrize("what", ["reach", "break"])
+# what is caught when it is broken was reached
+@pytest.mark.parametrize("what", [pytest.param("reach", marks=pytest.mark.slow), "break"])
 def test_every_kernel_of_triton_is_reached_and_caught_when_it_is_broken(what, step_by_step):
     step_by_step("every_kernel.py", what)
 

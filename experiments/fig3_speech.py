@@ -1,0 +1,189 @@
+"""Fig. 3(c) and the speech bar of (d): do learned gates make an LSTM a better or faster listener?
+
+The paper puts tau and theta of each unit on the five gates of every LSTM of a DeepSpeech2 and finds
+the word error rate (WER) on AN4 1.2 to 4.5 points lower; with learned slopes the gain is gone. Four
+contenders start from the same weights and see the same batches:
+
+    standard   torch's LSTM
+    constant   tau, theta of each unit for i, f, g, o and the cell's output (tier A)
+    released   the same with learned branches, s and c
+    control    tau, theta for i, f, g, o alone
+
+The control is what the paper lacks. sigmoid(tau (w x + b - theta)) is the sigmoid of another affine
+map, so its pairs add no function: `fold` makes it torch's LSTM again. What they change is training.
+With v = tau w, a step of size r along the gradient G of v moves v by -r (tau^2 + w w^T) G: a
+learning rate of its own for each unit, which tau learns, and a longer step along w. So "constant"
+minus "control" is what the one new function, the cell output's pair, is worth; "control" minus
+"standard" is what a re-parametrisation is worth to AdamW.
+
+    python -m experiments.fig3_speech --smoke
+    python -m experiments.fig3_speech --data DIR --stage sweep --jobs 12      # the rates, then held
+    python -m experiments.fig3_speech --data DIR --stage runs time --jobs 12 --only hidden=128,256
+    python -m experiments.fig3_speech --data DIR --stage continued --jobs 3   # H = 1024
+
+`--jobs` is how many runs share the GPU, in one process. The rate is swept at H = 128 with one seed
+and chosen for each contender by the WER on 95 utterances for validation; the test's 130 choose
+nothing. As the paper has no audio to give and AN4 is here as 13 cepstra, the front end is two
+convolutions over time (25 frames a second, the paper's 50); batches have 16 utterances (8), the
+rate rises for 3 epochs and falls by 5 % an epoch (1 %), and a run has 60 epochs (not stated).
+
+Last result: not run yet.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from experiments import record
+from experiments.data import Spoken, an4
+from experiments.record import Case, Row
+from experiments.speech_page import (
+    HIDDEN,
+    NAME,
+    RATES,
+    SEEDS,
+    STARTED,
+    chosen,
+    draw,
+    page,
+    verdicts,
+)
+from experiments.speech_training import (
+    ARMS,
+    Corpus,
+    Lane,
+    Listener,
+    Recipe,
+    corpus,
+    milliseconds,
+    side_by_side,
+)
+
+__all__ = ["draw", "page", "verdicts"]
+
+STAGES = ("sweep", "runs", "time", "continued")
+EPOCHS, AFTER = 60, 20  # of a run, and of one that goes on from a checkpoint
+
+
+def cases(stage: str, asked: argparse.Namespace, rows: Sequence[Row]) -> list[Case]:
+    """In order of importance. All but the sweep's have the rates that the sweep's rows chose."""
+    hidden, rates, seeds, started = HIDDEN, RATES, SEEDS, STARTED
+    if asked.smoke:
+        hidden, rates, seeds, started = (8,), (1e-2,), (0,), 8
+    train = {"kind": "train", "epochs": asked.epochs}
+    if stage == "sweep":
+        own = {**train, "hidden": hidden[0], "seed": seeds[0]}
+        return [{**own, "rate": rate, "arm": arm} for rate in rates for arm in ARMS]
+    if stage == "time":
+        each = [(h, arm) for h in hidden for arm in ARMS]
+        return [{"kind": "time", "hidden": h, "arm": arm} for h, arm in each]
+    rate = chosen(rows, rates, hidden[0], seeds[0], asked.epochs)
+    if "standard" not in rate:
+        raise SystemExit(f"no rate is chosen for {stage}: run --stage sweep first")
+    if missing := [arm for arm in ARMS if arm not in rate]:
+        print(f"left out, for the sweep has not all of their rates: {', '.join(missing)}")
+    if stage == "runs":
+        each = [(h, seed, arm) for h in hidden for seed in seeds for arm in rate]
+        return [{**train, "hidden": h, "seed": s, "rate": rate[a], "arm": a} for h, s, a in each]
+    begun = {**train, "kind": "start", "hidden": started, "arm": "standard"}
+    on = {**begun, "kind": "continued", "epochs": asked.after, "before": asked.epochs}
+    each = [(seed, arm) for seed in seeds for arm in ("standard", "constant", "control")]
+    return [
+        *({**begun, "seed": seed, "rate": rate["standard"]} for seed in seeds),
+        *({**on, "seed": seed, "arm": arm, "rate": rate["standard"]} for seed, arm in each),
+    ]
+
+
+def run(
+    left: list[Case], asked: argparse.Namespace, data: Corpus
+) -> Iterator[tuple[Case, dict[str, Any], float]]:
+    """The cases as they end: those of one kind and width side by side, but times alone."""
+    for (kind, _), same in groupby(left, lambda case: (case["kind"], case["hidden"])):
+        own, size = list(same), 1 if kind == "time" else max(1, asked.jobs)
+        for k in range(0, len(own), size):
+            group, begun = own[k : k + size], time.perf_counter()
+            lanes = [lane(case, asked, data) for case in group]
+            how = f"{sum(own.recorded for own in lanes)} of {len(lanes)} recorded"
+            print(f"{kind}: {how}, ready in {time.perf_counter() - begun:.0f} s", flush=True)
+            if kind == "time":
+                figures = milliseconds(lanes[0], rounds=2 if asked.smoke else 5)
+                yield group[0], figures, time.perf_counter() - begun
+                continue
+            for ended in side_by_side(lanes):
+                seconds = time.perf_counter() - begun
+                if kind == "start":
+                    file = start_file(group[ended])
+                    file.parent.mkdir(parents=True, exist_ok=True)
+                    torch.save(lanes[ended].model.state_dict(), file)
+                yield group[ended], {**lanes[ended].figures(), "beside": len(group)}, seconds
+
+
+def lane(case: Case, asked: argparse.Namespace, data: Corpus) -> Lane:
+    torch.manual_seed(case.get("seed", 0))  # gates draw nothing: all contenders start alike
+    model = Listener(case["hidden"], ARMS[case["arm"]])
+    if case["kind"] == "continued":
+        begin(model, start_file(case))
+    recipe = Recipe(case.get("epochs", 1), case.get("rate", 1e-4))
+    kept = None if asked.smoke or case["kind"] == "time" else record.checkpoint(NAME, case)
+    more = {"seed": case.get("seed", 0), "before": case.get("before", 0)}
+    name = " ".join(str(case[n]) for n in ("kind", "hidden", "arm", "seed", "rate") if n in case)
+    return Lane(model, data, recipe, device=asked.device, kept=kept, name=name, **more)
+
+
+def start_file(case: Case) -> Path:
+    return record.CHECKPOINTS / NAME / f"start-{case['hidden']}-{case['seed']}.pt"
+
+
+def begin(model: Listener, file: Path) -> None:
+    """The weights of a trained standard network; gates start where they compute the same."""
+    if not file.exists():
+        raise SystemExit(f"{file} is missing: the case kind=start of the same seed makes it")
+    found = model.load_state_dict(torch.load(file, weights_only=True), strict=False)
+    strangers = [n for n in found.missing_keys if ".gate_" not in n] + found.unexpected_keys
+    if strangers:
+        raise ValueError(f"{file} is of another network: {', '.join(strangers)}")
+
+
+def made_up() -> Spoken:
+    """Texts whose letters are vectors of their own, with noise; for `--smoke`."""
+    generator = torch.Generator().manual_seed(0)
+    voices = torch.randn(27, 13, generator=generator)
+    texts = [f"{'ABCDE'[k % 5]} {'FGHIJ'[k % 3]}{'KLMNO'[k % 4]}" for k in range(24)]
+    letters = [[" ABCDEFGHIJKLMNOPQRSTUVWXYZ".index(letter) for letter in t] for t in texts]
+    frames = [voices[own].repeat_interleave(10, 0) for own in letters]
+    noisy = [x + 0.1 * torch.randn(x.shape, generator=generator) for x in frames]
+    return Spoken((noisy[:20], texts[:20]), (noisy[20:], texts[20:]), "made up")
+
+
+def main(argv: list[str] | None = None) -> list[Row]:
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # queues for as many streams
+    parser = record.options(NAME, __doc__)
+    parser.add_argument("--stage", nargs="+", choices=STAGES, default=list(STAGES))
+    parser.add_argument("--epochs", type=int, default=None, help=f"of a run ({EPOCHS})")
+    parser.add_argument("--after", type=int, default=None, help=f"from a checkpoint ({AFTER})")
+    asked = parser.parse_args(argv)
+    asked.epochs = asked.epochs or (2 if asked.smoke else EPOCHS)
+    asked.after = asked.after or (2 if asked.smoke else AFTER)
+    if asked.data is None and not asked.smoke:
+        raise SystemExit("--data DIR or TG_DATA has to name the folder with AN4")
+    spoken = made_up() if asked.smoke else an4(asked.data)
+    all_of_them = partial(run, data=corpus(spoken, asked.device))
+    found: list[Row] = []
+    for stage in (stage for stage in STAGES if stage in asked.stage):
+        known = [*record.rows(record.file_of(NAME)), *record.rows(record.file_of(NAME, asked))]
+        own = cases(stage, asked, known)
+        found += record.complete(NAME, own, None, asked, data=spoken.sha256, run_all=all_of_them)
+    return found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,431 @@
+"""The section on AN4 of docs/results.md: tables, tests, verdicts and the picture, from the rows."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import mean
+from typing import Any, NamedTuple
+
+import torch
+
+import threshold_gating as tg
+from experiments.record import Row, Verdict
+from experiments.speech_training import ARMS
+from experiments.spread import paired, spread
+
+NAME = "fig3_speech"
+HIDDEN = (128, 256, 512, 192)  # in order of importance
+RATES = (3e-4, 8e-4, 2e-3)
+SEEDS = (0, 1, 2)
+STARTED = 1024  # trained as the standard network first
+PAPER = {
+    "constant": {128: 15.01, 192: 13.07, 256: 12.29, 512: 10.35},
+    "released": {128: 16.82, 192: 15.52, 256: 13.58, 512: 12.42},
+    "standard": {128: 19.53, 192: 15.91, 256: 13.45, 512: 11.77},
+}
+DRAWS = 10_000
+Figures = dict[str, Any]
+
+
+def chosen(
+    rows: Sequence[Row], rates: Sequence[float], hidden: int, seed: int, epochs: int
+) -> dict[str, float]:
+    """The rate with the lowest WER on validation of each contender that ran with all of them."""
+    setting = {"kind": "train", "hidden": hidden, "seed": seed, "epochs": epochs}
+    best = {}
+    for arm in ARMS:
+        found = {r.case["rate"]: r for r in _with(rows, arm=arm, **setting)}
+        if set(rates) <= set(found):
+            best[arm] = min(rates, key=lambda rate: float(found[rate].figures["validation"]))
+    return best
+
+
+class Runs(NamedTuple):
+    """The runs that count: of one length, at the rates that the sweep chose."""
+
+    epochs: int
+    rates: dict[str, float]
+    each: dict[tuple[str, int], dict[int, Figures]]  # by contender and width, then by seed
+
+    def of(self, arm: str, hidden: int) -> dict[int, Figures]:
+        return self.each.get((arm, hidden), {})
+
+    def wer(self, arm: str, hidden: int) -> dict[int, float]:
+        return {seed: float(f["wer"]) for seed, f in self.of(arm, hidden).items()}
+
+    @property
+    def widths(self) -> list[int]:
+        return sorted({hidden for _, hidden in self.each})
+
+
+def runs_of(rows: Sequence[Row]) -> Runs:
+    lengths = Counter(row.case["epochs"] for row in _with(rows, kind="train"))
+    epochs = lengths.most_common(1)[0][0] if lengths else 0
+    rates = chosen(rows, RATES, HIDDEN[0], SEEDS[0], epochs)
+    each: dict[tuple[str, int], dict[int, Figures]] = {}
+    for arm, rate in rates.items():
+        for row in _with(rows, kind="train", epochs=epochs, arm=arm, rate=rate):
+            own = each.setdefault((arm, row.case["hidden"]), {})
+            own[row.case["seed"]] = row.figures
+    return Runs(epochs, rates, each)
+
+
+def _with(rows: Sequence[Row], **case: Any) -> list[Row]:
+    return [r for r in rows if all(r.case.get(n) == v for n, v in case.items())]
+
+
+class Interval(NamedTuple):
+    """A difference in WER, in points, and its 95 % interval over drawn utterances."""
+
+    mean: float
+    low: float
+    high: float
+    seeds: int
+    agree: bool  # whether every seed's own difference has the same sign
+
+    def __str__(self) -> str:
+        if self.seeds == 0:
+            return "not run"
+        return f"{self.mean:+.2f} [{self.low:+.2f}, {self.high:+.2f}]"
+
+
+def bootstrap(ours: Mapping[int, Figures], theirs: Mapping[int, Figures]) -> Interval:
+    """Ours minus theirs: utterances are drawn with replacement, each with all of its seeds."""
+    seeds = sorted(ours.keys() & theirs.keys())
+    if not seeds:
+        return Interval(math.nan, math.nan, math.nan, 0, False)
+    own, other = (torch.tensor([f[s]["errors"] for s in seeds]).double() for f in (ours, theirs))
+    by_seed = (own - other).sum(1)
+    gained = (own - other).mean(0)
+    words = torch.tensor(ours[seeds[0]]["words"]).double()
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randint(len(words), (DRAWS, len(words)), generator=generator)
+    points = 100 * gained[drawn].sum(1) / words[drawn].sum(1)
+    low, high = points.quantile(torch.tensor([0.025, 0.975]).double()).tolist()
+    agree = bool((by_seed > 0).all() or (by_seed < 0).all())
+    return Interval((100 * gained.sum() / words.sum()).item(), low, high, len(seeds), agree)
+
+
+class Signs(NamedTuple):
+    """How often ours is lower, of how many without ties, and the two-sided p of a fair coin."""
+
+    wins: int
+    count: int
+    p: float
+
+    def __str__(self) -> str:
+        return f"{self.wins}/{self.count}, p = {self.p:.1g}" if self.count else "not run"
+
+
+def signs(pairs: Sequence[tuple[float, float]]) -> Signs:
+    wins, losses = sum(a < b for a, b in pairs), sum(a > b for a, b in pairs)
+    n = wins + losses
+    tail = sum(math.comb(n, k) for k in range(min(wins, losses) + 1)) / 2**n
+    return Signs(wins, n, min(1.0, 2 * tail))
+
+
+def checkpoints(runs: Runs, arm: str, widths: Sequence[int]) -> list[tuple[float, float]]:
+    """(ours, standard) of every evaluation at the same step, of all seeds."""
+    return [
+        pair
+        for hidden in widths
+        for seed, f in runs.of(arm, hidden).items()
+        if seed in runs.of("standard", hidden)
+        for pair in zip(
+            f["curve_test"], runs.of("standard", hidden)[seed]["curve_test"], strict=False
+        )
+    ]
+
+
+def ends(runs: Runs, arm: str, other: str = "standard") -> list[tuple[float, float]]:
+    """(ours, other) at the end of each run."""
+    each = [(runs.wer(arm, h), runs.wer(other, h)) for h in runs.widths]
+    return [(own[s], them[s]) for own, them in each for s in sorted(own.keys() & them.keys())]
+
+
+def reached(runs: Runs, arm: str, hidden: int) -> list[tg.training.Reached]:
+    """When a run and its baseline reach the baseline's converged level, seed by seed (App. D)."""
+    found = []
+    for seed, own in sorted(runs.of(arm, hidden).items()):
+        base = runs.of("standard", hidden).get(seed)
+        if base is not None and min(len(base["curve_test"]), len(own["curve_test"])) >= 6:
+            ours, theirs = (
+                dict(zip(f["curve_step"], map(float, f["curve_test"]), strict=True))
+                for f in (own, base)
+            )
+            found.append(tg.training.steps_to_baseline(theirs, ours, mode="min"))
+    return found
+
+
+def times(rows: Sequence[Row]) -> dict[tuple[str, int], Figures]:
+    return {(r.case["arm"], r.case["hidden"]): r.figures for r in _with(rows, kind="time")}
+
+
+def page(rows: list[Row]) -> str:
+    runs = runs_of(rows)
+    texts = [_about(rows, runs)]
+    if runs.each:
+        texts += [_rates(runs), f"![WER on AN4 by width and along the run](images/{NAME}.svg)"]
+        texts += [_differences(runs), _tests(runs), _speed(rows, runs)]
+    texts += [_continued(rows), _sweep(rows, runs), _cut(rows, runs)]
+    return "\n\n".join(text for text in texts if text)
+
+
+def _about(rows: Sequence[Row], runs: Runs) -> str:
+    devices = ", ".join(sorted({row.about["device"] for row in rows}))
+    return (
+        "A DeepSpeech2-type network (two convolutions, five bidirectional LSTMs, CTC over letters) "
+        "on AN4: 853 utterances, 95 for validation, 130 (773 words) for the test; "
+        f"{runs.epochs} epochs of AdamW; {devices}. All contenders start from the same weights and "
+        "see the same batches; gates are evaluated for every figure. The control has tau and theta "
+        "on i, f, g, o alone: torch's LSTM in other coordinates, so that what it gains is a matter "
+        "of training and not of functions. `python -m experiments.fig3_speech`."
+    )
+
+
+def _rates(runs: Runs) -> str:
+    """WER by width: mean +- standard deviation over seeds, the paper's in brackets."""
+    lines = _head("H", *ARMS)
+    for hidden in runs.widths:
+        cells = []
+        for arm in ARMS:
+            theirs = PAPER.get(arm, {}).get(hidden)
+            ours = spread([w for w in runs.wer(arm, hidden).values() if math.isfinite(w)])
+            cells.append(ours + (f" ({theirs})" if theirs is not None else ""))
+        lines.append(_line(hidden, *cells))
+    return "WER in % at the end of the run, mean +- standard deviation (the paper's):\n\n" + _text(
+        lines
+    )
+
+
+PAIRS = (
+    ("constant", "standard"),
+    ("released", "standard"),
+    ("control", "standard"),
+    ("constant", "control"),
+    ("released", "constant"),
+)
+
+
+def _differences(runs: Runs) -> str:
+    lines = _head("H", "difference", "points of WER, over utterances", "over seeds", "seeds")
+    for hidden in runs.widths:
+        for ours, theirs in PAIRS:
+            drawn = bootstrap(runs.of(ours, hidden), runs.of(theirs, hidden))
+            seeds = paired(runs.wer(ours, hidden), runs.wer(theirs, hidden))
+            lines.append(_line(hidden, f"{ours} - {theirs}", drawn, seeds, drawn.seeds))
+    return (
+        f"Differences; negative is better. Over utterances: paired bootstrap, {DRAWS:,} draws of "
+        "the 130, 95 %; it knows nothing of other seeds, nor that ten speakers said them. Over "
+        "seeds: Student's t, 95 %.\n\n" + _text(lines)
+    )
+
+
+def _tests(runs: Runs) -> str:
+    lines = _head("contender", "checkpoints of all runs", "ends of runs")
+    for arm in [arm for arm in ARMS if arm != "standard"]:
+        lines.append(_line(arm, signs(checkpoints(runs, arm, runs.widths)), signs(ends(runs, arm))))
+    lines.append(_line("constant over control", "", signs(ends(runs, "constant", "control"))))
+    return (
+        "Sign tests against the standard LSTM (wins without ties). The paper's takes the "
+        "checkpoints at the same steps as independent; those of one run are not, and its p is far "
+        "too small. Beside it each run counts once, at its end.\n\n" + _text(lines)
+    )
+
+
+def _speed(rows: Sequence[Row], runs: Runs) -> str:
+    lines = _head("H", "contender", "speed-up in steps", "arrive", "ms a step", "speed-up in time")
+    clock = times(rows)
+    for hidden in runs.widths:
+        for arm in ARMS:
+            each = reached(runs, arm, hidden)
+            there = [r.speedup for r in each if r.speedup is not None]
+            own, base = (clock.get((a, hidden)) for a in (arm, "standard"))
+            cell, ms = "not run", "not run"
+            if own and base:
+                ms = f"{own['ms']:.1f}"
+                cell = spread([s * base["ms"] / own["ms"] for s in there])
+            if each:
+                lines.append(
+                    _line(hidden, arm, spread(there), f"{len(there)} of {len(each)}", ms, cell)
+                )
+    return (
+        "Steps to the baseline's converged level (App. D: mean of its last six evaluations, curves "
+        "smoothed over three); 1.52 +- 0.21 in the paper. Means are over the runs that arrive. "
+        "Times are of a step alone on the GPU, recorded.\n\n" + _text(lines)
+    )
+
+
+def _continued(rows: Sequence[Row]) -> str:
+    found = _with(rows, kind="continued")
+    if not found:
+        return ""
+    lines = _head("contender", "WER before", "WER at the end", "minus standard, over utterances")
+    by_arm: dict[str, dict[int, Figures]] = {}
+    for row in found:
+        by_arm.setdefault(row.case["arm"], {})[row.case["seed"]] = row.figures
+    for arm, own in by_arm.items():
+        before, end = ([float(f["curve_test"][k]) for f in own.values()] for k in (0, -1))
+        drawn = bootstrap(own, by_arm.get("standard", {}))
+        lines.append(_line(arm, spread(before), spread(end), drawn if arm != "standard" else ""))
+    return (
+        f"H = {STARTED} from a trained standard network ({found[0].case['before']} epochs), "
+        f"converted, then {found[0].case['epochs']} more; the paper starts from a checkpoint of "
+        "9.573 %.\n\n" + _text(lines)
+    )
+
+
+def _sweep(rows: Sequence[Row], runs: Runs) -> str:
+    lines = _head("contender", *(f"{rate:g}" for rate in RATES), "chosen")
+    setting = {"kind": "train", "hidden": HIDDEN[0], "seed": SEEDS[0], "epochs": runs.epochs}
+    for arm in ARMS:
+        found = {r.case["rate"]: r.figures for r in _with(rows, arm=arm, **setting)}
+        cells = [
+            f"{float(found[rate]['validation']):.1f}" if rate in found else "not run"
+            for rate in RATES
+        ]
+        lines.append(_line(arm, *cells, f"{runs.rates[arm]:g}" if arm in runs.rates else ""))
+    return (
+        "Rates, by the WER on validation (mean of the last three evaluations) at "
+        f"H = {HIDDEN[0]} with seed {SEEDS[0]}; gates learn at a quarter of the rate.\n\n"
+        + _text(lines)
+    )
+
+
+def _cut(rows: Sequence[Row], runs: Runs) -> str:
+    """What is missing of the plan, and how this setting differs from the paper's."""
+    short = [
+        f"{arm} at H = {hidden} ({len(runs.of(arm, hidden))} of {len(SEEDS)} seeds)"
+        for hidden in sorted(HIDDEN)
+        for arm in ARMS
+        if len(runs.of(arm, hidden)) < len(SEEDS)
+    ]
+    if not _with(rows, kind="continued"):
+        short.append(f"H = {STARTED}")
+    called = sum(not r.figures.get("recorded", True) for r in rows)
+    lost = sum(not math.isfinite(float(r.figures.get("wer", 0))) for r in rows)
+    return " ".join(
+        sentence
+        for sentence in (
+            f"Not run: {', '.join(short)}." if short else "All of the plan ran.",
+            f"{lost} runs diverged." if lost else "",
+            f"Steps of {called} rows were called, not recorded." if called else "",
+            "Other than in the paper: 13 cepstra instead of spectrograms, convolutions over time "
+            "alone, 25 frames a second (50), layer norms, batches of 16 (8), the rate rises for 3 "
+            "epochs and falls by 5 % an epoch (1 %). The same: AdamW, weight decay 1e-5, none on "
+            "gates, gates at a quarter of the rate, clipping at 400. Texts are decoded greedily, "
+            "without a language model.",
+        )
+        if sentence
+    )
+
+
+def verdicts(rows: list[Row]) -> list[Verdict]:
+    runs = runs_of(rows)
+    gates = "AN4 (Fig. 3c): tau and theta on the gates lower the WER of an LSTM at every H"
+    free = "AN4: releasing the constant family makes it worse at every H"
+    later = f"AN4, H = {STARTED}: gates on a trained LSTM lower its WER"
+    speed = "AN4 (Fig. 3d): steps to the baseline's level"
+    widths = [h for h in runs.widths if runs.of("constant", h) and runs.of("standard", h)]
+    found = [
+        _verdict(gates, "-1.2 to -4.5 points", runs, "constant", "standard", widths, -1),
+        _verdict(free, "+1.3 to +2.5 points", runs, "released", "constant", widths, 1),
+    ]
+    own = {a: _with(rows, kind="continued", arm=a) for a in ("constant", "standard")}
+    ours, theirs = ({r.case["seed"]: r.figures for r in own[a]} for a in ("constant", "standard"))
+    drawn = bootstrap(ours, theirs)
+    word = "not run" if not drawn.seeds else _word([drawn], -1)
+    said = f"{drawn} points" if drawn.seeds else ""
+    found.append(Verdict(later, "-1.2 points or more", said, word))
+    each = [r for h in widths for r in reached(runs, "constant", h)]
+    there = [r.speedup for r in each if r.speedup is not None]
+    ours_said = f"{spread(there)}; {len(there)} of {len(each)} runs arrive"
+    faster = len(there) == len(each) and there and mean(there) >= 1.52 - 0.21
+    word = "not run" if not each else "reproduced" if faster else "not"
+    if word == "not" and there and mean(there) > 1.1 and len(there) > len(each) / 2:
+        word = "partly"
+    found.append(Verdict(speed, "1.52 +- 0.21", ours_said if each else "", word))
+    return found
+
+
+def _verdict(
+    claim: str, paper: str, runs: Runs, ours: str, theirs: str, widths: Sequence[int], sign: int
+) -> Verdict:
+    drawn = {h: bootstrap(runs.of(ours, h), runs.of(theirs, h)) for h in widths}
+    drawn = {h: d for h, d in drawn.items() if d.seeds}
+    if not drawn:
+        return Verdict(claim, paper, "", "not run")
+    said = "; ".join(f"{d} at H = {h}" for h, d in drawn.items())
+    control = [bootstrap(runs.of(ours, h), runs.of("control", h)) for h in drawn]
+    if ours == "constant" and all(c.seeds for c in control):
+        said += f"; minus control {mean(c.mean for c in control):+.2f} on average"
+    return Verdict(claim, paper, f"{said} (points)", _word(list(drawn.values()), sign))
+
+
+def _word(drawn: Sequence[Interval], sign: int) -> Any:
+    """Reproduced if each interval and all seeds are on this side of 0; partly if at one width.
+
+    An interval over utterances does not know how much seeds differ, so the seeds have to agree.
+    """
+    right = [d.agree and (d.high < 0 if sign < 0 else d.low > 0) for d in drawn]
+    wrong = [d.low > 0 if sign < 0 else d.high < 0 for d in drawn]
+    return "reproduced" if all(right) else "partly" if any(right) and not any(wrong) else "not"
+
+
+def _head(*names: Any) -> list[str]:
+    return [_line(*names), _line(*("---" for _ in names))]
+
+
+def _line(*cells: Any) -> str:
+    return "| " + " | ".join(str(cell) for cell in cells) + " |"
+
+
+def _text(lines: Sequence[str]) -> str:
+    return "\n".join(lines)
+
+
+# Okabe and Ito's colours, which differ for every eye, and markers beside them.
+LOOKS = {
+    "standard": ("#000000", "o"),
+    "constant": ("#0072B2", "s"),
+    "released": ("#D55E00", "^"),
+    "control": ("#009E73", "D"),
+}
+
+
+def draw(rows: list[Row], folder: Path) -> None:
+    """WER by width with the paper's, and WER along the runs of the first width."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot as plt
+
+    runs = runs_of(rows)
+    if not runs.each:
+        return
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
+    for arm, (colour, marker) in LOOKS.items():
+        own = {h: [w for w in runs.wer(arm, h).values() if math.isfinite(w)] for h in runs.widths}
+        own = {h: values for h, values in own.items() if values}
+        low, high = ([abs(f(v) - mean(v)) for v in own.values()] for f in (min, max))
+        style = {"color": colour, "marker": marker, "label": arm, "capsize": 3}
+        left.errorbar(list(own), [mean(v) for v in own.values()], yerr=[low, high], **style)
+        if arm in PAPER:
+            left.plot(*zip(*sorted(PAPER[arm].items()), strict=True), color=colour, ls=":", lw=1)
+        curves = [f for f in runs.of(arm, HIDDEN[0]).values() if math.isfinite(float(f["wer"]))]
+        if curves:
+            steps = curves[0]["curve_step"]
+            means = [mean(v) for v in zip(*(f["curve_test"] for f in curves), strict=True)]
+            right.plot(steps, means, color=colour, label=arm)
+    left.set(xscale="log", xlabel="H", ylabel="WER in %", title="at the end (dotted: the paper)")
+    left.set_xticks(runs.widths, [str(h) for h in runs.widths], minor=False)
+    left.minorticks_off()
+    right.set(xlabel="step", title=f"along the run, H = {HIDDEN[0]}", ylim=(0, 102))
+    left.legend(frameon=False)
+    for axis in (left, right):
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.savefig(folder / f"{NAME}.svg", metadata={"Date": None})
+    plt.close(figure)

@@ -1,0 +1,54 @@
+"""Experiments that choose a rate for each arm first: a sweep, whose rows are kept, then the rest.
+
+Cases of the sweep have `part` "sweep", an arm and a rate; the best by `metric` is that arm's rate.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable
+
+from experiments import record
+from experiments.record import Case, Row, Run
+
+Rates = dict[str, float]
+
+
+def best_rates(rows: Iterable[Row], metric: str) -> Rates:
+    """The rate of each arm with the highest `metric`; a run that failed has none."""
+    best: dict[str, tuple[float, float]] = {}
+    for row in rows:
+        if row.case["part"] == "sweep" and metric in row.figures:
+            arm, found = row.case["arm"], (row.figures[metric], row.case["rate"])
+            best[arm] = max(best.get(arm, found), found)
+    return {arm: rate for arm, (_, rate) in best.items()}
+
+
+def complete(
+    name: str,
+    asked: argparse.Namespace,
+    run: Run,
+    sweeps: Callable[[set[str]], list[Case]],
+    cases: Callable[[Rates], list[Case]],
+    *,
+    metric: str,
+    data: str,
+) -> list[Row]:
+    """Sweep for the arms that were asked for, run the cases with the best rates; return all rows.
+
+    `--only` chooses among the cases, never among the rates.
+    """
+    file = record.file_of(name, asked)
+    rates = best_rates(record.rows(file), metric)
+    if not asked.list:
+        arms = {case["arm"] for case in record.matching(cases(rates), asked.only)}
+        every = argparse.Namespace(**{**vars(asked), "only": []})
+        rates = best_rates(record.complete(name, sweeps(arms), run, every, data=data), metric)
+    record.complete(name, cases(rates), run, asked, data=data)
+    return record.rows(file)
+
+
+def said(rates: Rates, tried: Iterable[float], titles: dict[str, str]) -> str:
+    chosen = ", ".join(f"{rate:g} for {titles[arm]}" for arm, rate in sorted(rates.items()))
+    among = ", ".join(f"{rate:g}" for rate in tried)
+    return f"Of the rates {among} the sweep chose {chosen}." if chosen else "No rate was swept."

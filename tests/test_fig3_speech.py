@@ -1,0 +1,316 @@
+"""Fig. 3(c) on AN4: the reader, the loss, the contenders, the lanes, and what the page says."""
+
+import json
+import math
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import threshold_gating as tg
+from experiments import ctc, data, fig3_speech, speech_page, speech_training
+from experiments.record import Row
+from experiments.speech_training import ARMS, Lane, Listener, Recipe, corpus, planned, side_by_side
+
+SHARED = Path(os.environ.get("TG_DATA", Path(__file__).parents[2] / "shared" / "data"))
+
+
+def lane(arm, seed=0, epochs=2, **more):
+    torch.manual_seed(seed)
+    model = Listener(6, ARMS[arm], layers=2, channels=8)
+    made = corpus(fig3_speech.made_up(), "cpu")
+    return Lane(model, made, Recipe(epochs, 1e-2, batch=8), seed=seed, device="cpu", **more)
+
+
+def ended(*lanes):
+    assert sorted(side_by_side(lanes)) == list(range(len(lanes)))
+    return lanes
+
+
+def test_texts_are_decoded_and_their_words_are_counted():
+    assert ctc.decoded([2, 2, 0, 2, 1, 0, 3, 3, 1, 1]) == "AA B"
+    assert ctc.decoded([0, 0]) == ""
+    assert ctc.encoded("A B") == [2, 1, 3]
+    with pytest.raises(ValueError, match="alphabet"):
+        ctc.encoded("a")
+    pairs = {("GO", "GO"): 0, ("GO ON", "GO"): 1, ("GO", "GO ON AND"): 2, ("A B C", "A X C D"): 2}
+    for (said, heard), errors in pairs.items():
+        assert ctc.word_errors(said, heard) == errors
+    assert ctc.word_errors("A B", "") == 2
+
+
+# Frames, texts: one symbol, one frame a symbol, repeats, as many frames as there have to be, none.
+TEXTS = [(7, "A"), (5, "ABCDE"), (9, "AABBA"), (7, "AABBA"), (1, "Z"), (9, "A B BC"), (4, "")]
+
+
+def losses(function, device, dtype):
+    torch.manual_seed(0)
+    frames = torch.tensor([n for n, _ in TEXTS], device=device)
+    lengths = torch.tensor([len(text) for _, text in TEXTS], device=device)
+    targets = torch.full((len(TEXTS), 6), 7, device=device)  # behind the end there may be anything
+    for row, (_, text) in zip(targets, TEXTS, strict=True):
+        row[: len(text)] = torch.tensor(ctc.encoded(text))
+    x = 3 * torch.randn(len(TEXTS), 9, len(ctc.ALPHABET), dtype=torch.float64)
+    x = x.to(device, dtype).requires_grad_()
+    y = function(x.log_softmax(2), targets, frames, lengths)
+    weight = torch.linspace(0.5, 2, len(TEXTS), device=device, dtype=dtype)
+    return y.cpu(), torch.autograd.grad((weight * y).sum(), x)[0].cpu()
+
+
+def torchs_loss(logp, targets, frames, lengths):
+    return F.ctc_loss(logp.transpose(0, 1), targets, frames, lengths, reduction="none")
+
+
+def test_the_loss_and_its_slope_equal_torchs():
+    want = losses(torchs_loss, "cpu", torch.float64)
+    assert want[0].isfinite().all()
+    for dtype, bound in ((torch.float64, 1e-12), (torch.float32, 2e-5)):  # 60 nats, 9 roundings
+        for have, right in zip(losses(ctc.ctc_loss, "cpu", dtype), want, strict=True):
+            assert (have - right).abs().max() <= bound
+
+
+def test_cepstra_of_either_byte_order_are_read_and_others_refused(tmp_path):
+    etc, feat = tmp_path / "an4" / "etc", tmp_path / "an4" / "feat" / "x"
+    etc.mkdir(parents=True)
+    feat.mkdir(parents=True)
+    frames = torch.arange(26.0).view(2, 13).numpy()
+    for part, order, line in (("train", "<", "<s> GO ON </s> (a)"), ("test", ">", "YES (b)")):
+        name = line[-2]
+        (etc / f"an4_{part}.fileids").write_text(f"x/{name}\n")
+        (etc / f"an4_{part}.transcription").write_text(line + "\n")
+        count = (26).to_bytes(4, "little" if order == "<" else "big")
+        (feat / f"{name}.mfc").write_bytes(count + frames.astype(f"{order}f4").tobytes())
+    read = data.an4(tmp_path)
+    assert (read.train[1], read.test[1]) == (["GO ON"], ["YES"])
+    assert torch.equal(read.train[0][0], torch.from_numpy(frames))
+    assert torch.equal(read.test[0][0], read.train[0][0])
+    (feat / "b.mfc").write_bytes(b"\0" * 12)
+    with pytest.raises(ValueError, match="no file of cepstra"):
+        data.an4(tmp_path)
+    (etc / "an4_test.transcription").write_text("YES (c)\n")
+    with pytest.raises(ValueError, match="not that of x/b"):
+        data.an4(tmp_path)
+    with pytest.raises(FileNotFoundError, match="an4/etc and an4/feat"):
+        data.an4(tmp_path / "nowhere")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not (SHARED / "speech" / "an4-mfcc13.tar.xz").exists(), reason="AN4 is not here"
+)
+def test_all_of_an4_is_read_and_cut_as_in_the_paper():
+    read = data.an4(SHARED)
+    assert (len(read.train[0]), len(read.test[0])) == (948, 130)
+    assert [sum(len(t.split()) for t in texts) for _, texts in (read.train, read.test)] == [
+        5442,
+        773,
+    ]
+    made = corpus(read, "cpu")
+    assert sum(len(p.x) for p in made.train) == 853
+    assert (made.validation, len(made.texts)) == (95, 225)
+    for part in made.judged:
+        for k, own, n in zip(part.which, part.targets, part.lengths, strict=True):
+            assert "".join(ctc.ALPHABET[s] for s in own[:n]) == made.texts[k]
+    assert {p.x.shape[1] % speech_training.STRIDE for p in made.train} == {0}
+
+
+def test_an_utterance_too_short_for_its_text_is_refused():
+    with pytest.raises(ValueError, match="'AAB' needs 4 frames and has 3"):
+        speech_training.parts([torch.randn(12, 13)], ["AAB"], [12], "cpu")
+
+
+def test_contenders_start_from_the_same_function_and_see_the_same_batches():
+    made = {arm: lane(arm) for arm in ARMS}
+    part = made["standard"].data.judged[0]
+    with torch.no_grad(), tg.kernels.use("reference"):
+        outputs = {arm: own.model(part.x, part.frames) for arm, own in made.items()}
+    for arm, y in outputs.items():  # sums of the same numbers in another order
+        assert (y - outputs["standard"]).abs().max() <= 2e-5, arm
+    batches = [planned(own.data.train, 8, 0, 3) for own in made.values()]
+    for other in batches[1:]:
+        assert all(torch.equal(a[1], b[1]) for a, b in zip(batches[0], other, strict=True))
+    again = planned(made["standard"].data.train, 8, 1, 3)
+    assert not all(torch.equal(a[1], b[1]) for a, b in zip(batches[0], again, strict=True))
+    gates = {a: len(tg.training.gate_parameters(own.model)) for a, own in made.items()}
+    assert gates["standard"] == 0 < gates["control"] == gates["constant"] < gates["released"]
+
+
+def test_the_control_is_torchs_lstm_in_other_coordinates():
+    (trained,) = ended(lane("control"))
+    model = trained.model
+    moved = speech_training.moved(model)
+    assert set(moved) == {f"{what} {site}" for what in ("rho", "dtheta") for site in "ifgo"}
+    assert min(moved.values()) > 0
+    x = torch.randn(7, 3, 8)
+    plain = model.lstms[0].fold().to_torch()
+    assert type(plain) is torch.nn.LSTM
+    with tg.kernels.use("reference"):
+        assert (plain(x)[0] - model.lstms[0](x)[0]).abs().max() <= 1e-5
+
+
+def test_what_is_behind_the_end_of_an_utterance_is_not_heard_at_the_front():
+    torch.manual_seed(0)
+    model = Listener(6, {}, layers=1, channels=8)
+    x, frames = torch.randn(1, 40, 13), torch.tensor([6])
+    other = x.clone()
+    other[:, 36:] = 9.0
+    with torch.no_grad():  # convolutions reach five and ten frames beyond the end
+        a, b = model(x, frames), model(other, frames)
+    assert torch.equal(a, b)
+
+
+def test_runs_side_by_side_are_the_runs_one_by_one():
+    together = ended(lane("standard"), lane("constant"), lane("standard", seed=1))
+    apart = [
+        ended(own)[0] for own in (lane("standard"), lane("constant"), lane("standard", seed=1))
+    ]
+    for a, b in zip(together, apart, strict=True):
+        assert a.curve == b.curve
+        assert a.figures()["errors"] == b.figures()["errors"]
+    assert together[0].curve != together[2].curve
+
+
+def test_a_stopped_run_goes_on_to_the_same_curve(tmp_path, monkeypatch):
+    (whole,) = ended(lane("constant", epochs=12))
+    kept = tmp_path / "state.pt"
+    stopped = lane("constant", epochs=12, kept=kept)
+    while stopped.epoch < 11:
+        next(stopped.course)
+    (rest,) = ended(lane("constant", epochs=12, kept=kept))
+    assert rest.started_at > 0
+    assert rest.curve == whole.curve
+    assert not kept.exists()
+
+
+def test_the_rate_rises_and_then_falls():
+    recipe = Recipe(10, 1e-3, fall=0.9, rise=2)
+    shares = [speech_training.schedule(recipe, epoch) for epoch in range(4)]
+    assert shares == pytest.approx([0.5, 0.9, 0.81, 0.729])
+
+
+@pytest.mark.slow
+def test_it_learns_what_is_made_up():
+    torch.manual_seed(0)
+    model, made = Listener(24, ARMS["control"], layers=1, channels=24), fig3_speech.made_up()
+    recipe = Recipe(60, 1e-2, batch=8, fall=0.98, every=20)
+    (own,) = ended(Lane(model, corpus(made, "cpu"), recipe, seed=0, device="cpu"))
+    assert own.curve[-1].loss < 0.1 * own.curve[0].loss
+    assert own.curve[-1].test < 50
+
+
+def test_a_run_that_diverges_ends_and_says_so():
+    broken = lane("standard", epochs=8)
+    with torch.no_grad():
+        broken.model.symbols.bias.fill_(math.nan)
+    ended(broken)
+    assert broken.epoch == 2
+    assert broken.figures()["wer"] == math.inf
+
+
+def test_a_smoke_run_has_every_stage(tmp_path, monkeypatch):
+    monkeypatch.setattr(fig3_speech.record, "CHECKPOINTS", tmp_path)
+    words = ["--smoke", "--device", "cpu", "--jobs", "4", "--out", str(tmp_path / "rows.jsonl")]
+    rows = fig3_speech.main([*words, "--only", "arm=standard,constant"])
+    kinds = [row.case["kind"] for row in rows]
+    assert {kind: kinds.count(kind) for kind in kinds} == {
+        "train": 4, "time": 2, "start": 1, "continued": 2
+    }  # fmt: skip
+    first = [r.figures["curve_test"][0] for r in rows if r.case["kind"] == "continued"]
+    assert first[0] == first[1]  # converted, it computes the same
+    assert all(row.smoke for row in rows)
+
+
+def test_a_stage_without_rates_says_what_to_run_first(tmp_path):
+    with pytest.raises(SystemExit, match="--stage sweep first"):
+        fig3_speech.main(["--smoke", "--stage", "runs", "--out", str(tmp_path / "rows.jsonl")])
+
+
+@pytest.mark.gpu
+def test_the_loss_on_a_gpu_equals_torchs():
+    pairs = (losses(ctc.ctc_loss, "cuda", torch.float32), losses(torchs_loss, "cpu", torch.float64))
+    assert all((a - b).abs().max() <= 2e-5 for a, b in zip(*pairs, strict=True))
+
+
+@pytest.mark.gpu
+def test_recorded_steps_on_a_gpu_are_those_that_are_called(monkeypatch):
+    def lanes():
+        made = corpus(fig3_speech.made_up(), "cuda")
+        for arm in ARMS:
+            torch.manual_seed(0)
+            recipe = Recipe(4, 1e-2, batch=8)
+            yield Lane(Listener(16, ARMS[arm], 2, 16), made, recipe, seed=0, device="cuda")
+
+    recorded = ended(*lanes())
+    assert all(own.recorded for own in recorded)
+    monkeypatch.setattr(Lane, "_record", lambda lane: None)
+    for a, b in zip(recorded, ended(*lanes()), strict=True):
+        assert not b.recorded
+        assert a.curve[-1].loss == pytest.approx(b.curve[-1].loss, rel=1e-2)  # TF32
+
+
+def made_rows(better=0.0, widths=(128, 256), seeds=(0, 1, 2)):
+    """Rows as runs make them: contenders but the standard have `better` errors less of 100."""
+    generator = torch.Generator().manual_seed(0)
+    about = {"device": "a device", "date": "2000-01-01", "command": "c", "data": ""}
+    rows = []
+    for hidden in widths:
+        for seed in seeds:
+            base = torch.randint(0, 3, (130,), generator=generator)
+            for arm in ARMS:
+                fewer = torch.rand(130, generator=generator) < (better if arm != "standard" else 0)
+                errors = (base - fewer.long()).clamp(min=0)
+                wer = 100 * errors.sum().item() / 773
+                curve = [100.0 - (100 - wer) * min(1, (k + 1) / 8) for k in range(12)]
+                for rate in speech_page.RATES if (hidden, seed) == (128, 0) else (8e-4,):
+                    figures = {
+                        "wer": wer, "validation": 20.0 + abs(rate - 8e-4), "errors": errors.tolist(),
+                        "words": [6] * 123 + [5] * 7, "curve_test": curve, "recorded": True,
+                        "curve_step": [100 * (k + 1) for k in range(12)],
+                    }  # fmt: skip
+                    case = {"kind": "train", "epochs": 60, "hidden": hidden, "seed": seed}
+                    rows.append(Row({**case, "rate": rate, "arm": arm}, figures, 1.0, False, about))
+    for arm in ARMS:
+        ms = {"ms": 10.0 if arm == "standard" else 20.0, "recorded": True}
+        rows.append(Row({"kind": "time", "hidden": 128, "arm": arm}, ms, 1.0, False, about))
+    return [Row(**json.loads(json.dumps(row._asdict()))) for row in rows]
+
+
+def test_the_page_has_intervals_and_says_what_was_cut():
+    text = speech_page.page(made_rows(0.3))
+    assert "constant - control" in text
+    assert "Not run: standard at H = 192 (0 of 3 seeds)" in text
+    assert "H = 1024" in text
+    assert "0.0008" in text
+    assert "| 128 | constant |" in text
+    words = {v.claim[:20]: v.verdict for v in speech_page.verdicts(made_rows(0.3))}
+    assert list(words.values()) == ["reproduced", "not", "not run", "partly"]
+    assert next(v.verdict for v in speech_page.verdicts(made_rows(0.0))) == "not"
+
+
+def test_the_page_stands_with_no_rows_and_with_few():
+    assert [v.verdict for v in speech_page.verdicts([])] == ["not run"] * 4
+    few = made_rows(0.3, widths=(128,), seeds=(0,))
+    assert "(1 seed)" in speech_page.page(few)
+    speech_page.page([row for row in few if row.case["arm"] == "standard"])
+    speech_page.page(few[:1])
+
+
+def test_the_bootstrap_covers_what_it_should_and_signs_are_binomial():
+    ours = {0: {"errors": [0] * 50 + [1] * 80, "words": [6] * 130}}
+    theirs = {0: {"errors": [1] * 130, "words": [6] * 130}}
+    drawn = speech_page.bootstrap(ours, theirs)
+    assert drawn.mean == pytest.approx(-100 * 50 / 780)
+    share = 50 / 130  # of utterances with one error less: the standard error of a binomial
+    half = 1.96 * 100 / 6 * math.sqrt(share * (1 - share) / 130)
+    assert drawn.high - drawn.low == pytest.approx(2 * half, rel=0.05)
+    assert speech_page.bootstrap(ours, {}).seeds == 0
+    assert speech_page.signs([(0, 1)] * 50 + [(1, 0)] * 7).p == pytest.approx(4e-9, rel=0.2)
+    assert speech_page.signs([(1, 1)]) == (0, 0, 1.0)
+
+
+def test_a_picture_is_drawn(tmp_path):
+    pytest.importorskip("matplotlib")
+    speech_page.draw(made_rows(0.2), tmp_path)
+    assert 1000 < (tmp_path / "fig3_speech.svg").stat().st_size < 150_000
