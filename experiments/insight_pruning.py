@@ -331,6 +331,23 @@ def page(rows: list[Row]) -> str:
     return "\n\n".join(parts)
 
 
+def summary(rows: list[Row]) -> str:
+    """One line for each network: what of the reading says most, beside what needs no reading."""
+    lines = [
+        "| network | of the reading, the figure that says most | rank correlation with the KL of "
+        "pruning, within a site | the same of the output's std, which needs no gates | depth |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for network in SITES:
+        found = correlations(rows, network, "zero KL")
+        known = {w: c[1] for w, c in found.items() if w in READ and not math.isnan(c[1].rho)}
+        if known:
+            best = max(known, key=lambda what: abs(known[what].rho))
+            cells = _WORDS[best], known[best], found[BASELINE][1], found["depth"][0]
+            lines.append(f"| {network} | {' | '.join(map(str, cells))} |")
+    return "\n".join(lines)
+
+
 def _dead(rows: list[Row]) -> str:
     """What pruning costs where the reading says that a channel is dead, and where not."""
     costs: dict[str, list[float]] = {}

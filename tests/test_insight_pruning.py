@@ -85,6 +85,8 @@ def test_the_page_has_a_line_for_each_figure_and_what_the_dead_cost():
     assert "**resnet20**: 10 channels of 2 sites; loss before pruning 0.500." in text
     assert text.count("| -1.00 ") >= 6
     assert "2 channels are dead" in text
+    *_, line = insight_pruning.summary(rows()).splitlines()
+    assert line.startswith("| resnet20 | share of the highest branch | -1.00 (-1.00 to -1.00) | -1.00")
 
 
 @pytest.mark.slow
@@ -95,11 +97,15 @@ def test_the_experiment_runs_on_made_up_data(experiment, tmp_path):
     assert all(row.smoke for row in found)
 
 
-@pytest.mark.parametrize("experiment", [insight_pruning, insight_cost])
-def test_the_page_about_insight_has_the_tables_of_the_rows(experiment):
-    kept = record.rows(record.file_of(experiment.NAME))
+@pytest.mark.parametrize(
+    ("name", "table"),
+    [("insight_pruning", insight_pruning.summary), ("insight_cost", insight_cost.page)],
+)
+def test_the_page_about_insight_has_the_figures_of_the_rows(name, table):
+    kept = record.rows(record.file_of(name))
     assert kept
-    assert experiment.page(kept) in (DOCS / "insight.md").read_text("utf-8")
+    assert not any(row.smoke for row in kept)
+    assert table(kept) in (DOCS / "insight.md").read_text("utf-8")
 
 
 def test_a_case_of_the_digits_reads_and_prunes(tmp_path):

@@ -163,7 +163,7 @@ def ridge(ax: Axes, x: Tensor, y: Tensor, row: float, colour: str) -> None:
 def _density(values: Tensor, x: Tensor) -> Tensor:
     """How many values lie around each point, smoothed over a few, the largest 1."""
     low, high = float(x[0]), float(x[-1])
-    counts = torch.histc(values.clamp(low, high), len(x), low, high)
+    counts = torch.histc(values, len(x), low, high)  # what lies beyond is not counted
     width = torch.arange(-6, 7, dtype=torch.float64)
     kernel = torch.exp(-(width**2) / 8)
     smooth = torch.nn.functional.conv1d(counts.view(1, 1, -1), kernel.view(1, 1, -1), padding=6)
