@@ -86,7 +86,9 @@ def test_the_page_has_a_line_for_each_figure_and_what_the_dead_cost():
     assert text.count("| -1.00 ") >= 6
     assert "2 channels are dead" in text
     *_, line = insight_pruning.summary(rows()).splitlines()
-    assert line.startswith("| resnet20 | share of the highest branch | -1.00 (-1.00 to -1.00) | -1.00")
+    assert line.startswith(
+        "| resnet20 | share of the highest branch | -1.00 (-1.00 to -1.00) | -1.00"
+    )
 
 
 @pytest.mark.slow
