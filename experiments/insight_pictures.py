@@ -48,7 +48,9 @@ def small(folder: Path) -> None:
     from PIL import Image
 
     for path in folder.glob("insight_*.png"):
-        Image.open(path).convert("RGB").quantize(250, Image.Quantize.MAXCOVERAGE).save(path, optimize=True)
+        Image.open(path).convert("RGB").quantize(250, Image.Quantize.MAXCOVERAGE).save(
+            path, optimize=True
+        )
 
 
 def main(argv: list[str] | None = None) -> None:
