@@ -144,7 +144,9 @@ def test_the_thresholds_of_a_learned_multi_head_attention_are_said_not_to_be_rea
     model = nn.TransformerEncoderLayer(12, 3, 24, batch_first=True).eval()
     x = torch.randn(2, 5, 12)
     reading = read(tg.convert(model, train=("tau",), share="head", inputs=x), x)
-    assert not reading.heads
+    (found,) = reading.heads
+    assert found.tau.tolist() == [1.0] * 3
+    assert found.theta.isnan().all()
     assert "its learned temperatures are in its weights" in " ".join(reading.notes)
 
 
@@ -157,3 +159,33 @@ def test_a_query_that_sees_one_key_has_no_threshold():
     assert found.keys.tolist() == [1.0]
     assert found.decided.tolist() == [1.0]
     assert "nan" in read(model, z).table()
+
+
+def test_a_mask_of_the_lowest_number_is_a_mask():
+    class Masked(Attention):
+        def forward(self, x):
+            q, k = self.project(x)
+            z = q @ k.transpose(-1, -2) / math.sqrt(6)
+            return (z + self.mask).softmax(-1) @ k
+
+    model, x = Masked(), torch.randn(2, 7, 12)
+    causal = torch.ones(7, 7, dtype=torch.bool).tril()
+    model.mask = torch.zeros(7, 7).masked_fill(~causal, torch.finfo(torch.float32).min)
+    (found,) = read(tg.convert(model, inputs=x), x).heads
+    assert found.live.tolist() == [4.0] * 4
+    check(found, logits(model, x, causal=True))
+
+
+def test_temperatures_are_read_without_a_run_and_from_a_folder(tmp_path):
+    x = torch.randn(2, 7, 12)
+    model = tg.convert(Attention(), train=("tau",), share="head", inputs=x)
+    with torch.no_grad():
+        next(iter(tg.training.gate_parameters(model).values())).copy_(torch.arange(4) / 4)
+    tg.conversion.save(model, tmp_path)
+    for reading in (read(model), read(tmp_path)):
+        (found,) = reading.heads
+        torch.testing.assert_close(found.tau, (torch.arange(4) / 4).exp().double())
+        assert (found.queries, found.learned) == (0, True)
+        assert found.keys.isnan().all()
+        assert "nan" not in reading.table()
+        assert not any("No gate learns" in note for note in reading.notes)

@@ -355,3 +355,9 @@ def test_a_gate_that_is_used_in_two_places_is_read_at_both():
     assert [len(s.values.mean) for s in reading.sites] == [6, 3]
     assert [s.name for s in reading.sites] == ["act", "act#1"]
     assert {s.family for s in reading.sites} == {("nan",)}
+
+
+def test_an_empty_batch_is_said_to_be_empty():
+    reading = read(small(), torch.zeros(0, 6))
+    assert all(site.values is None for site in reading.sites)
+    assert "Not read at 1, 3: it was given no values." in reading.notes

@@ -30,6 +30,7 @@ class Heads:
     `theta` are the quantiles 10, 50 and 90 % of the thresholds [3, heads], `keys` how many keys a
     query weighs, the mean of exp(entropy), of `live` that it can see, and `decided` the share of
     queries of which one key has 0.99 or more. `tau` are the learned temperatures, 1 without any.
+    All but `tau` is NaN where nothing ran.
     """
 
     name: str
@@ -56,12 +57,14 @@ class HeadTally:
         self.sums = torch.zeros(4, heads, dtype=torch.float64)  # rows, keys, live, decided
 
     def add(self, each: Iterable[Tensor]) -> None:
-        """The logits of one call, head by head: [queries, keys], -inf where a key takes no part."""
+        """The logits of one call, head by head: [queries, keys], -inf, or the lowest number of its
+        type, where a key takes no part."""
         for h, z in enumerate(each):
+            lowest = torch.finfo(z.dtype).min  # which some masks are, in the place of -inf
             z = z.detach().float() if z.dtype != torch.float64 else z.detach()
-            live = (z > -torch.inf) & z.isfinite()
-            z = z[live.any(1)]
-            live = live[live.any(1)]
+            live = (z > lowest / 2) & z.isfinite()
+            z, live = z[live.any(1)], live[live.any(1)]
+            z = z.masked_fill(~live, -torch.inf)
             theta = logits.thresholds(z)
             p = torch.softmax(z, -1)
             entropy = -(p * p.clamp_min(1e-30).log()).sum(1)
@@ -73,9 +76,11 @@ class HeadTally:
         self.queries = int(self.sums[0].max())
 
     def reading(self, name: str) -> Heads:
-        n = self.sums[0].clamp_min(1)
+        """What was found; without any call, the temperatures alone."""
+        n = torch.where(self.sums[0] > 0, self.sums[0], torch.nan)  # nothing is known of no query
         at = torch.tensor(QUANTILES, dtype=torch.float64)
-        each = [torch.cat(t) for t in self.thetas]
+        none = torch.zeros(0, dtype=torch.float64)
+        each = [torch.cat([none, *kept]) for kept in self.thetas]
         empty = torch.full((len(at),), torch.nan, dtype=torch.float64)
         theta = [t.quantile(at) if len(t) else empty for t in each]
         tau = torch.ones(1) if self.tau is None else self.tau.detach().cpu()

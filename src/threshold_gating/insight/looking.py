@@ -29,6 +29,7 @@ from threshold_gating.training.telemetry import LearnedSite
 from threshold_gating.training.tiers import is_tiered
 
 _ALONE = torch._C.DisableTorchFunction  # an owner around us would answer our own arithmetic
+_EMPTY = "it was given no values"
 _TWO_INPUTS = {"glu": "a gated linear unit has two inputs, and its branches are one of them"}
 
 
@@ -194,6 +195,8 @@ class Look:
         rows = site.groups if site.groups > 1 else x.shape[axis] if x.dim() else 1
         if x.numel():
             self._tally(name, z.reshape(rows, -1), axis, guessed)
+        elif name not in self.tallies:
+            self.unread[name] = _EMPTY
         return None if guessed else self._noted(axis)
 
     def _noted(self, axis: int) -> Told:
@@ -215,6 +218,7 @@ class Look:
     def _tally(self, name: str, z: Tensor, axis: int, guessed: bool) -> None:
         tally = self.tallies.get(name)
         if tally is None:
+            self.unread.pop(name, None)  # an empty call before
             whole = mended(self.gates[name])
             made = Tally(whole, self.rule, function=name not in self.weighted)
             tally = self.tallies[name] = made

@@ -33,7 +33,7 @@ def heads(reading: Reading, path: str | Path | None = None) -> Figure:
     The panels are the median threshold, the spread between its 10 and 90 % quantiles, the share of
     the visible keys that a query weighs, and the learned temperatures, where there are any.
     """
-    found = reading.heads
+    found = [a for a in reading.heads if a.queries]
     if not found:
         why = "it has no attention" if reading.inputs else "nothing ran; give read inputs"
         raise ValueError(f"heads: {reading!r} has no thresholds of attention to draw: {why}.")

@@ -14,6 +14,7 @@ from threshold_gating.conversion.aten_ops import tensors
 from threshold_gating.conversion.checkpoint.save_load import inner
 from threshold_gating.conversion.text import some
 from threshold_gating.conversion.watch import check_weights
+from threshold_gating.insight.attention import HeadTally
 from threshold_gating.insight.gates import behind_weights, gate_sites, saved_sites
 from threshold_gating.insight.looking import Look
 from threshold_gating.insight.nearest import Nearest, nearest, points
@@ -92,7 +93,11 @@ def _made(
         for name in order
         if gates[name].start is not None
     ]
-    heads = [tally.reading(name) for name, tally in look.heads.items()] if look else []
+    tallies = dict(look.heads) if look else {}
+    for name, gate in gates.items():  # temperatures that no run shows more of
+        if gate.start is None and name not in tallies:
+            tallies[name] = HeadTally(gate.groups, gate.tau[0])
+    heads = [tally.reading(name) for name, tally in tallies.items()]
     if not sites and not heads:
         others = "; ".join(f"{name}: {why}" for name, why in unread.items())
         raise ValueError(
@@ -162,7 +167,7 @@ def _notes(
             "Nothing ran: open gates, saturation, flat parts, dead channels and thresholds of "
             "attention need inputs, as in read(model, x)."
         )
-    if sites and not any(site.learned for site in sites):
+    if sites and not any(gate.learned for gate in gates.values()):
         yield "No gate learns: tau, theta, s and c are those of the activations they stand for."
     for site in sites:
         if BROKEN in site.family:

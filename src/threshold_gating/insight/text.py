@@ -109,13 +109,5 @@ def _head_rows(attentions: Iterable[Heads]) -> Iterable[tuple[str, ...]]:
             keys = f"{a.keys[h]:.1f} of {a.live[h]:.1f}"
             tau = f"{a.tau[h]:.3g}" if a.learned else "1"
             first = a.name if h == 0 else ""
-            yield (
-                first,
-                tau,
-                str(h),
-                f"{low:.2f}",
-                f"{median:.2f}",
-                f"{high:.2f}",
-                keys,
-                f"{a.decided[h]:.2f}",
-            )
+            figures = f"{low:.2f}", f"{median:.2f}", f"{high:.2f}", keys, f"{a.decided[h]:.2f}"
+            yield first, tau, str(h), *(figures if a.queries else [""] * 5)
