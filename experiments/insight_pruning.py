@@ -252,7 +252,7 @@ def _rho(a: Tensor, b: Tensor) -> Tensor:
     return (a * b).sum(-1) / (a.norm(dim=-1) * b.norm(dim=-1))
 
 
-def spearman(groups: list[tuple[Tensor, Tensor]], draws: int = 2000) -> Correlation:
+def spearman(groups: list[tuple[Tensor, Tensor]], draws: int = 1000) -> Correlation:
     """The mean of the groups' rank correlations.
 
     The interval is over channels that are drawn again within each group, with their ranks.
@@ -270,27 +270,24 @@ def spearman(groups: list[tuple[Tensor, Tensor]], draws: int = 2000) -> Correlat
     return Correlation(float(mean), *ends.tolist())
 
 
-def correlations(rows: list[Row], network: str, kind: str) -> dict[str, Any]:
-    """Of each figure with the sensitivity: over all channels, and within the sites."""
-    own = [row for row in rows if row.case["network"] == network]
-    cost = [_tensor(row, kind) for row in own]
-    found = {}
-    for what in (*READ, BASELINE, "depth"):
-        if what == "depth":
-            each = [torch.full_like(c, row.case["site"]) for c, row in zip(cost, own, strict=True)]
-        else:
-            each = [_tensor(row, what) for row in own]
-        seeds = sorted({row.case["seed"] for row in own})
-        at = [[k for k, row in enumerate(own) if row.case["seed"] == seed] for seed in seeds]
-        pooled = [
-            (torch.cat([each[k] for k in some]), torch.cat([cost[k] for k in some])) for some in at
-        ]
-        within = list(zip(each, cost, strict=True)) if what != "depth" else []
-        found[what] = spearman(pooled), spearman(within)
-    return found
+def correlation(rows: list[Row], what: str, cost: str, *, within: bool) -> Correlation:
+    """Of a figure with what pruning does: over all channels of a seed, or within each site."""
+    pairs = [(_figures(row, what), _figures(row, cost)) for row in rows]
+    if not within:
+        seeds = sorted({row.case["seed"] for row in rows})
+        at = [[k for k, row in enumerate(rows) if row.case["seed"] == seed] for seed in seeds]
+        pairs = [_joined([pairs[k] for k in some]) for some in at]
+    return spearman(pairs)
 
 
-def _tensor(row: Row, what: str) -> Tensor:
+def _joined(pairs: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    return torch.cat([a for a, _ in pairs]), torch.cat([b for _, b in pairs])
+
+
+def _figures(row: Row, what: str) -> Tensor:
+    """A figure of each channel; the depth of a site is the same for all of its own."""
+    if what == "depth":
+        return torch.full((len(row.figures["state"]),), row.case["site"]).double()
     return torch.tensor([float(v) for v in row.figures[what]], dtype=torch.float64)
 
 
@@ -309,29 +306,31 @@ _WORDS = {
 def page(rows: list[Row]) -> str:
     """The tables, in Markdown."""
     parts = []
-    for network in SITES:
-        own = [row for row in rows if row.case["network"] == network]
-        if not own:
-            continue
-        count = sum(len(row.figures["zero KL"]) for row in own)
-        seeds = f", {SEEDS[network]} seeds" if SEEDS[network] > 1 else ""
+    for network, own in _by_network(rows):
+        count = sum(len(row.figures["state"]) for row in own)
+        seeds = len({row.case["seed"] for row in own})
         loss = sum(row.figures["loss"] for row in own) / len(own)
         lines = [
-            f"**{network}**: {count} channels of {len(own) // SEEDS[network]} sites{seeds}; loss "
-            f"before pruning {loss:.3f}.",
+            f"**{network}**: {count} channels of {len(own) // seeds} sites"
+            f"{f', {seeds} seeds' if seeds > 1 else ''}; loss before pruning {loss:.3f}.",
             "",
             "| Spearman correlation with what pruning does | KL, set to 0 | within a site "
             "| loss, set to 0, within a site | KL, set to its mean, within a site |",
             "| --- | --- | --- | --- | --- |",
         ]
-        found = {k: correlations(rows, network, k) for k in ("zero KL", "zero loss", "mean KL")}
-        for what, (pooled, within) in found["zero KL"].items():
-            others = (found[k][what][1] for k in ("zero loss", "mean KL"))
-            cells = [str(c) for c in (pooled, within, *others)]
+        for what in (*READ, BASELINE, "depth"):
+            costs = (("zero KL", False), ("zero KL", True), ("zero loss", True), ("mean KL", True))
+            cells = [str(correlation(own, what, cost, within=w)) for cost, w in costs]
             if any(cells):
                 lines.append(f"| {_WORDS[what]} | {' | '.join(cells)} |")
         parts.append("\n".join([*lines, "", _dead(own)]))
     return "\n\n".join(parts)
+
+
+def _by_network(rows: list[Row]) -> Iterator[tuple[str, list[Row]]]:
+    for network in SITES:
+        if own := [row for row in rows if row.case["network"] == network]:
+            yield network, own
 
 
 def summary(rows: list[Row]) -> str:
@@ -341,13 +340,13 @@ def summary(rows: list[Row]) -> str:
         "pruning, within a site | the same of the output's std, which needs no gates | depth |",
         "| --- | --- | --- | --- | --- |",
     ]
-    for network in SITES:
-        found = correlations(rows, network, "zero KL")
-        known = {w: c[1] for w, c in found.items() if w in READ and not math.isnan(c[1].rho)}
-        if known:
-            best = max(known, key=lambda what: abs(known[what].rho))
-            cells = _WORDS[best], known[best], found[BASELINE][1], found["depth"][0]
-            lines.append(f"| {network} | {' | '.join(map(str, cells))} |")
+    for network, own in _by_network(rows):
+        found = {what: correlation(own, what, "zero KL", within=True) for what in READ}
+        best = max(found, key=lambda what: abs(found[what].rho) if found[what].is_known else 0)
+        baseline = correlation(own, BASELINE, "zero KL", within=True)
+        depth = correlation(own, "depth", "zero KL", within=False)
+        cells = _WORDS[best], found[best], baseline, depth
+        lines.append(f"| {network} | {' | '.join(map(str, cells))} |")
     return "\n".join(lines)
 
 

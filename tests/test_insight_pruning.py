@@ -9,7 +9,7 @@ from torch import nn
 
 import threshold_gating as tg
 from experiments import insight_cost, insight_pruning, record
-from experiments.insight_pruning import Pruned, _ranks, correlations, page, spearman
+from experiments.insight_pruning import Pruned, _ranks, correlation, page, spearman
 
 DOCS = record.ROOT / "docs"
 
@@ -72,12 +72,11 @@ def rows():
 
 
 def test_within_a_site_is_not_over_all_channels():
-    found = correlations(rows(), "resnet20", "zero KL")
-    pooled, within = found["flat"]
-    assert within.rho == pytest.approx(-1)
-    assert pooled.rho > 0.3  # sites differ more than the channels of one
-    assert math.isnan(found["depth"][1].rho)
-    assert found["depth"][0].rho > 0.8
+    assert correlation(rows(), "flat", "zero KL", within=True).rho == pytest.approx(-1)
+    # sites differ more than the channels of one
+    assert correlation(rows(), "flat", "zero KL", within=False).rho > 0.3
+    assert correlation(rows(), "depth", "zero KL", within=False).rho > 0.8
+    assert math.isnan(correlation(rows(), "depth", "zero KL", within=True).rho)
 
 
 def test_the_page_has_a_line_for_each_figure_and_what_the_dead_cost():
