@@ -26,6 +26,8 @@ PAGES: tuple[str, ...] = (
     "fig3_speech",
     "hippocampus",
     "neighbours",
+    "insight_pruning",
+    "insight_cost",
 )
 PAGE, README, IMAGES = ROOT / "docs" / "results.md", ROOT / "README.md", ROOT / "docs" / "images"
 

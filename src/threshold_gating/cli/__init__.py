@@ -23,6 +23,7 @@ COMMANDS = {
     "audit": "convert",
     "verify": "convert",
     "report": "report",
+    "insight": "insight",
     "evaluate": "evaluate",
     "prove": "prove",
     "spice": "spice",

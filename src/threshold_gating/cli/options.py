@@ -54,7 +54,7 @@ def parser() -> argparse.ArgumentParser:
     top = _Parser(prog="tg", description="Neural nonlinearities as one tunable gate.")
     top.add_argument("--version", action="version", version=f"tg {__version__}")
     commands = top.add_subparsers(metavar="COMMAND")
-    for add in (_table, _explain, _convert, _calibrate, _audit, _verify, _report):
+    for add in (_table, _explain, _convert, _calibrate, _audit, _verify, _report, _insight):
         add(commands)
     for add in (_evaluate, _prove, _spice, _simulate, _energy, _rtl, _export, _explore):
         add(commands)
@@ -176,6 +176,24 @@ _REPORT_EXAMPLES = """
       tg report timm:resnet18 -o resnet18.html
       tg report net.py:make_model --inputs images.pt --json net.json
       tg report net.py:make_model --inputs 1,3,32,32 --gates saved
+"""
+
+
+def _insight(commands: Any) -> None:
+    words = "read what the gates of a network are and do, and what changed"
+    what = f"{SPECS}, a saved conversion, or the folder of tg.insight.record"
+    parser = of_network(commands, "insight", words, what, _INSIGHT_EXAMPLES)
+    gates(parser)
+    words = "show what changed since this saved conversion of the same network"
+    option(parser, "--against", words, type=Path, metavar="DIR")
+    option(parser, "--plot", "write pictures into this folder", type=Path, metavar="DIR")
+
+
+_INSIGHT_EXAMPLES = """
+    examples:
+      tg insight timm:resnet18 --pretrained --inputs images.pt --plot pictures/
+      tg insight after/ --against before/       numbers of two saved networks; nothing runs
+      tg insight runs/a --plot pictures/        a run that tg.insight.record wrote
 """
 
 
