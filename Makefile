@@ -36,7 +36,7 @@ demo: $(VENV)/.demo  ## train five small networks, convert them, compare; a tabl
 test: $(VENV)/.dev  ## run the tests, without those marked slow or gpu
 	$(PYTEST) -m "not slow and not gpu"
 
-test-all: $(VENV)/.all  ## run the tests marked slow as well, those of Lightning and hls4ml among them
+test-all: $(VENV)/.all  ## run the tests marked slow as well, those of Lightning, hls4ml and Chromium among them
 	$(PYTEST) -m "not gpu"
 
 # Most of the time Triton compiles, so processes help though the GPU is one.
@@ -97,5 +97,5 @@ $(VENV)/.dev: pyproject.toml constraints.txt $(wildcard tools/tv-cpu-shim/*) | $
 
 # What the slow tests need beside it.
 $(VENV)/.all: $(VENV)/.dev
-	@$(PIP_INSTALL) -e '.[hls4ml,lightning,notebooks]'
+	@$(PIP_INSTALL) -e '.[browser,hls4ml,lightning,notebooks]'
 	@touch $@

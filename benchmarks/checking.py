@@ -26,9 +26,7 @@ def machine() -> dict[str, str]:
 
 
 def check(
-    device: str,
-    pairs: Iterable[Pair] | None = None,
-    dtypes: tuple[torch.dtype, ...] | None = None,
+    device: str, pairs: Iterable[Pair] | None = None, dtypes: tuple[torch.dtype, ...] | None = None
 ) -> list[str]:
     """Every pair of the table against float64, values and gradients; what is wrong, in lines."""
     return [

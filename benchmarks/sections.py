@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -26,6 +25,7 @@ from benchmarks.small_inputs import small_inputs
 from benchmarks.timing import ON_CPU, ON_GPU, Clock, Place, Work, called_once, measure
 from benchmarks.training import training
 from benchmarks.units import frozen, gated_units, growth
+from threshold_gating.conversion.text import jsonable
 
 Sections = dict[str, Callable[[], Iterator[Work]]]
 
@@ -166,16 +166,7 @@ def _timed(name: str, works: list[Work], clock: Clock, smoke: bool) -> list[Row]
 def _write(path: Path | None, data: dict[str, Any], rows: list[Row]) -> None:
     if path is not None:
         found = {"rows": [asdict(row) for row in rows], "slope": slope_of(rows)}
-        path.write_text(json.dumps(_plain(data | found), indent=1, allow_nan=False) + "\n")
-
-
-def _plain(value: Any) -> Any:
-    """JSON has no NaN and no infinity: they are words."""
-    if isinstance(value, dict):
-        return {key: _plain(v) for key, v in value.items()}
-    if isinstance(value, list):
-        return [_plain(v) for v in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+        path.write_text(json.dumps(jsonable(data | found), indent=1, allow_nan=False) + "\n")
 
 
 def _print(row: Row) -> None:

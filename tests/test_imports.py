@@ -48,7 +48,7 @@ ALLOWED = {
 # Everything an extra brings. torch takes numpy when it is there and does without when it is not.
 # fmt: off
 EXTRAS = [
-    "accelerate", "hls4ml", "huggingface_hub", "lightning", "matplotlib", "mpmath", "numpy", "onnx",
+    "accelerate", "hls4ml", "huggingface_hub", "jinja2", "lightning", "matplotlib", "mpmath", "numpy", "onnx",
     "onnxruntime", "onnxscript", "pytorch_lightning", "qonnx", "ray", "safetensors", "scipy", "sklearn",
     "tensorboard", "timm", "tokenizers", "torchvision", "tqdm", "transformers", "triton",
 ]

@@ -58,7 +58,7 @@ def test_what_is_written_is_named_by_o_or_out():
     assert (
         list(taken("-o"))
         == list(taken("--out"))
-        == ["explain", "convert", "calibrate", "spice", "rtl", "demo"]
+        == ["explain", "convert", "calibrate", "report", "spice", "rtl", "demo"]
     )
 
 

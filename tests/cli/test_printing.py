@@ -35,6 +35,7 @@ QUICK = [
     "convert loud.py:Loud --inputs 64,4 -o out",
     "calibrate loud.py:Loud --inputs 64,4 -K 2 --tol inf",
     "audit loud.py:Loud --inputs 64,4",
+    "report loud.py:Loud --inputs 64,4",
     "demo",
 ]
 

@@ -6,6 +6,8 @@ import shutil
 
 import pytest
 
+from tests.show.test_page import check_page
+
 needs_iverilog = pytest.mark.skipif(
     shutil.which("iverilog") is None, reason="iverilog is not installed"
 )
@@ -58,16 +60,18 @@ def test_run_checks_every_code_and_measures(tg, pdk):
 
 @needs_iverilog
 def test_a_network_is_checked_and_its_page_written(tg, folder, monkeypatch):
-    monkeypatch.setenv("TG_PDK", str(folder))  # without transistors
+    monkeypatch.setenv("TG_PDK", "nowhere")  # without transistors
     words = ("rtl", "net.py:make_model", "--inputs", "5,4", "--check", "--bits", "10")
     code, out, err = tg(*words, "--html", "page.html")
     assert code == 0
     assert "Integers and Verilog (iverilog): exact" in out
     assert "Not measured: transistors:" in out
     assert "Inputs are random" in err
-    page = (folder / "page.html").read_text()
-    assert page.count('<th scope="row">') == 4  # one is a tree of a softmax
-    assert "exact" in page
+    read = check_page((folder / "page.html").read_text())
+    assert read.ids.count("site4") == 1  # a tree of a softmax
+    assert "site5" not in read.ids
+    assert read.data["exact"] is True
+    assert len(read.alts) == 4  # SiLU, ReLU, and softmax for its gates and for its tree
 
 
 @pytest.mark.parametrize(

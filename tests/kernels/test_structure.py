@@ -8,6 +8,7 @@ import pickle
 import pytest
 import torch
 
+from tests.kernels.layers import moved
 from threshold_gating import TAXONOMY, TG, Activation, kernels
 from threshold_gating.kernels.call import common_shape, of_call, whole
 from threshold_gating.kernels.structure import Gate, Rows, Structure, Tensors, Weights, exact
@@ -23,13 +24,6 @@ def learnable(t):
         if not (t.hard and n == "tau") and not (t.K == 1 and n in LEARNABLE[:2])
     ]
     return [] if t.q is not None else [tuple(names), *itertools.combinations(names, 2)]
-
-
-def moved(act):
-    with torch.no_grad():
-        for p in act.parameters():
-            p.add_(torch.randn_like(p), alpha=0.3)
-    return act
 
 
 def number(w):

@@ -4,19 +4,12 @@ from unittest import mock
 
 import test_lstm as t
 import torch
+from poison import poison
 
 from threshold_gating import kernels
 from threshold_gating.kernels.recurrent import lstm
 
-new = torch.Tensor.new_empty
-
-
-def poisoned(x, *a, **k):
-    out = new(x, *a, **k)
-    return out.fill_(float("nan")) if out.is_floating_point() else out
-
-
-torch.Tensor.new_empty = poisoned
+poison(torch.Tensor, "new_empty")
 torch.set_num_threads(1)
 kernels.use("triton")
 with mock.patch.object(lstm, "_forward", wraps=lstm._forward) as calls:

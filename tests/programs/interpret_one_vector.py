@@ -2,16 +2,9 @@
 
 import test_one_vector as t
 import torch
+from poison import poison
 
-new = torch.Tensor.new_empty
-
-
-def poisoned(x, *a, **k):
-    out = new(x, *a, **k)
-    return out.fill_(float("nan")) if out.is_floating_point() else out
-
-
-torch.Tensor.new_empty = poisoned
+poison(torch.Tensor, "new_empty")
 t.check("cpu")
 t.check_copies()
 t.check_parts()

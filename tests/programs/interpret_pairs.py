@@ -5,28 +5,15 @@ from unittest import mock
 
 import test_pairs as t
 import torch
+from poison import poison
 
 from benchmarks.pairs import PAIRS
 from threshold_gating import kernels
 from threshold_gating.kernels.blend import function, gpu
 
 part = int(sys.argv[1])
-_empty = torch.empty
-
-
-def poisoned(*a, **k):
-    out = _empty(*a, **k)
-    return out.fill_(float("nan")) if out.is_floating_point() else out
-
-
-torch.empty = poisoned
-torch.empty_like = lambda x, **k: torch.full_like(x, float("nan"), **k)
-torch.Tensor.new_empty = lambda x, *a, **k: torch.full(
-    a if isinstance(a[0], int) else a[0], float("nan"), dtype=k.get("dtype", x.dtype)
-)
-torch.Tensor.new_empty_strided = lambda x, size, stride, dtype: torch.full(
-    size, float("nan"), dtype=dtype
-)
+poison(torch, "empty", "empty_like")
+poison(torch.Tensor, "new_empty", "new_empty_strided")
 torch.set_num_threads(1)
 with kernels.use("triton"):
     for name in list(t.GATES)[part::4]:

@@ -8,19 +8,12 @@ import sys
 
 import test_synapse as t
 import torch
+from poison import poison
 
 import threshold_gating as tg
 from threshold_gating.kernels.synapse import gpu
 
-new = torch.Tensor.new_empty
-
-
-def poisoned(x, *sizes, **options):
-    made = new(x, *sizes, **options)
-    return made.fill_(float("nan")) if made.is_floating_point() else made
-
-
-torch.Tensor.new_empty = poisoned
+poison(torch.Tensor, "new_empty")
 if sys.argv[1] == "few":
     t.check_values("cpu")
     t.check_ops("cpu")

@@ -2,13 +2,12 @@
 
 import test_two_soft as t
 import torch
+from poison import poison
 
 from threshold_gating.kernels.product import two_soft
 
-plain = torch.empty_like
-torch.empty_like = lambda x, **k: plain(x, **k).fill_(float("nan"))
-new = torch.Tensor.new_empty
-torch.Tensor.new_empty = lambda x, *a, **k: new(x, *a, **k).fill_(float("nan"))
+poison(torch, "empty_like")
+poison(torch.Tensor, "new_empty")
 calls, plain_split = [], two_soft.split
 two_soft.split = lambda *a: calls.append(1) or plain_split(*a)
 t.check_all("cpu", [torch.float32])

@@ -23,6 +23,7 @@ COMMANDS = {
     "audit": "convert",
     "verify": "convert",
     "insight": "insight",
+    "report": "report",
     "evaluate": "evaluate",
     "prove": "prove",
     "spice": "spice",
@@ -30,6 +31,7 @@ COMMANDS = {
     "energy": "energy",
     "rtl": "rtl",
     "export": "export",
+    "explore": "explore",
     "env": "env",
     "demo": "demo",
 }

@@ -6,7 +6,6 @@ import argparse
 import copy
 import os
 import re
-import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from textwrap import fill
@@ -15,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from threshold_gating import conversion, taxonomy
-from threshold_gating.cli import spec
+from threshold_gating.cli import pages, spec
 from threshold_gating.cli.printing import UsageError, progress, say, show, working
 from threshold_gating.cli.spec import Network, network
 from threshold_gating.conversion.checkpoint import card, compare
@@ -29,6 +28,7 @@ def convert(args: argparse.Namespace) -> int:
     """`tg convert`."""
     chosen = choices(args.site)
     _check_out(args.out)
+    pages.check("--html", args.html)
     named = network(args)
     size = sum(p.numel() for p in named.model.parameters())
     with working(f"{args.network}, {size:,} parameters: converting"):
@@ -50,7 +50,12 @@ def _check_out(path: Path | None) -> None:
 
 
 def _proven(
-    args: argparse.Namespace, named: Network, gated: nn.Module, first: str = "", **more: Any
+    args: argparse.Namespace,
+    named: Network,
+    gated: nn.Module,
+    found: conversion.Calibration | None = None,
+    first: str = "",
+    **more: Any,
 ) -> int:
     """Verify, show what was found after `first`, and save what is proven."""
     positional, keywords = arguments(named.inputs)
@@ -64,12 +69,13 @@ def _proven(
     if not ok:
         done = "proven" if args.out is None else "written"
         say(f"tg {args.command}: not {done}, see above.")
-        return 1
-    if args.out is not None:
+    elif args.out is not None:
         _write(args, named, gated)
         random = ", with random weights" if named.random_weights else ""
         say(f"Written to {args.out.resolve()}{random}")
-    return 0
+    if args.html is not None:
+        pages.write(args.html, pages.made(args, named, gated, certificate, audit, found).html())
+    return 0 if ok else 1
 
 
 def _write(args: argparse.Namespace, named: Network, gated: nn.Module) -> None:
@@ -80,7 +86,7 @@ def _write(args: argparse.Namespace, named: Network, gated: nn.Module) -> None:
         pretrained(args.out)
     else:
         conversion.save(gated, args.out, gates_only=gates_only)
-    command = f"tg {shlex.join(args.words)}"
+    command = pages.command(args)
     text = card.card(gated, where=args.out.name, command=command, notes=named.notes)
     card.put(gated, args.out, text)
 
@@ -88,6 +94,7 @@ def _write(args: argparse.Namespace, named: Network, gated: nn.Module) -> None:
 def calibrate(args: argparse.Namespace) -> int:
     """`tg calibrate`."""
     _check_out(args.out)
+    pages.check("--html", args.html)
     batches = None if args.data is None else spec.batches(args.data, args.batch_size)
     named = network(args, batches[0] if batches else None)
     model, inputs = named.model, named.inputs
@@ -107,7 +114,7 @@ def calibrate(args: argparse.Namespace) -> int:
         else ""
     )
     report = {"calibration": found.to_dict(), "random": random}
-    return _proven(args, named, gated, f"{found}\n\n{note}", **report)
+    return _proven(args, named, gated, found, f"{found}\n\n{note}", **report)
 
 
 def audit(args: argparse.Namespace) -> int:
@@ -133,6 +140,7 @@ def verify(args: argparse.Namespace) -> int:
         return _verify_folders(args)
     if folders[0]:
         args.network, args.gates = args.gates, args.network
+    pages.check("--html", args.html)
     folder = Path(args.gates)
     named = network(args)
     found = compare.compare(compare.of_network(named.model), compare.of_folder(folder))
@@ -143,12 +151,18 @@ def verify(args: argparse.Namespace) -> int:
     apart = {"differs": {"weights": found.weights, "known": found.weights_known}}
     text = f"{certificate.table()}\n\n{found.table().partition(chr(10) + 'gates:')[0]}"
     _show(args, {**certificate.to_dict(), **apart}, text, named)
-    if found.weights:
-        say(
-            f"tg verify: {folder} has other weights than {args.network}"
-            f"{', which are random' if named.random_weights else ''}; name the network that was "
-            "converted, with the weights it had (--checkpoint, --pretrained)."
-        )
+    wrong = (
+        f"{folder} has other weights than {args.network}"
+        f"{', which are random' if named.random_weights else ''}; name the network that was "
+        "converted, with the weights it had (--checkpoint, --pretrained)."
+    )
+    notes = (wrong,) if found.weights else ()
+    if args.html is not None:
+        seen = conversion.audit(gated, *positional, **keywords)
+        page = pages.made(args, named, gated, certificate, seen, notes=notes).html()
+        pages.write(args.html, page)
+    for note in notes:
+        say(f"tg verify: {note}")
     return 0 if certificate.ok and not found.weights else 1
 
 
@@ -164,6 +178,7 @@ def _verify_folders(args: argparse.Namespace) -> int:
         "--pretrained": args.pretrained,
         "--inputs": args.inputs,
         "--tol": args.tol,
+        "--html": args.html,
     }
     if unused := [option for option, value in given.items() if value not in (None, False)]:
         raise UsageError(

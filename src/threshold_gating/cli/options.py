@@ -7,14 +7,13 @@ is written, `-K` a number of branches.
 from __future__ import annotations
 
 import argparse
-import re
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from threshold_gating._version import __version__
 from threshold_gating.cli.shared import (
     SPECS,
+    Parser,
     bound,
     branches,
     command,
@@ -23,6 +22,7 @@ from threshold_gating.cli.shared import (
     finite,
     flag,
     gates,
+    html,
     of_network,
     option,
     out,
@@ -37,6 +37,7 @@ from threshold_gating.cli.shared import (
 
 STDOUT = "-"  # no `Path`: that of "-" is that of "./-", which is a file
 WIKITEXT = "wikitext2-raw"
+REPORT = "tg_report.html"
 # As the modules have them that run. They need torch, so a test compares instead.
 TABLES = ("text", "markdown")
 COLUMNS = ("sm", "lse", "act", "both")
@@ -49,42 +50,19 @@ SHARED_GATES = ("layer", "channel", "neuron")
 
 def parser() -> argparse.ArgumentParser:
     """The parser of `tg` and of all its commands."""
-    top = _Parser(prog="tg", description="Neural nonlinearities as one tunable gate.")
+    top = Parser(prog="tg", description="Neural nonlinearities as one tunable gate.")
     top.add_argument("--version", action="version", version=f"tg {__version__}")
     commands = top.add_subparsers(metavar="COMMAND")
-    for add in (_table, _explain, _convert, _calibrate, _audit, _verify, _insight):
+    for add in (_table, _explain, _convert, _calibrate, _audit, _verify, _report, _insight):
         add(commands)
-    for add in (_evaluate, _prove, _spice, _simulate, _energy, _rtl, _export, _env, _demo):
+    for add in (_evaluate, _prove, _spice, _simulate, _energy, _rtl, _export, _explore):
+        add(commands)
+    for add in (_env, _demo):
         add(commands)
     words = "write the result to FILE as JSON; - prints JSON in place of the text"
     for each in commands.choices.values():
         each.add_argument("--json", type=_json, metavar="FILE|-", help=words)
     return top
-
-
-class _Parser(argparse.ArgumentParser):
-    """A parser that takes -1n and -inf for values, and whose errors say what `--json` takes.
-
-    argparse takes -1 for a value but -1n for an option, and would answer that one is lacking.
-    """
-
-    _words: Sequence[str] = ()
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._negative_number_matcher = re.compile(r"-(\.?\d|inf|nan)", re.IGNORECASE)
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        self._words = list(args or ())
-        return super().parse_known_args(args, namespace)
-
-    def error(self, message: str) -> NoReturn:
-        if message == "argument --json: expected one argument":
-            message = "argument --json: give a FILE, or - for standard output"
-        elif "--json" in self._words[:-1] and "are required" in message:
-            took = self._words[self._words.index("--json") + 1]
-            message += f" (--json took {took!r} as its FILE; - is standard output)"
-        super().error(message)
 
 
 # The commands
@@ -123,6 +101,7 @@ _EXPLAIN_EXAMPLES = """
 def _convert(commands: Any) -> None:
     parser = of_network(commands, "convert", "convert a network to gates and certify every site")
     saved(parser)
+    html(parser)
     flag(parser, "--gates-only", "save the gates, no weights")
     site(parser)
     tol(parser)
@@ -140,6 +119,7 @@ def _calibrate(commands: Any) -> None:
     option(either, "--max-error", words, type=float, metavar="E")
     either.add_argument("--recipe", choices=("paper",), help="App. F: K = 3 by Nelder-Mead; slow")
     tol(parser)
+    html(parser)
 
 
 def _audit(commands: Any) -> None:
@@ -152,6 +132,25 @@ def _verify(commands: Any) -> None:
     parser = of_network(commands, "verify", words, f"{SPECS}, or a saved conversion")
     parser.add_argument("gates", metavar="DIR", help="a saved conversion, as of tg convert -o")
     tol(parser)
+    html(parser)
+
+
+def _report(commands: Any) -> None:
+    words = "write one page on a network: every site, its gates, its error and what it sees"
+    parser = of_network(commands, "report", words, examples=_REPORT_EXAMPLES)
+    words = "write the page there"
+    out(parser, "FILE", f"{words} (default: {REPORT})", type=Path, default=Path(REPORT))
+    gates(parser)
+    site(parser)
+    tol(parser)
+
+
+_REPORT_EXAMPLES = """
+    examples:
+      tg report timm:resnet18 -o resnet18.html
+      tg report net.py:make_model --inputs images.pt --json net.json
+      tg report net.py:make_model --inputs 1,3,32,32 --gates saved
+"""
 
 
 def _insight(commands: Any) -> None:
@@ -267,7 +266,7 @@ def _simulate(commands: Any) -> None:
     words = "largest voltage of an input, by default half of the supply"
     option(parser, "--rail", words, metavar="V")
     flag(parser, "--sensitivity", "try each site alone, and sort them")
-    option(parser, "--html", "write a page there", type=Path, metavar="FILE")
+    html(parser)
     words = "linear and convolution layers are on crossbars if one of these is given"
     cells = parser.add_argument_group("crossbars", words)
     for name, words in _CROSSBAR.items():
@@ -296,7 +295,7 @@ def _rtl(commands: Any) -> None:
     flag(parser, "--run", "simulate every code, synthesise: iverilog, yosys, TG_PDK")
     words = "a network: float, integers, Verilog and transistors on the same inputs"
     flag(parser, "--check", words)
-    option(parser, "--html", "write the page of --check there", type=Path, metavar="FILE")
+    html(parser, "write the page of --check there")
     out(parser, "FILE", "write the Verilog there", type=Path)
     count(parser, "--bits", "bits of x and y, from 4 to 16", 16)
     option(parser, "--reach", "largest |x| of an activation, by default 8", metavar="X")
@@ -372,6 +371,30 @@ _EXPORT_EXAMPLES = """
       tg export timm:resnet18 net.onnx --native-where-exact
       tg export timm:vit_tiny_patch16_224 vit.onnx --native-within 1e-4
       tg export --read vit.onnx
+"""
+
+
+def _explore(commands: Any) -> None:
+    words = "turn an activation by hand in a browser, and walk the sites of a network"
+    parser = command(commands, "explore", words, _EXPLORE_EXAMPLES)
+    words = (
+        f"an activation to begin with (gelu), a network ({SPECS}), a saved conversion, or its "
+        "tg_config.json (default: silu)"
+    )
+    parser.add_argument("network", nargs="?", default="silu", metavar="WHAT", help=words)
+    words = "write the pages there instead of serving them; any web server or browser takes them"
+    option(parser, "--static", words, type=Path, metavar="DIR")
+    option(parser, "--preset", "begin on this differential pair, as sky130-weak", type=str)
+    count(parser, "--port", "port on this machine, 0 for any that is free", 8765)
+    option(parser, "--address", "this machine; no other is served", "127.0.0.1", type=str)
+    weights(parser)
+
+
+_EXPLORE_EXAMPLES = """
+    examples:
+      tg explore gelu
+      tg explore timm:resnet18
+      tg explore out/ --static pages/          (out/ of tg convert -o)
 """
 
 

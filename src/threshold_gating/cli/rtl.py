@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from threshold_gating import conversion
+from threshold_gating.cli import pages
 from threshold_gating.cli.printing import UsageError, progress, say, show, working
 from threshold_gating.cli.spec import network
 from threshold_gating.hardware import fixed_point
@@ -18,6 +19,7 @@ from threshold_gating.hardware.fixed_point import Format, FormatError, Unit
 from threshold_gating.hardware.models import ModelsMissingError
 from threshold_gating.instance import TG
 from threshold_gating.show import digital as page
+from threshold_gating.show.seen import look
 from threshold_gating.taxonomy import TABLE2, TAXONOMY, key_of
 
 
@@ -152,8 +154,7 @@ def _check(args: argparse.Namespace) -> int:
             raise UsageError(f"--{name} is of an activation; a network takes --bits.")
     if args.run or args.small or args.simulator == "both":
         raise UsageError("--run, --small and --simulator both are of an activation.")
-    if args.html is not None and (args.html.is_dir() or not args.html.parent.is_dir()):
-        raise UsageError(f"--html {args.html} cannot be written; give a file in a directory.")
+    pages.check("--html", args.html)
     named = network(args)
     with working(f"{args.network}: converting"):
         gated = conversion.convert(named.model, inputs=named.inputs, strict=False)
@@ -181,9 +182,10 @@ def _check(args: argparse.Namespace) -> int:
     }
     show(args, result, "\n".join([*lines, "", *page.summary(report)]))
     if args.html is not None:
-        facts = {"command": f"tg {' '.join(args.words)}", **dict.fromkeys(named.notes, "")}
-        args.html.write_text(page.page(args.network, report, facts), "utf-8")
-        say(f"Written to {args.html.resolve()}")
+        facts = {"command": pages.command(args)}
+        about = {"facts": facts, "warnings": named.notes, "data": result}
+        seen = look(gated, named.inputs)
+        pages.write(args.html, page.html(args.network, report, seen, **about))
     for note in named.notes:
         say(note)
     return 0 if report.exact else 1

@@ -12,12 +12,14 @@ import torch
 from torch import nn
 
 from threshold_gating import conversion
+from threshold_gating.cli import pages
 from threshold_gating.cli.printing import UsageError, progress, say, show, working
 from threshold_gating.cli.spec import Network, network
 from threshold_gating.hardware import devices
 from threshold_gating.hardware.crossbar import Crossbar
 from threshold_gating.hardware.report import ChipRow, Report
 from threshold_gating.show import simulation as page
+from threshold_gating.show.seen import look
 
 if TYPE_CHECKING:
     from threshold_gating.hardware.analog import Simulation
@@ -29,8 +31,7 @@ _CELLS = ("rows", "columns", "adc_bits", "dac_bits", "programming", "seconds", "
 
 def simulate(args: argparse.Namespace) -> int:
     """`tg simulate`."""
-    if args.html is not None and (args.html.is_dir() or not args.html.parent.is_dir()):
-        raise UsageError(f"--html {args.html} cannot be written; give a file in a directory.")
+    pages.check("--html", args.html)
     if not 1 <= args.draws <= DRAWS:
         raise UsageError(f"--draws must be from 1 to {DRAWS} chips; got {args.draws}.")
     options = _options(args)
@@ -54,9 +55,9 @@ def simulate(args: argparse.Namespace) -> int:
     }
     show(args, result, _text(report, found, alone))
     if args.html is not None:
-        text = page.page(args.network, report, found, alone, _facts(report, named))
-        args.html.write_text(text, "utf-8")
-        say(f"Written to {args.html.resolve()}")
+        about = {"facts": _facts(args, report), "warnings": [*notes, *named.notes], "data": result}
+        seen = look(gated, named.inputs)
+        pages.write(args.html, page.html(args.network, report, found, alone, seen, **about))
     for note in [*notes, *named.notes]:
         say(note)
     return 0
@@ -131,11 +132,7 @@ def _text(report: Report, chips: list[ChipRow], alone: dict[str, float]) -> str:
     return "\n".join(lines)
 
 
-def _facts(report: Report, named: Network) -> dict[str, str]:
+def _facts(args: argparse.Namespace, report: Report) -> dict[str, str]:
     settings = {k: str(v) for k, v in report.settings.items()}
-    return {
-        "preset": report.preset,
-        **settings,
-        "seed": str(report.seed),
-        **dict.fromkeys(named.notes, ""),
-    }
+    about = {"command": pages.command(args), "preset": report.preset}
+    return {**about, **settings, "seed": str(report.seed)}

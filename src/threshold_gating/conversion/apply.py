@@ -221,7 +221,7 @@ def _is_sure(model: nn.Module, name: str) -> bool:
     return is_torchs(original) or is_one_call(original)
 
 
-def apply_plan(model: nn.Module, plan: Plan, inputs: Any = None) -> None:
+def apply_plan(model: nn.Module, plan: Plan, inputs: Any) -> None:
     """Make the changes of a plan that was made with these inputs."""
     where = places(model, inputs)
     for module, calls in plan.modules.items():

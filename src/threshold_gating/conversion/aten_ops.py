@@ -181,7 +181,7 @@ class Trail:
             op = name(func)
             excludes = self._excludes(op, args)
             self._settle(op, args, used, excludes)
-            found = self._find(op, used, live, out)
+            found = self._find(op, live, out)
             carried = self._pass_on(op, used)
             if found is not None and found.follow:
                 carried = {**carried, found: _ALONE}
@@ -190,7 +190,7 @@ class Trail:
         self._store(func, used, out, live, carried)
         return found
 
-    def _find(self, op: str, used: list[Tensor], live: list[Tensor], out: Any) -> Found | None:
+    def _find(self, op: str, live: list[Tensor], out: Any) -> Found | None:
         # Of whole numbers alone only what makes others of them: a sigmoid, not a clamp.
         if not any(t.is_floating_point() or t.is_complex() for t in (*live, *_leaves(out))):
             return None

@@ -90,8 +90,7 @@ class Audit:
         return tuple(op for op in self.other if op.group in aten_ops.BENDING)
 
     def __str__(self) -> str:
-        header = ("site", "kind", "K", "class", "ran", "calls")
-        lines = [*columns([header, *map(_cells, self.sites)]), ""] if self.sites else []
+        lines = [*columns([HEADER, *map(cells, self.sites)]), ""] if self.sites else []
         if self.left:
             rows = [(op.module or "(the network)", op.op, str(op.calls)) for op in self.left]
             lines += [*columns([("left in", "op", "calls"), *rows]), ""]
@@ -421,7 +420,11 @@ def gate_of(module: nn.Module, call: int) -> nn.Module:
     return calls[call % len(calls)] if calls else module
 
 
-def _cells(site: AuditedSite) -> tuple[str, ...]:
+HEADER = ("site", "kind", "K", "class", "ran", "calls")
+
+
+def cells(site: AuditedSite) -> tuple[str, ...]:
+    """A row of the table as text."""
     what = {True: "exact", False: "approximate", None: ""}[site.exact]
     what = "learned" if site.learns else what
     ran = "native" if site.native else "gates" if site.calls else "never called"

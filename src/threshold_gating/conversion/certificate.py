@@ -92,10 +92,15 @@ class Certificate:
 
     def table(self) -> str:
         """The certificate as text, within 100 columns."""
-        header = ("site", "kind", "K", "max", "rms", "rel", "ulp", "bound", "calls", "class")
-        lines = columns([header, *map(_cells, self.rows)])
+        lines = columns([HEADER, *map(cells, self.rows)])
         if any(row.has_moved for row in self.rows):
             lines += ["", *columns([_MOVED, *(_moved(row) for row in self.rows if row.has_moved)])]
+        said = [*self.sentences, *self.failed.values()]
+        return "\n".join([*lines, "", *(fill(s, WIDTH, subsequent_indent="  ") for s in said)])
+
+    @property
+    def sentences(self) -> list[str]:
+        """What the rows come to, and what they do not say."""
         m, trained = self.metric, bool(self.trained)
         said = [self.trained] if trained else []
         said.append(outputs.described(self.output, self.outputs, self.tol, trained))
@@ -115,8 +120,7 @@ class Certificate:
         verdict = f"{done} of {len(self.rows)} sites evaluated with native off: {self._verdict}"
         if self.uncompared:
             verdict += f"; not compared at the output: {', '.join(self.uncompared)}"
-        said += [verdict, *self.failed.values()]
-        return "\n".join([*lines, "", *(fill(s, WIDTH, subsequent_indent="  ") for s in said)])
+        return [*said, verdict]
 
     def __str__(self) -> str:
         return self.table()
@@ -143,7 +147,11 @@ class Certificate:
         return json.dumps(jsonable(self.to_dict()), indent=2, allow_nan=False)
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+HEADER = ("site", "kind", "K", "max", "rms", "rel", "ulp", "bound", "calls", "class")
+
+
+def cells(row: Row) -> tuple[str, ...]:
+    """A row of the table as text."""
     K = "" if row.K is None else str(row.K)
     if row.ok is None:
         return (row.site, row.kind, K, *("",) * 5, str(row.calls), row.note)

@@ -80,10 +80,6 @@ class _Known(NamedTuple):
     shape: torch.Size
     axis: int
 
-    @property
-    def is_weighted(self) -> bool:
-        return self.axis != UNKNOWN
-
 
 class Channels(TorchFunctionMode):
     """While it is on, follows the axis of the channels of every tensor that a network makes."""
@@ -111,14 +107,14 @@ class Channels(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         read = {k: v for k, v in kwargs.items() if k != "out"}
-        given = [t for t in aten_ops.tensors((args, read)) if isinstance(t, Tensor)]
+        given = list(aten_ops.tensors((args, read)))
         known = [_Known(t.shape, axis) for t in given if (axis := self.axis(t)) is not None]
         first = args[0] if args else kwargs.get("input")
         moved = None
         if func in _MOVES and isinstance(first, Tensor):
             moved = _Known(first.shape, UNKNOWN if (a := self.axis(first)) is None else a)
         out = func(*args, **kwargs)
-        made = [t for t in aten_ops.tensors(out) if isinstance(t, Tensor)]
+        made = list(aten_ops.tensors(out))
         if func is Tensor.__setitem__ and first not in self.axes:
             made = [first]
         is_constant = bool(given) and all(t in self.constants for t in given)
@@ -149,7 +145,7 @@ class Channels(TorchFunctionMode):
     ) -> Iterable[int | None]:
         if func in _FRESH:
             return [None for _ in made]
-        layers = [each for each in known if each.is_weighted]
+        layers = [each for each in known if each.axis != UNKNOWN]
         said = _of_layer(func, args, kwargs, self.constants)
         if said is not None:
             is_norm = func in _SECOND | _LAST_IF_ONE

@@ -290,6 +290,8 @@ _HOOKS = (
 
 def is_inplace(module: nn.Module) -> bool:
     """Whether an activation overwrites its input."""
+    if isinstance(module, Activation):
+        return module.inplace
     with probing(module):
         return overwrites(module.forward)
 
@@ -335,7 +337,7 @@ def become(
     """Let `module` be one gate or several, with its hooks and its mode, as the same object."""
     taken = inspect.signature(module.forward).parameters.values()
     argument = next((p.name for p in taken if p.kind is p.POSITIONAL_OR_KEYWORD), "x")
-    over = module.inplace if isinstance(module, Activation) else is_inplace(module)
+    over = is_inplace(module)
     apart = any(map(_keeps_result, stands)) and _may_be_overwritten(module)
     calls = [_with(site, at) for site, at in zip(calls, stands, strict=False)]
     if isinstance(only := stands[0], GateSpec) and len(stands) == 1:

@@ -95,6 +95,7 @@ def _learned_multi_head(
     bias: Tensor | None,
     *rest: Any,
     q_proj_weight: Tensor | None = None,
+    inside: Callable[..., Any] = sites.multi_head_attention,
     **more: Any,
 ) -> Any:
     """The temperature of a head is a factor of its queries, and so of the rows that make them."""
@@ -107,7 +108,7 @@ def _learned_multi_head(
         factor = torch.cat([tau, rest]).to(w.dtype)
         return w * (factor if w.dim() == 1 else factor[:, None])
 
-    return sites.multi_head_attention(
+    return inside(
         *(query, key, value, size, heads, scaled(weight), scaled(bias), *rest),
         q_proj_weight=scaled(q_proj_weight),
         **more,

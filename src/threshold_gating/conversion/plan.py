@@ -104,8 +104,7 @@ def _learn(
     for found in calls.values():
         found.update({call: learner.decided(site) for call, site in found.items()})
     notes += learner.notes
-    found_any = any(map(any, (*modules.values(), *(each.values() for each in calls.values()))))
-    if not learner.learns and found_any:
+    if not learner.learns and not Plan(modules, calls).is_empty:
         raise ConversionError(
             "no site learns anything of what is asked: "
             + ("; ".join(learner.notes) or "there is none whose config trains")

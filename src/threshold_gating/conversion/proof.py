@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from threshold_gating import kernels, taxonomy
 from threshold_gating.conversion.enumeration import FORMATS, Walk, name_of
 from threshold_gating.conversion.record import Proof, Worst, vector
-from threshold_gating.conversion.site_error import LIMITS, difference
+from threshold_gating.conversion.site_error import LIMITS, RECORDED, difference
 from threshold_gating.instance import TG
 from threshold_gating.primitive import gates
 from threshold_gating.taxonomy import ROWS, TAXONOMY
@@ -40,7 +40,6 @@ Function = Callable[[Tensor], Tensor]
 
 _STEP = {"cpu": 2**17, "cuda": 2**26}  # inputs at a time: what a cache holds, what fills a GPU
 _STEPS = 64  # to a piece of work on a CPU, half a second of it
-_RECORDED = 1.005  # errors of instances are on record with three digits
 _FOLDER = Path(__file__).parent  # `tg prove all --json proofs_DEVICE.json` makes what is on record
 
 
@@ -174,7 +173,7 @@ class _Task:
             for test in (torch.isnan, torch.isinf)
         ]
         fine = unit.clamp_min(torch.finfo(x.dtype).eps) if self.sup else unit
-        worse = worse - self.sup * _RECORDED - LIMITS["element"][x.element_size() < 4] * fine
+        worse = worse - self.sup * RECORDED - LIMITS["element"][x.element_size() < 4] * fine
         loose = differs & ~(worse <= 0)  # also where it is NaN
         counts = torch.stack([each.count_nonzero() for each in (differs, zeros, *odd, loose)]).cpu()
         beyond = int((~(worse[loose] <= rounding(self.t, x[loose]))).sum()) if counts[-1] else 0

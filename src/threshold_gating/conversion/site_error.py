@@ -45,7 +45,7 @@ RELATIVE = 1e-2
 # Twice the original's own rounding is allowed, up to this share of the values: a network that is
 # off from itself by more has no digit that is sure, and one that asks for its type no measure.
 LARGEST = 0.1
-_RECORDED = 1.005  # errors of instances are on record with three digits
+RECORDED = 1.005  # errors of instances are on record with three digits
 _SMALLEST = 2.0**-100  # where exp overflows, torch has 0 for what is smaller than this
 
 
@@ -76,8 +76,7 @@ class Error:
                 self.elements += int(y.isfinite().sum())
                 self.values += y.numel()
                 self.bitwise = self.bitwise and not d.any().item()
-                own = partial(_nth, wide, k)
-                self.exceeds = self._exceeds(d, y, z, own) or self.exceeds
+                self.exceeds = self._exceeds(d, y, z, wide, k) or self.exceeds
 
     def reached(self, args: Any, kwargs: Any) -> None:
         """Note the size of what reaches the site."""
@@ -112,7 +111,7 @@ class Error:
         """What is allowed: ulp if the site is exact, else `relative`."""
         return self.ulps if self.site.exact else max(RELATIVE, self.tol)
 
-    def _exceeds(self, d: Tensor, y: Tensor, z: Tensor, wide: Callable[[], Tensor]) -> bool:
+    def _exceeds(self, d: Tensor, y: Tensor, z: Tensor, wide: Callable[[], Any], k: int) -> bool:
         ulps = LIMITS[self.rule][y.element_size() < 4]
         size = torch.maximum(y.double().abs(), z.double().abs()).nan_to_num(0, 0, 0)
         eps = torch.finfo(y.dtype).eps
@@ -122,14 +121,14 @@ class Error:
         else:
             fine = coarse = unit(size.max().clamp(_SMALLEST), eps)
         self.ulp = max(self.ulp, (d / fine).max().item())
-        allowed = ulps * fine if self.site.exact else self.site.sup * _RECORDED + ulps * coarse
+        allowed = ulps * fine if self.site.exact else self.site.sup * RECORDED + ulps * coarse
         if (d <= allowed).all():
             return False
-        own = difference(y, wide())
+        own = difference(y, floats(wide())[k])
         if self.rule == "element" and self.site.exact and (own <= ulps * fine).all():
             return True
         of_original = (2 * (own / coarse).max() * coarse).minimum(LARGEST * size.clamp(1.0))
-        return not (d <= self.site.sup * _RECORDED + ulps * coarse + of_original).all().item()
+        return not (d <= self.site.sup * RECORDED + ulps * coarse + of_original).all().item()
 
     @property
     def _least(self) -> float:
@@ -186,10 +185,6 @@ def points(site: Site, like: Tensor) -> Tensor:
     theta = torch.tensor(() if site.t is None else site.t.theta)
     near = (theta - 5e-3, theta + 5e-3, theta * 0.995, theta * 1.005)
     return torch.cat([torch.linspace(-8, 8, 129), *near]).to(like)
-
-
-def _nth(wide: Callable[[], Any], k: int) -> Tensor:
-    return floats(wide())[k]
 
 
 def unit(size: Tensor, eps: float) -> Tensor:

@@ -225,20 +225,23 @@ def _extreme(side: int) -> Callable[..., Tensor]:
     return extreme
 
 
-# A copy of torch's function whose softmax and attention are ours. The original stops at its first
-# line to ask whoever intercepts it, so its inside could not be reached. Its globals have no name:
-# a compiler would look them up in the module of that name.
-multi_head_attention = types.FunctionType(
-    F.multi_head_attention_forward.__code__,
-    {
+def multi_head(softmax: Function, attention: Function) -> Function:
+    """A copy of torch's multi-head attention with these for its softmax and attention.
+
+    The original stops at its first line to ask whoever intercepts it, so its inside could not be
+    reached. Its globals have no name: a compiler would look them up in the module of that name.
+    """
+    original = F.multi_head_attention_forward
+    known = {
         **{name: value for name, value in vars(F).items() if name != "__name__"},
         "has_torch_function": lambda tensors: False,
-        "softmax": _softmax,
-        "scaled_dot_product_attention": attention.scaled_dot_product_attention,
-    },
-    "multi_head_attention_forward",
-    F.multi_head_attention_forward.__defaults__,
-)
+        "softmax": softmax,
+        "scaled_dot_product_attention": attention,
+    }
+    return types.FunctionType(original.__code__, known, original.__name__, original.__defaults__)
+
+
+multi_head_attention = multi_head(_softmax, attention.scaled_dot_product_attention)
 
 
 # What is not one element-wise function, evaluated by gates as a whole.

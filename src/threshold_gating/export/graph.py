@@ -7,6 +7,7 @@ A gate that is kept is one node, `threshold_gating::gate` or `threshold_gating::
 from __future__ import annotations
 
 import functools
+import importlib
 import io
 import math
 import os
@@ -33,7 +34,7 @@ from threshold_gating.conversion.watch import evaluating, fresh
 from threshold_gating.instance import TG
 from threshold_gating.kernels.blend import kept
 from threshold_gating.kernels.structure import Structure
-from threshold_gating.nn.activation import Activation
+from threshold_gating.nn.activation import Activation, in_order
 from threshold_gating.primitive.graphs import GraphForm, holding
 
 GATE = torch.ops.threshold_gating.gate.default
@@ -44,6 +45,17 @@ ALONE = threading.RLock()  # one export at a time: torch's exporters change what
 
 class ExportError(ConversionError):
     """A network that cannot be exported as asked; the message says what would work."""
+
+
+def needed(package: str, extra: str = "onnx") -> Any:
+    """A package that only one way of exporting needs."""
+    try:
+        return importlib.import_module(package)
+    except ModuleNotFoundError as error:
+        raise ExportError(
+            f"export: {package.partition('.')[0]} is not installed: "
+            f"pip install 'threshold-gating[{extra}]'"
+        ) from error
 
 
 def graph(
@@ -101,9 +113,8 @@ def refuse_random(program: ExportedProgram) -> None:
     """Of what draws numbers no two runs agree, so no file could be compared with the network."""
     for node in program.graph.nodes:
         if node.op == "call_function" and is_random(node):
-            place = list((node.meta.get("nn_module_stack") or {"": ("", None)}).values())[-1][0]
             raise ExportError(
-                f"export: {name_of_op(node.target)} in {place or 'the network itself'} draws "
+                f"export: {name_of_op(node.target)} in {place_of(node)} draws "
                 "random numbers, so that no file can be compared with the network; nothing is "
                 "written. Export a module that is given them as an input."
             )
@@ -183,9 +194,7 @@ def _cut(numbers: list[float], counts: list[int]) -> Iterator[tuple[float, ...]]
 def _instance(known: Structure, tau: Any, theta: Any, s: Any, c: Any) -> TG:
     owner = known.owner
     if known.hard and owner is not None:
-        # at equal thresholds "hi" first: the point between them belongs to the middle
-        pairs = sorted(zip(theta, owner, strict=True), key=lambda p: (p[0], p[1] != "hi"))
-        theta, owner = tuple(p[0] for p in pairs), tuple(p[1] for p in pairs)
+        theta, owner = in_order(theta, owner)
     return TG(
         tau if len(tau) > 1 else tau[0],
         theta,
@@ -210,7 +219,7 @@ def is_gate(node: Node) -> bool:
 
 
 def _read(node: Node, constant: _Constants, modules: Mapping[str, nn.Module]) -> Gate:
-    place = list((node.meta.get("nn_module_stack") or {"": ("", None)}).values())[-1][0]
+    place = _path_of(node)
     said: Any = node.args
     if node.target == SOFTMAX:
         _, axis, masked, site = said
@@ -224,6 +233,17 @@ def _read(node: Node, constant: _Constants, modules: Mapping[str, nn.Module]) ->
     rows = known.rows(numbers)
     whole = tuple(tuple(w if w is None else _double(w) for w in row) for row in rows)
     return Gate(known.site or place, known.structure, whole, known.inputs)
+
+
+def _path_of(node: Node) -> str:
+    """The name of the innermost module that a node was made in; "" for the network."""
+    path: str = list((node.meta.get("nn_module_stack") or {"": ("", None)}).values())[-1][0]
+    return path
+
+
+def place_of(node: Node) -> str:
+    """The same in words."""
+    return _path_of(node) or "the network itself"
 
 
 def _rows(t: TG) -> tuple[tuple[Tensor | None, ...], ...]:
@@ -291,8 +311,7 @@ def left_of(program: ExportedProgram) -> dict[str, int]:
     constant = _Constants(program)
     for node in program.graph.nodes:
         if node.op == "call_function" and _bends(node) and constant(node) is None:
-            place = list((node.meta.get("nn_module_stack") or {"": ("", None)}).values())[-1][0]
-            word = f"{name_of_op(node.target)} in {place or 'the network itself'}"
+            word = f"{name_of_op(node.target)} in {place_of(node)}"
             found[word] = found.get(word, 0) + 1
     return found
 
@@ -305,11 +324,7 @@ def _bends(node: Node) -> bool:
 
 def node_count(program: ExportedProgram) -> int:
     """Nodes that compute something."""
-    return sum(1 for _ in _computing(program))
-
-
-def _computing(program: ExportedProgram) -> Iterator[Node]:
-    return (n for n in program.graph.nodes if n.op == "call_function")
+    return sum(node.op == "call_function" for node in program.graph.nodes)
 
 
 def saved(

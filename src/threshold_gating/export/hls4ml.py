@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import importlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,10 +16,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from threshold_gating.export.graph import ExportError
+from threshold_gating.export.graph import ExportError, needed
 from threshold_gating.instance import TG
 from threshold_gating.nn.activation import Activation
 
+_needed = functools.partial(needed, extra="hls4ml")
 HEADER = Path(__file__).with_name("threshold_gate.h")
 _CONFIG = """struct config{index} : nnet::threshold_gate_config {{
     static const unsigned n_in = {n_in};
@@ -66,15 +66,6 @@ def convert(
         backend=backend,
         io_type="io_parallel",
     )
-
-
-def _needed(package: str) -> Any:
-    try:
-        return importlib.import_module(package)
-    except ModuleNotFoundError as error:
-        raise ExportError(
-            f"export: {package} is not installed: pip install 'threshold-gating[hls4ml]'"
-        ) from error
 
 
 def _with_gates(model: nn.Module) -> nn.Module:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Interpreter, Node
 
 from threshold_gating.conversion.aten_ops import name as name_of_op
+from threshold_gating.conversion.aten_ops import tensors
 from threshold_gating.conversion.plan import arguments
 from threshold_gating.conversion.watch import fresh
 from threshold_gating.export import graph as graphs
@@ -99,7 +100,7 @@ def check_bits(bits: Any) -> None:
 
 
 def _refuse_other_types(model: nn.Module, inputs: Any) -> None:
-    given = [(f"input {k}", t) for k, t in enumerate(_tensors(inputs))]
+    given = [(f"input {k}", t) for k, t in enumerate(tensors(inputs))]
     for name, t in (*model.named_parameters(), *model.named_buffers(), *given):
         if t.is_floating_point() and t.dtype != torch.float32:
             raise ExportError(
@@ -119,9 +120,8 @@ def _refuse_float(made: GraphModule, node: Node) -> None:
         if n.op == "get_attr" and isinstance(value_of(made, n), nn.Parameter)
     ]
     if word in _FLOAT or weights:
-        place = list((node.meta.get("nn_module_stack") or {"": ("", None)}).values())[-1][0]
         raise ExportError(
-            f"export: {word or node.name} in {place or 'the network itself'} "
+            f"export: {word or node.name} in {graphs.place_of(node)} "
             f"{f'reads {weights[0]}, which ' if weights else ''}is not written in whole numbers; "
             "linear and convolution layers with fixed weights are (nn.Linear, nn.Conv1d to 3d). "
             "Use one of these, or export in float (export.onnx)."
@@ -208,11 +208,6 @@ def _parameter(made: GraphModule, node: Any) -> Tensor:
             "of them have no scale that is known. Export a network with fixed weights."
         )
     return value_of(made, node)
-
-
-def _tensors(inputs: Any) -> list[Tensor]:
-    flat = torch.utils._pytree.tree_leaves(arguments(inputs))
-    return [t for t in flat if isinstance(t, Tensor)]
 
 
 def value_of(made: GraphModule, node: Any) -> Tensor:

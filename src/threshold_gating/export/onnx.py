@@ -7,7 +7,6 @@ runs the file. Its metadata says of each gate which site it is and its instance;
 
 from __future__ import annotations
 
-import importlib
 import json
 import logging
 import math
@@ -139,7 +138,7 @@ def export(
         len(proto.functions),
         sites,
         graphs.left_of(program),
-        _shapes(proto),
+        shapes_of(proto),
         worst.relative,
         worst.bound,
     )
@@ -160,7 +159,7 @@ def _refuse_quantised(model: nn.Module) -> None:
 
 def translated(program: Any, model: nn.Module) -> tuple[Any, tuple[Site, ...]]:
     """The graph as ONNX with a function for each kind of gate, and the sites."""
-    onnx, onnxscript = _needed("onnx"), _needed("onnxscript")
+    onnx, onnxscript = graphs.needed("onnx"), graphs.needed("onnxscript")
     gates = graphs.numbered(program, model)
     functions = _Functions(onnx)
     names: dict[int, str] = {}
@@ -185,7 +184,7 @@ def translated(program: Any, model: nn.Module) -> tuple[Any, tuple[Site, ...]]:
 def say(proto: Any, sites: Sequence[Site]) -> None:
     """Write the gates into the metadata, where `read` finds them."""
     about = {"version": __version__, "gates": [site.to_dict() for site in sites]}
-    _needed("onnx").helper.set_model_props(proto, {_KEY: json.dumps(about)})
+    graphs.needed("onnx").helper.set_model_props(proto, {_KEY: json.dumps(about)})
 
 
 def exported(program: Any, table: Mapping[Any, Any]) -> Any:
@@ -283,7 +282,7 @@ class _Functions:
         )
 
 
-def _shapes(proto: Any) -> dict[str, tuple[int | str, ...]]:
+def shapes_of(proto: Any) -> dict[str, tuple[int | str, ...]]:
     """Of each input, numbers for what is fixed; torch writes some of these as names, "2"."""
 
     def size(d: Any) -> int | str:
@@ -298,7 +297,7 @@ def _shapes(proto: Any) -> dict[str, tuple[int | str, ...]]:
 
 def read(path: str | os.PathLike[str]) -> tuple[Site, ...]:
     """The gates of an exported file."""
-    onnx = _needed("onnx")
+    onnx = graphs.needed("onnx")
     if not Path(path).is_file():
         raise ExportError(f"{path}: there is no such file.")
     try:
@@ -321,7 +320,7 @@ def read(path: str | os.PathLike[str]) -> tuple[Site, ...]:
 
 def session(source: Any) -> Any:
     """A session of onnxruntime with one thread, for a file or a model."""
-    runtime = _needed("onnxruntime")
+    runtime = graphs.needed("onnxruntime")
     options = runtime.SessionOptions()
     options.intra_op_num_threads = options.inter_op_num_threads = 1
     options.log_severity_level = 3
@@ -418,13 +417,3 @@ def compared(
             each.run(None, given[k])
             best[k] = min(best[k], time.thread_time() - start)
     return Speed(*best)
-
-
-def _needed(package: str, extra: str = "onnx") -> Any:
-    try:
-        return importlib.import_module(package)
-    except ModuleNotFoundError as error:
-        raise ExportError(
-            f"export: {package.partition('.')[0]} is not installed: "
-            f"pip install 'threshold-gating[{extra}]'"
-        ) from error

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from collections.abc import Mapping
@@ -27,6 +28,7 @@ from threshold_gating.export.integers import LAYERS, LEVELS, QUANT, check_bits, 
 from threshold_gating.export.onnx import Site
 
 DOMAIN = "qonnx.custom_op.general"
+_needed = functools.partial(graphs.needed, extra="qonnx")
 
 
 @dataclass(frozen=True)
@@ -119,7 +121,7 @@ def export(
         total,
         layers,
         sites,
-        plain._shapes(proto),
+        plain.shapes_of(proto),
         near,
         bound,
     )
@@ -132,7 +134,7 @@ def _bound(stages: int, bits: int) -> float:
 
 def executed(proto: Any, inputs: Any) -> list[Tensor]:
     """The outputs of a QONNX model, by qonnx's own execution."""
-    onnx = plain._needed("onnx")
+    onnx = graphs.needed("onnx")
     wrapper = _needed("qonnx.core.modelwrapper").ModelWrapper
     execute = _needed("qonnx.core.onnx_exec").execute_onnx
     given = plain.by_name([i.name for i in proto.graph.input], inputs)
@@ -146,7 +148,7 @@ def executed(proto: Any, inputs: Any) -> list[Tensor]:
 
 
 def translated(made: GraphModule, inputs: Any) -> Any:
-    onnx, onnxscript = plain._needed("onnx"), plain._needed("onnxscript")
+    onnx, onnxscript = graphs.needed("onnx"), graphs.needed("onnxscript")
     defs = onnx.defs
     own = onnxscript.values.Opset(DOMAIN, 1)
     kinds = ["tensor(float)"]
@@ -188,7 +190,3 @@ def translated(made: GraphModule, inputs: Any) -> Any:
     with torch.no_grad():
         program = torch.export.export(made, args, kwargs, strict=False)
     return plain.exported(program, {QUANT: quant, LEVELS: levels})
-
-
-def _needed(package: str) -> Any:
-    return plain._needed(package, "qonnx")

@@ -136,12 +136,7 @@ def _sum(b: Body, parts: Sequence[Value]) -> Value:
 
 
 def _powers(
-    b: Body,
-    x: str,
-    tau: Sequence[Any],
-    theta: Sequence[Any],
-    s: Sequence[Any],
-    c: Sequence[Any],
+    b: Body, x: str, tau: Sequence[Any], theta: Sequence[Any], s: Sequence[Any], c: Sequence[Any]
 ) -> Mean | None:
     """Gates with one tau: powers of one exponential, by Horner's rule; None where these overflow.
 

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from threshold_gating.hardware.drawn import Drawn, check_run, normal, uniform
 from threshold_gating.hardware.figure import is_number
+from threshold_gating.hardware.seen import Products
 from threshold_gating.primitive import wide
 
 if TYPE_CHECKING:
@@ -140,31 +141,6 @@ _RANGES = (
 
 _WHOLE = ("rows", "columns", "levels")
 _MAY_BE_NONE = (*_WHOLE, "adc_range")
-
-
-class Products:
-    """What a layer saw in calibration: its largest input and column sum, and how many it read.
-
-    A current is a sum over the column's w_max, in currents of a cell at g_max and an input of 1.
-    """
-
-    def __init__(self) -> None:
-        self.largest_input = self.largest_sum = self.largest_current = 0.0
-        self.products = self.tiles = 0  # of one run; tiles on one column
-
-    def add(self, x: Tensor, partial: Tensor, limit: Tensor) -> None:
-        self.tiles = partial.shape[-2]
-        if not partial.numel():  # an empty batch
-            return
-        self.largest_input = max(self.largest_input, _top(x))
-        self.largest_sum = max(self.largest_sum, _top(partial))
-        self.largest_current = max(self.largest_current, _top(partial / limit))
-        self.products += partial.numel()
-
-
-def _top(x: Tensor) -> float:
-    """The largest |x|; inf where there is a NaN, which no comparison would keep."""
-    return x.detach().abs().nan_to_num(math.inf, math.inf).max().item()
 
 
 class Array(Drawn):

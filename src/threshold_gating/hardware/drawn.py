@@ -7,7 +7,7 @@ one entry, or all of them at once through `torch.vmap`.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -48,14 +48,12 @@ def _generator(seed: int, name: str, draw: int) -> torch.Generator:
 
 def stacked(module: nn.Module) -> dict[str, Tensor]:
     """The tensors of all devices in a module by their names."""
-    return dict(_tensors(module))
-
-
-def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for name, part in module.named_modules():
-        if isinstance(part, Drawn):
-            for key, value in (*part.named_buffers(), *part.named_parameters()):
-                yield f"{name}.{key}", value
+    return {
+        f"{name}.{key}": value
+        for name, part in module.named_modules()
+        if isinstance(part, Drawn)
+        for key, value in (*part.named_buffers(), *part.named_parameters())
+    }
 
 
 def check_run(part: Any) -> None:

@@ -24,6 +24,7 @@ from threshold_gating.conversion.channels import Channels
 from threshold_gating.hardware.devices import LOGISTIC, Preset, Shape, log_odds
 from threshold_gating.hardware.drawn import Drawn, check_run, normal
 from threshold_gating.hardware.figure import is_number
+from threshold_gating.hardware.seen import Seen
 from threshold_gating.instance import TG
 from threshold_gating.nn.activation import Activation
 from threshold_gating.primitive import wide
@@ -123,31 +124,6 @@ class Chip(NamedTuple):
         from threshold_gating.hardware.wholes import KeyGates  # which is made of gates of here
 
         return KeyGates(name, kind, self)
-
-
-class Seen:
-    """What a site saw in calibration: how much, its RMS, its largest input, its last shape."""
-
-    def __init__(self) -> None:
-        self.count, self.squares, self.largest = 0, 0.0, 0.0  # of finite numbers
-        self.numbers = self.nans = 0
-        self.shape: tuple[int, ...] = ()
-        self.axis, self.device = -1, torch.device("cpu")
-
-    def add(self, x: Tensor, axis: int) -> None:
-        z = x.detach().double()
-        self.numbers += z.numel()
-        self.nans += int(z.isnan().sum().item())
-        z = z[z.isfinite()]  # a mask is -inf
-        self.count += z.numel()
-        self.squares += z.square().sum().item()
-        self.largest = max(self.largest, z.abs().max().item() if z.numel() else 0.0)
-        self.shape, self.axis = tuple(x.shape), axis if x.dim() > 1 else -1
-        self.device = x.device
-
-    @property
-    def rms(self) -> float:
-        return math.sqrt(self.squares / self.count) if self.count else 0.0
 
 
 class Values(NamedTuple):
@@ -356,7 +332,8 @@ class AnalogGate(nn.Module):
         tau, *rest = self.gate.values()
         each: Any = tau if isinstance(tau, list | tuple) else [tau] * (self.t.K - 1)
         shape, rows = self.gate._held(x)[1], (each, *rest)
-        return Values(*([_viewed(w, shape) for w in row] for row in rows))
+        view = [[w.view(shape) if shape and isinstance(w, Tensor) else w for w in r] for r in rows]
+        return Values(*view)
 
     def _per_gate(self, key: str, x: Tensor) -> Any:
         """Numbers of the devices, (..., *group), as they broadcast against x; None: none drawn."""
@@ -461,10 +438,6 @@ class AnalogGate(nn.Module):
         odds = [log_odds(a * (x - b), shape) for a, b in zip(taus, theta, strict=True)]
         v = x if v is None else v
         return kernels.blend(torch.zeros_like(x), 1.0, [-u for u in odds], s, c, v=v, **options)
-
-
-def _viewed(w: Any, shape: Sequence[int]) -> Any:
-    return w.view(shape) if isinstance(w, Tensor) and shape else w
 
 
 def _mean(w: Any) -> Any:

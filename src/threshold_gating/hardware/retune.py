@@ -166,11 +166,7 @@ def _step(
     total = 0.0
     for k in range(simulation.draws):  # one after the other: a chip's graph at a time
         value = loss(simulation.run_one(k, fresh(args), fresh(kwargs)), aim)
-        trims = [p for group in optimizer.param_groups for p in group["params"]]
-        found = torch.autograd.grad(value, trims, allow_unused=True)
-        for p, grad in zip(trims, found, strict=True):
-            if grad is not None:
-                p.grad = grad if p.grad is None else p.grad + grad
+        torch.autograd.backward(value, inputs=_params(optimizer))
         total += value.item() / simulation.draws
     optimizer.step()
     return total
@@ -186,8 +182,10 @@ def _step_together(
         loss(pytree.tree_map(lambda t, k=k: t[k], outputs), aim) for k in range(simulation.draws)
     ]
     total = torch.stack(values).sum()
-    trims = [p for group in optimizer.param_groups for p in group["params"]]
-    for trim, grad in zip(trims, torch.autograd.grad(total, trims, allow_unused=True), strict=True):
-        trim.grad = grad
+    torch.autograd.backward(total, inputs=_params(optimizer))
     optimizer.step()
     return total.item() / simulation.draws
+
+
+def _params(optimizer: Any) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]

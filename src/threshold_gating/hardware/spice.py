@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
 from typing import NamedTuple
@@ -41,7 +41,7 @@ class Netlist:
     celsius: float = 27.0
     seed: int | None = None  # draws mismatch of every device where it is given
     options: str = OPTIONS
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
     parameters: tuple[tuple[str, float], ...] = ()  # of the models, in place of their own
 
     def __post_init__(self) -> None:

@@ -9,7 +9,6 @@ LSTM, GRU, RNN: a gate for each nonlinearity of a step, used again in every step
 from __future__ import annotations
 
 import math
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -48,13 +47,10 @@ class KeyGates(AnalogGate):
     def draw(self, seed: int, draws: int) -> None:
         super().draw(seed, draws)
         if self.chip.errors.tree:
-            leaves = _power(self.seen.shape[-1])
+            leaves = _leaves(self.seen.shape[-1], 2)
             for key, cells in (("up", leaves), ("down", 2 * leaves)):
                 numbers = normal(seed, f"{self.name}/{key}", draws, (cells,))
                 self.devices.put(key, numbers.to(self.device))
-
-    def _spread(self, numbers: Tensor, x: Tensor) -> tuple[int, ...]:
-        raise NotImplementedError
 
     def _per_gate(self, key: str, x: Tensor) -> Any:
         numbers = getattr(self.devices, key, None)
@@ -92,19 +88,16 @@ class KeyGates(AnalogGate):
 
     def _thresholds(self, z: Tensor) -> Tensor:
         """The log-sum-exp of all others, for each entry of a row."""
-        n = z.shape[-1]
-        levels, up, down = [F.pad(z, (0, _power(n) - n), value=_OFF)], 0, 0
-        while levels[-1].shape[-1] > 1:
-            below = levels[-1]
-            above = self._cell(below[..., ::2], below[..., 1::2], "up", up)
-            up += above.shape[-1]
-            levels.append(above)
-        outside = torch.full_like(levels[-1], _OFF)
-        for level in reversed(levels[:-1]):
-            other = torch.unflatten(level, -1, (-1, 2)).flip(-1).flatten(-2)
-            outside = self._cell(outside.repeat_interleave(2, -1), other, "down", down)
-            down += outside.shape[-1]
-        return outside[..., :n]
+        leaves = _leaves(z.shape[-1], 2)
+
+        # the levels before one of n cells have leaves - 2 n together, or n - 2 on the way down
+        def up(a: Tensor, b: Tensor) -> Tensor:
+            return self._cell(a, b, "up", leaves - 2 * a.shape[-1])
+
+        def down(a: Tensor, b: Tensor) -> Tensor:
+            return self._cell(a, b, "down", a.shape[-1] - 2)
+
+        return thresholds(z, _OFF, up, down, leaves)
 
     def _cell(self, a: Tensor, b: Tensor, key: str, start: int) -> Tensor:
         """One softplus cell for each pair; where one side is off, the other passes.
@@ -126,9 +119,29 @@ class KeyGates(AnalogGate):
         return torch.where((a > _OFF / 2) & (b > _OFF / 2), moved, y)
 
 
-def _power(n: int) -> int:
-    """The leaves of the smallest full tree for n keys."""
-    return 1 << max(n - 1, 1).bit_length() if n > 2 else 2
+Cell = Callable[[Tensor, Tensor], Tensor]
+
+
+def thresholds(z: Tensor, off: float, up: Cell, down: Cell, least: int = 1) -> Tensor:
+    """The log-sum-exp of all others, for each entry of a row, by a full tree of cells.
+
+    `up` computes those of every subtree, `down` those of all that is outside of it; what is `off`
+    takes no part. There are `least` leaves or more.
+    """
+    n = z.shape[-1]
+    levels = [F.pad(z, (0, _leaves(n, least) - n), value=off)]
+    while levels[-1].shape[-1] > 1:
+        levels.append(up(levels[-1][..., ::2], levels[-1][..., 1::2]))
+    outside = torch.full_like(levels[-1], off)
+    for level in reversed(levels[:-1]):
+        other = torch.unflatten(level, -1, (-1, 2)).flip(-1).flatten(-2)
+        outside = down(outside.repeat_interleave(2, -1), other)
+    return outside[..., :n]
+
+
+def _leaves(n: int, least: int) -> int:
+    """Of the smallest full tree for n keys."""
+    return max(least, 1 << max(n - 1, 0).bit_length())
 
 
 class Softmax(nn.Module):
@@ -141,11 +154,7 @@ class Softmax(nn.Module):
     def forward(
         self, input: Tensor, dim: int | None = None, *rest: Any, dtype: Any = None, **more: Any
     ) -> Tensor:
-        if rest and isinstance(rest[-1], torch.dtype):
-            dtype = rest[-1]
-        axis = (
-            (0 if input.dim() in (0, 1, 3) else 1) if dim is None else dim
-        )  # F.softmax's old rule
+        axis, dtype = sites.axis_and_type(input, dim, rest, dtype)
         z = input if dtype is None else input.to(dtype)
         p: Tensor = self.gates.softmax(-z if self.kind == "softmin" else z, axis)
         return p
@@ -173,13 +182,7 @@ class MultiHead(nn.Module):
         self.attention = Attention(name, kind, chip)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        plain: Any = sites.WHOLE["multi_head_attention_forward"]
-        ours = {
-            "softmax": lambda z, dim: self.attention.gates.softmax(z, dim),
-            "scaled_dot_product_attention": self.attention,
-        }
-        known = {**plain.__globals__, **ours}
-        run = types.FunctionType(plain.__code__, known, plain.__name__, plain.__defaults__)
+        run = sites.multi_head(lambda z, dim: self.attention.gates.softmax(z, dim), self.attention)
         return run(*args, **kwargs)
 
 

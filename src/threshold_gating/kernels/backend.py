@@ -179,13 +179,9 @@ def _note(name: str) -> None:
 
 def _of_forward() -> str:
     """The backend in force when the node that autograd runs now was made."""
-    node = _current_node()
+    node: Any = torch._C._current_autograd_node()
     notes = _thread.notes or next(iter(_last), None)
     return _chosen() if notes is None or node is None else notes.at(node._sequence_nr())
-
-
-def _current_node() -> Any:
-    return torch._C._current_autograd_node()
 
 
 def checked(name: str) -> str:

@@ -128,10 +128,8 @@ class Launch:
 
     def _ordinary(self, tensors: tuple[Tensor, ...]) -> Any:
         kernel = self.kernel
-        if type(tensors[0]) not in (
-            Tensor,
-            torch.nn.Parameter,
-        ):  # a graph is made: see `blend.graph`
+        # of another type while a graph is made: see `blend.graph`
+        if type(tensors[0]) not in (Tensor, torch.nn.Parameter):
             kernel = torch.library.wrap_triton(kernel)
         return kernel[self.grid](*tensors, *self.rest, num_warps=self.warps)
 

@@ -186,9 +186,7 @@ class Activation(Elementwise, Holder):
         """The record of learned numbers."""
         form, owner = self.init.form, self.init.owner
         if self.init.hard and owner is not None:
-            # at equal thresholds "hi" first: the point between them belongs to the middle
-            pairs = sorted(zip(theta, owner, strict=True), key=lambda p: (p[0], p[1] != "hi"))
-            theta, owner = (tuple(w) for w in zip(*pairs, strict=True)) if pairs else ((), ())
+            theta, owner = in_order(theta, owner)
         clamp = self.init.clamp
         return TG(tau if len(tau) > 1 else tau[0], theta, s, c, form=form, owner=owner, clamp=clamp)
 
@@ -207,6 +205,15 @@ class Activation(Elementwise, Holder):
         if self.share not in ("net", "layer"):
             words += [f"share={self.share}", f"channels={'x'.join(map(str, self.group))}"]
         return ", ".join(words)
+
+
+def in_order(
+    theta: Sequence[float], owner: Sequence[str]
+) -> tuple[tuple[float, ...], tuple[str, ...]]:
+    """Hard thresholds and their owners from low to high, as a record has them."""
+    # at equal thresholds "hi" first: the point between them belongs to the middle
+    pairs = sorted(zip(theta, owner, strict=True), key=lambda p: (p[0], p[1] != "hi"))
+    return tuple(p[0] for p in pairs), tuple(p[1] for p in pairs)
 
 
 def _rows_like(w: Any, like: Tensor) -> Tensor:

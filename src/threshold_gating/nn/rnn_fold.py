@@ -25,6 +25,7 @@ from torch.nn.utils.rnn import PackedSequence
 from threshold_gating import kernels
 from threshold_gating.instance import TG
 from threshold_gating.nn.rnn_steps import FEW, FUNCTIONS, SITES, Instance, Moved
+from threshold_gating.nn.unitwise import sharpness
 from threshold_gating.primitive import is_memory
 from threshold_gating.taxonomy import TAXONOMY
 
@@ -70,7 +71,7 @@ class Pairs(NamedTuple):
             elif not _is_moved(own, t):
                 return None
             else:
-                found.append((_number(own.tau) / _number(t.tau), own.theta[0] - t.theta[0]))
+                found.append((sharpness(own) / sharpness(t), own.theta[0] - t.theta[0]))
         frozen = "cell" in standard and "cell" not in learned
         return cls(tuple(found[:-1] if frozen else found), "cell" in learned)
 
@@ -110,10 +111,6 @@ def _is_moved(own: TG, t: TG) -> bool:
     if own.hard or t.hard or own.K != t.K:
         return False
     return own is t or own == TG(own.tau, own.theta, t.s, t.c)
-
-
-def _number(tau: float | tuple[float, ...]) -> float:
-    return tau[0] if isinstance(tau, tuple) else tau
 
 
 @functools.cache  # never forgotten, for a CUDA graph may read it

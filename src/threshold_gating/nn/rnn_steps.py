@@ -22,7 +22,7 @@ from torch import Tensor
 
 from threshold_gating import kernels, taxonomy
 from threshold_gating.instance import TG
-from threshold_gating.nn.unitwise import Learned
+from threshold_gating.nn.unitwise import Learned, sharpness
 from threshold_gating.primitive import Value
 
 State = tuple[Tensor, ...]
@@ -277,8 +277,7 @@ def _two_branched(gates: Gates) -> list[Learned] | None:
     found = []
     for t in (gates[site] for site in SITES["lstm"]):
         if isinstance(t, TG) and t.K == 2:
-            tau = t.tau if isinstance(t.tau, float) else t.tau[0]
-            found.append(Learned(t, tau, t.theta[0], t.s, t.c))
+            found.append(Learned(t, sharpness(t), t.theta[0], t.s, t.c))
         elif isinstance(t, Learned):
             found.append(t)
         else:

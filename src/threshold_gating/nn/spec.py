@@ -326,8 +326,6 @@ def group_of(share: str, channels: int | Sequence[int] | None) -> tuple[int, ...
 def _shape_in(
     share: str, group: tuple[int, ...], axis: int, sizes: Sequence[int]
 ) -> tuple[int, ...]:
-    if share in ("net", "layer"):
-        return ()
     before = axis + len(sizes) if axis < 0 else axis
     after = len(sizes) - before - len(group)
     if before < 0 or after < 0 or sizes[before : before + len(group)] != group:

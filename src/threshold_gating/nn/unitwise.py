@@ -90,7 +90,7 @@ def values(gates: Mapping[str, TG], held: Mapping[str, Tensor]) -> dict[str, Lea
                 f"a learned gate starts from a soft instance of two affine branches; {site!r} is "
                 f"{t!r}."
             )
-        tau = _sharpness(t)
+        tau = sharpness(t)
         theta: Value = t.theta[0] + rows["theta"][k] if "theta" in rows else t.theta[0]
         s: tuple[Value, ...] = tuple(rows["s"][k].unbind(0)) if "s" in rows else t.s
         c: tuple[Value, ...] = tuple(rows["c"][k].unbind(0)) if "c" in rows else t.c
@@ -110,11 +110,12 @@ def before(t: Learned, units: int) -> tuple[Tensor, Tensor]:
         w.detach().double() if isinstance(w, Tensor) else torch.full((units,), w).double()
         for w in (t.tau, t.theta)
     )
-    scale = tau / _sharpness(t.start)
+    scale = tau / sharpness(t.start)
     return scale, t.start.theta[0] - scale * theta
 
 
-def _sharpness(t: TG) -> float:
+def sharpness(t: TG) -> float:
+    """tau of an instance with one threshold."""
     return t.tau if isinstance(t.tau, float) else t.tau[0]
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from html import escape
+from collections.abc import Sequence
+from typing import Any
 
 from threshold_gating.hardware.digital.coverify import Report, Row
-from threshold_gating.show.css import document, listed
-from threshold_gating.show.simulation import table
+from threshold_gating.show import details, page
+from threshold_gating.show.seen import Seen
 
 HEADER = (
     "site",
@@ -80,15 +80,11 @@ def _sampled(report: Report) -> list[str]:
     return [f"Not every code of every setting: {named}{more}."]
 
 
-def page(name: str, report: Report, facts: Mapping[str, str]) -> str:
-    """The whole document."""
-    title = f"{name} in {report.bits}-bit gates"
-    said = "".join(f"<p>{escape(text)}</p>" for text in summary(report))
-    return document(
-        title,
-        f"<header><h1>{escape(title)}</h1>{said}</header>",
-        f"<section><h2>Sites</h2>{table(HEADER, [cells(row) for row in report.rows])}",
-        f"<details><summary>What the columns mean</summary>{listed(LEGEND)}</details>",
-        "</section>",
-        f"<section><h2>How this page was made</h2>{listed(facts)}</section>",
+def html(name: str, report: Report, seen: Sequence[Seen], **about: Any) -> str:
+    """The whole document; `about` has its facts, its warnings and its JSON."""
+    return page.report(
+        title=f"{name} in {report.bits}-bit gates",
+        sentences=summary(report),
+        sites=details.table(HEADER, [cells(row) for row in report.rows], LEGEND, seen),
+        **about,
     )

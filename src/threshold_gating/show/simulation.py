@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from html import escape
+from typing import Any
 
 from threshold_gating.hardware.report import (
     LAYER_HEADER,
@@ -14,7 +15,8 @@ from threshold_gating.hardware.report import (
     layer_cells,
     site_cells,
 )
-from threshold_gating.show.css import document, listed
+from threshold_gating.show import details, page
+from threshold_gating.show.seen import Seen
 
 LEGEND = {
     "gates": "physical gates on one chip; errors are drawn once for each",
@@ -47,42 +49,29 @@ def summary(report: Report, chips: Sequence[ChipRow]) -> list[str]:
     return said
 
 
-def page(
+def html(
     name: str,
     report: Report,
     chips: Sequence[ChipRow],
     alone: Mapping[str, float],
-    facts: Mapping[str, str],
+    seen: Sequence[Seen],
+    **about: Any,
 ) -> str:
-    """The whole document."""
-    title = f"{name} on {report.preset}"
-    said = "".join(f"<p>{escape(text)}</p>" for text in summary(report, chips))
-    parts = [
-        f"<header><h1>{escape(title)}</h1>{said}</header>",
-        "<section><h2>Chips</h2><p>Error of the output of each simulated chip.</p>",
-        bars({f"chip {row.chip}": row.error for row in chips}),
-        "</section>",
-    ]
-    if alone:
-        parts += [
-            "<section><h2>Which sites decide</h2><p>Error of the output with this site alone "
-            "analog, everything else ideal; mean over the chips.</p>",
-            bars(dict(list(alone.items())[:30])),
-            "</section>",
-        ]
-    parts += [
-        "<section><h2>Sites</h2>",
-        table(SITE_HEADER, [site_cells(row) for row in report.sites]),
-        f"<details><summary>What the columns mean</summary>{listed(LEGEND)}</details></section>",
-    ]
-    if report.layers:
-        rows = [layer_cells(row) for row in report.layers]
-        parts.append(f"<section><h2>Crossbars</h2>{table(LAYER_HEADER, rows)}</section>")
-    parts += [
-        f"<section><h2>What is not simulated</h2>{_left(report)}</section>",
-        f"<section><h2>How this page was made</h2>{listed(facts)}</section>",
-    ]
-    return document(title, *parts)
+    """The whole document; `about` has its facts, its warnings and its JSON."""
+    layers = page.plain(LAYER_HEADER, [layer_cells(row) for row in report.layers])
+    sites = details.table(SITE_HEADER, [site_cells(row) for row in report.sites], LEGEND, seen)
+    return page.report(
+        "simulation.html",
+        title=f"{name} on {report.preset}",
+        sentences=summary(report, chips),
+        chips=bars({f"chip {row.chip}": row.error for row in chips}),
+        alone=bars(dict(list(alone.items())[:30])) if alone else "",
+        sites=sites,
+        layers=layers if report.layers else None,
+        aside="What is not simulated",
+        beside=_left(report),
+        **about,
+    )
 
 
 def bars(values: Mapping[str, float]) -> str:
@@ -103,22 +92,11 @@ def bars(values: Mapping[str, float]) -> str:
     return "".join([*lines, "</svg>"])
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Rows under a header, as an HTML table."""
-    head = "".join(f'<th scope="col">{escape(name)}</th>' for name in header)
-    body = ""
-    for first, *rest in rows:
-        pairs = zip(header[1:], rest, strict=True)
-        cells = "".join(f'<td data-label="{escape(k)}">{escape(v)}</td>' for k, v in pairs)
-        body += f'<tr><th scope="row">{escape(first)}</th>{cells}</tr>'
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-
-
-def _left(report: Report) -> str:
+def _left(report: Report) -> dict[str, str]:
     groups = {
         "sites that stay ideal": report.ideal,
         "ideal as asked": report.chosen_ideal,
         "weights on no crossbar": report.digital if report.layers else ("all of them",),
     }
     facts = {what: ", ".join(names) for what, names in groups.items() if names}
-    return listed({**facts, "never": "normalisation, pooling, additions, products of activations"})
+    return {**facts, "never": "normalisation, pooling, additions, products of activations"}

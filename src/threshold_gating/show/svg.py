@@ -11,40 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-
-@dataclass(frozen=True)
-class Line:
-    """One choice of gates: its values at the panel's x, and its error in the same places.
-
-    `error` is the largest in the neighbourhood of each x, in float64; `worst` is the largest on
-    all inputs that the site saw, as it runs, in float32.
-    """
-
-    label: str
-    K: int
-    exact: bool
-    y: tuple[float, ...]
-    error: tuple[float, ...]
-    worst: float
-
-
-@dataclass(frozen=True)
-class Panel:
-    """A function at a site, its gates, and how many of its `seen` inputs fall into equal bins of x.
-
-    `part` says which function it is where a site has several.
-    """
-
-    network: str
-    site: str
-    part: str
-    kind: str
-    x: tuple[float, ...]
-    original: tuple[float, ...]
-    lines: tuple[Line, ...]
-    counts: tuple[float, ...]
-    seen: int
-
+from threshold_gating.show.panel import Panel
 
 _WIDTH, _LEFT, _RIGHT = 360, 40, 352
 _TOP, _BOTTOM = 10, 158  # of the curves
@@ -52,6 +19,7 @@ _HIGH, _LOW = 186, 240  # of the error
 _HEIGHT = 262
 # How many powers of ten below 1 the error is drawn: float64 rounds at 1e-16; fits are far above.
 _EXACT, _FITTED = 17, 8
+_SEEN = 0.02  # of the picture's units: what is nearer to a line lies on it
 
 
 def draw(panel: Panel) -> str:
@@ -66,15 +34,12 @@ def draw(panel: Panel) -> str:
         f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{words}">',
         _histogram(panel),
         *_axes(across, up, error),
-        f'<path class="original" d="{_path(panel.x, panel.original, across, up)}"/>',
+        _path("original", panel.x, panel.original, across, up),
     ]
     for k, line in enumerate(panel.lines):
-        logs = [math.log10(max(e, 10.0**-decades)) for e in line.error]
-        style = f'class="gate g{k}"'
-        parts += [
-            f'<path {style} d="{_path(panel.x, line.y, across, up)}"/>',
-            f'<path {style} d="{_path(panel.x, logs, across, error)}"/>',
-        ]
+        logs = [math.log10(min(max(e, 10.0**-decades), 1.0)) for e in line.error]
+        parts.append(_path(f"gate g{k}", panel.x, line.y, across, up))
+        parts.append(_path(f"gate g{k}", panel.x, logs, across, error))
     return "".join([*parts, "</svg>"])
 
 
@@ -82,11 +47,12 @@ def described(panel: Panel) -> str:
     """The picture in words, for those who cannot see it."""
     what = " ".join(filter(None, (panel.network, panel.site, panel.part)))
     gates = "; ".join(
-        f"{line.label + ', ' if line.label else ''}{line.K} branches, "
-        f"largest error on its inputs {line.worst:.1e}"
+        f"{line.label + ', ' if line.label else ''}{line.K} branches"
+        + (f", largest error on its inputs {line.worst:.1e}" if line.worst is not None else "")
         for line in panel.lines
     )
-    return f"{what}: {panel.kind} and its gate over {panel.seen:,} inputs seen. {gates}."
+    said = f"{panel.kind} and its gate, {gates}" if gates else panel.kind
+    return f"{what}: {said}. {panel.words}."
 
 
 @dataclass(frozen=True)
@@ -104,46 +70,49 @@ class _Scale:
 
 
 def _span(panel: Panel) -> tuple[float, float]:
-    values = [*panel.original, *(y for line in panel.lines for y in line.y)]
+    every = (*panel.original, *(y for line in panel.lines for y in line.y))
+    values = [y for y in every if math.isfinite(y)] or [0.0, 1.0]
     low, high = min(values), max(values)
     room = 0.06 * (high - low) or 1.0
     return low - room, high + room
 
 
-def _path(x: Sequence[float], y: Sequence[float], across: _Scale, up: _Scale) -> str:
-    return "M" + " ".join(
-        f"{across(a):.1f} {up(b):.2f}".replace(".00", "") for a, b in zip(x, y, strict=True)
-    )
+def _path(kind: str, x: Sequence[float], y: Sequence[float], across: _Scale, up: _Scale) -> str:
+    """A line of straight pieces; points on the piece between their neighbours are left out."""
+    points = [(across(a), up(b)) for a, b in zip(x, y, strict=bool(y)) if math.isfinite(b)]
+    if not points:
+        return ""
+    drawn = [points[0]]
+    for k in range(1, len(points) - 1):
+        (x0, y0), (x1, y1), (x2, y2) = drawn[-1], points[k], points[k + 1]
+        if abs(y0 + (y2 - y0) * (x1 - x0) / (x2 - x0) - y1) > _SEEN:
+            drawn.append(points[k])
+    drawn.append(points[-1])
+    return f'<path class="{kind}" d="M' + " ".join(f"{a:.1f} {b:.1f}" for a, b in drawn) + '"/>'
 
 
 def _histogram(panel: Panel) -> str:
     """What the site sees, as high as half the curves' field at the fullest bin."""
     most, step = max(*panel.counts, 1.0), (_RIGHT - _LEFT) / len(panel.counts)
     height = (_BOTTOM - _TOP) / 2
-    bars = "".join(
-        f"M{_LEFT + k * step:.1f} {_BOTTOM}v{-height * count / most:.1f}h{step:.1f}V{_BOTTOM}"
-        for k, count in enumerate(panel.counts)
-        if count
-    )
-    return f'<path class="seen" d="{bars}"/>'
+    tops = "".join(f"V{_BOTTOM - height * count / most:.1f}h{step:g}" for count in panel.counts)
+    return f'<path class="seen" d="M{_LEFT} {_BOTTOM}{tops}V{_BOTTOM}"/>'
 
 
 def _axes(across: _Scale, up: _Scale, error: _Scale) -> list[str]:
     frame = f"M{_LEFT} {_TOP}V{_BOTTOM}H{_RIGHT}M{_LEFT} {_HIGH}V{_LOW}H{_RIGHT}"
-    parts = [
-        f'<text x="{_LEFT}" y="{_HIGH - 7}">distance of gate and original</text>',
-        f'<path class="axis" d="{frame}"/>',
-    ]
+    grid, words = "", f'<text x="{_LEFT}" y="{_HIGH - 7}">distance of gate and original</text>'
     for tick in _ticks(across.low, across.high):
         x = f"{across(tick):.1f}"
-        parts.append(f'<path class="grid" d="M{x} {_TOP}V{_BOTTOM}M{x} {_HIGH}V{_LOW}"/>')
-        parts.append(f'<text x="{x}" y="{_LOW + 14}" text-anchor="middle">{_number(tick)}</text>')
+        grid += f"M{x} {_TOP}V{_BOTTOM}M{x} {_HIGH}V{_LOW}"
+        words += f'<text x="{x}" y="{_LOW + 14}" text-anchor="middle">{_number(tick)}</text>'
     heights = [(up(tick), _number(tick)) for tick in _ticks(up.low, up.high)]
     powers = (0, -8, -16) if error.low < -_FITTED else (0, -4, -8)
     heights += [(error(k), f"1e−{-k}" if k else "1") for k in powers]
     for at, label in heights:
-        parts.append(f'<path class="grid" d="M{_LEFT} {at:.1f}H{_RIGHT}"/>')
-        parts.append(f'<text x="{_LEFT - 5}" y="{at + 3.5:.1f}" text-anchor="end">{label}</text>')
+        grid += f"M{_LEFT} {at:.1f}H{_RIGHT}"
+        words += f'<text x="{_LEFT - 5}" y="{at + 3.5:.1f}" text-anchor="end">{label}</text>'
+    parts = [f'<path class="grid" d="{grid}"/><path class="axis" d="{frame}"/>{words}']
     if error.low < -_FITTED:
         high, width = error(-15), _RIGHT - _LEFT
         place = f'x="{_LEFT}" y="{high:.1f}" width="{width}" height="{_LOW - high:.1f}"'

@@ -22,12 +22,7 @@ from threshold_gating.training.hardening import Hardening, anneal_, harden
 from threshold_gating.training.health import Rule, Stuck
 from threshold_gating.training.metrics import Reached, steps_to_baseline, steps_to_peak
 from threshold_gating.training.promotion import Demotion, demote, half_transfer, promote
-from threshold_gating.training.telemetry import (
-    JsonLines,
-    gate_histograms,
-    gate_scalars,
-    log_gates,
-)
+from threshold_gating.training.telemetry import JsonLines, gate_histograms, gate_scalars, log_gates
 
 # fmt: off
 __all__ = [

@@ -153,9 +153,7 @@ class GateWatch:
 
     def _stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """After a step of the optimiser."""
-        skipped = getattr(
-            optimizer, "found_inf", None
-        )  # by an optimiser that asks the scaler itself
+        skipped = getattr(optimizer, "found_inf", None)  # of one that asks the scaler itself
         if isinstance(skipped, Tensor) and bool(skipped):
             return
         self.step += 1

@@ -19,6 +19,7 @@ from threshold_gating.training.graph import (
     finished,
     is_hooked,
     overwrites,
+    part_of,
     reads_parameters,
     trace,
 )
@@ -47,7 +48,7 @@ def fold_batchnorm(model: nn.Module) -> nn.Module:
     network = trace(model)
     graph, done, kept = network.module.graph, [], {}
     for node in reversed(list(graph.nodes)):  # of two in a row the second goes first
-        if node.op != "call_module" or type(_part(network, node)) not in _BEHIND:
+        if node.op != "call_module" or type(part_of(network, node)) not in _BEHIND:
             continue
         plan = _plan(network, node)
         if isinstance(plan, str):
@@ -63,13 +64,9 @@ def fold_batchnorm(model: nn.Module) -> nn.Module:
     return finished(network)
 
 
-def _part(network: Network, node: fx.Node) -> Any:
-    return network.module.get_submodule(str(node.target))
-
-
 def _plan(network: Network, node: fx.Node) -> dict[fx.Node, nn.Module] | str:
     """What each reader of a BatchNorm becomes, or why it stays. Nothing is changed yet."""
-    norm, readers = _part(network, node), list(node.users)
+    norm, readers = part_of(network, node), list(node.users)
     if norm.training or norm.running_mean is None:
         return "it normalises by the batch"
     if why := _obstacle(network, node):
@@ -81,10 +78,10 @@ def _plan(network: Network, node: fx.Node) -> dict[fx.Node, nn.Module] | str:
         return "a channel has the scale 0, so its input is lost"
     plan: dict[fx.Node, nn.Module] = {}
     for reader in readers:
-        if reader.op != "call_module" or not _is_gated(_part(network, reader), type(norm)):
+        if reader.op != "call_module" or not _is_gated(part_of(network, reader), type(norm)):
             return f"{reader.target}, which reads it, has no gates per channel"
         axis = 1 - max(_BEHIND[type(norm)].values())
-        new = _obstacle(network, reader) or _folded(_part(network, reader), a, d, axis)
+        new = _obstacle(network, reader) or _folded(part_of(network, reader), a, d, axis)
         if isinstance(new, str):
             return f"{reader.target}, which reads it, {new}"
         if len(readers) > 1 and overwrites(network, reader):
@@ -105,7 +102,7 @@ def _obstacle(network: Network, node: fx.Node) -> str | None:
     nodes = network.module.graph.nodes
     if sum(n.op == "call_module" and n.target == node.target for n in nodes) > 1:
         return "is called several times"
-    if is_hooked(_part(network, node)):
+    if is_hooked(part_of(network, node)):
         return "has hooks"
     if reads_parameters(network, node):
         return "has parameters that are read elsewhere too"

@@ -227,7 +227,7 @@ def _is_view(network: Network, node: fx.Node) -> bool:
 def overwrites(network: Network, node: fx.Node) -> bool:
     """Whether a call writes into one of its inputs."""
     if node.op == "call_module":
-        return any(getattr(m, "inplace", False) for m in _part(network, node).modules())
+        return any(getattr(m, "inplace", False) for m in part_of(network, node).modules())
     if node.op not in ("call_function", "call_method"):
         return False
     over = sites.FUNCTIONS.get(function(node), ("", False))
@@ -262,14 +262,15 @@ def function(node: fx.Node) -> Any:
     return _WRITTEN.get(target, target)
 
 
-def _part(network: Network, node: fx.Node) -> nn.Module:
+def part_of(network: Network, node: fx.Node) -> Any:
+    """The module that a node calls."""
     return network.module.get_submodule(str(node.target))
 
 
 def is_move(network: Network, node: fx.Node) -> bool:
     """Whether a call only moves elements around."""
     if node.op == "call_module":
-        part = _part(network, node)
+        part = part_of(network, node)
         idle = isinstance(part, nn.Dropout) and not (part.p and part.training)
         return idle or isinstance(part, nn.Flatten | nn.Identity)
     return does(function(node)) in ("move", "copy")
@@ -278,7 +279,7 @@ def is_move(network: Network, node: fx.Node) -> bool:
 def _connect(network: Network) -> None:
     """Let promoted layers read what their activations read, and forget how they found it."""
     module, graph = network.module, network.module.graph
-    promoted = [n for n in graph.nodes if n.op == "call_module" and _take(_part(network, n))]
+    promoted = [n for n in graph.nodes if n.op == "call_module" and _take(part_of(network, n))]
     if not promoted:
         return
     acts = {node for node in graph.nodes if _is_act(network, node)}
@@ -307,7 +308,7 @@ def _connect(network: Network) -> None:
 def _is_act(network: Network, node: fx.Node) -> bool:
     """Whether a node is an activation that a promoted layer may have taken in."""
     if node.op == "call_module":
-        hooks = _part(network, node)._forward_hooks.values()
+        hooks = part_of(network, node)._forward_hooks.values()
         return any(isinstance(hook, Remember) for hook in hooks)
     return _kind(node) in sites.KINDS and bool(node.args)
 
@@ -374,9 +375,9 @@ def _keep_inputs(network: Network, acts: set[fx.Node]) -> set[fx.Node]:
 
 def _not_in_place(network: Network, node: fx.Node) -> None:
     if node.op == "call_module":
-        for module in _part(network, node).modules():
+        for module in part_of(network, node).modules():
             if getattr(module, "inplace", False):
-                module.inplace = False  # type: ignore[assignment]
+                module.inplace = False
         return
     name = str(getattr(node.target, "__name__", node.target))
     if not name.endswith("_"):  # by an argument

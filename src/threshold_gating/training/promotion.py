@@ -319,15 +319,10 @@ def _mark(source: Source) -> None:
         assert source.owner is not None
         _follow(source.owner).calls[source.call] = source.act
     elif not any(isinstance(h, Remember) for h in source.module._forward_hooks.values()):
-        if is_overwriting(source.module):
+        if is_inplace(source.module):
             source.module.register_forward_pre_hook(keep_input, with_kwargs=True)
         hook = Remember(source.act)
         source.module.register_forward_hook(hook, prepend=True, with_kwargs=True)
-
-
-def is_overwriting(module: nn.Module) -> bool:
-    """Whether an activation writes its result into its input."""
-    return module.inplace if isinstance(module, Activation) else is_inplace(module)
 
 
 def _follow(module: nn.Module) -> Follow:

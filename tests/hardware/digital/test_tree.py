@@ -9,6 +9,7 @@ from threshold_gating.hardware import rtl
 from threshold_gating.hardware.digital import bench, segments, tree
 from threshold_gating.hardware.digital.codes import rounded
 from threshold_gating.hardware.digital.format import CHOSEN, Format, FormatError, Unit
+from threshold_gating.hardware.wholes import thresholds
 
 needs_iverilog = pytest.mark.skipif(
     shutil.which("iverilog") is None, reason="iverilog is not installed"
@@ -44,15 +45,20 @@ def test_a_tree_of_cells_that_saturate_is_one_that_saturates_at_its_end(bits, fr
     z[50:100] = z[50:100] >> 6  # near each other
     r, log = tree.lowered(Format(bits, fraction, 4), unit), unit.log
     shift = log.fraction - fraction - unit.finer
-    found = tree.thresholds(z, -end, lambda a, b: tree.pair(a, b, r, unit))
-    free = tree.thresholds(z, -end, lambda a, b: unbounded(a, b, shift, log, -end))
+    found, free = (
+        thresholds(z, -end, cell, cell)
+        for cell in (
+            lambda a, b: tree.pair(a, b, r, unit),
+            lambda a, b: unbounded(a, b, shift, log, -end),
+        )
+    )
     assert torch.equal(found, free.clamp(-end, end - 1))
 
 
 @pytest.mark.parametrize("keys", [1, 2, 3, 8, 13])
 def test_thresholds_are_log_sums_of_all_others(keys):
     z = torch.randn(20, keys, dtype=torch.float64)
-    found = tree.thresholds(z, -torch.inf, torch.logaddexp)
+    found = thresholds(z, -torch.inf, torch.logaddexp, torch.logaddexp)
     others = z.unsqueeze(-2).expand(20, keys, keys).masked_fill(torch.eye(keys).bool(), -torch.inf)
     torch.testing.assert_close(found, others.logsumexp(-1))
 

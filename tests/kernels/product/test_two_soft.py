@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import threshold_gating as tg
+from tests.kernels.layers import moved, results
 from threshold_gating.kernels.product import function, two_soft
 from threshold_gating.kernels.product.formula import Formula
 from threshold_gating.kernels.structure import Tensors
@@ -17,22 +18,6 @@ from threshold_gating.kernels.structure import Tensors
 # half a unit in the last place.
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2.5e-3}
 SHAPES = [(1, 17), (63, 5), (300, 17), (3, 7, 33), (0, 4)]
-
-
-def moved(layer):
-    with torch.no_grad():
-        for p in layer.parameters():
-            p.add_(torch.randn_like(p), alpha=0.3)
-    return layer
-
-
-def results(layer, x, dy, backend):
-    """The output and every gradient."""
-    own, z = copy.deepcopy(layer), x.detach().clone().requires_grad_()
-    with tg.kernels.use(backend):
-        y = own(z)
-        y.backward(dy)
-    return {"y": y.detach(), "x": z.grad, **{n: p.grad for n, p in own.named_parameters()}}
 
 
 def sizes_of_terms(layer, x, dy):

@@ -7,6 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import threshold_gating as tg
+from tests.kernels.layers import moved, results
 from threshold_gating.kernels.synapse import function, gpu
 from threshold_gating.kernels.synapse.formula import Formula
 from threshold_gating.training import tiers
@@ -47,22 +48,6 @@ IMAGES = [
     ("Conv1d", 2, 3, 3, {"padding": 1, "share": "channel_pair", "init": OWN_TAUS}, (5,)),
     ("Conv3d", 2, 2, 2, {"padding": (1, 0, 0)}, (1, 2, 3)),
 ]
-
-
-def moved(layer):
-    with torch.no_grad():
-        for p in layer.parameters():
-            p.add_(torch.randn_like(p), alpha=0.3)
-    return layer
-
-
-def results(layer, x, dy, backend):
-    """The output and every gradient."""
-    own, z = copy.deepcopy(layer), x.detach().clone().requires_grad_()
-    with tg.kernels.use(backend):
-        y = own(z)
-        y.backward(dy)
-    return {"y": y.detach(), "x": z.grad, **{n: p.grad for n, p in own.named_parameters()}}
 
 
 def check(layer, x, tolerance=None):

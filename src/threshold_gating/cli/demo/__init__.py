@@ -23,13 +23,15 @@ from torch import Tensor, nn
 from threshold_gating import kernels
 from threshold_gating._version import __version__
 from threshold_gating.cli.demo.networks import RECIPES, Digits, digits, train
-from threshold_gating.cli.demo.watching import instances, panel, watch
 from threshold_gating.cli.printing import Tell, missing, progress, say, write_json
-from threshold_gating.conversion import ConversionError, audit, calibrate, convert
+from threshold_gating.conversion import ConversionError, audit, calibrate, convert, verify
 from threshold_gating.conversion.config import Choice
 from threshold_gating.conversion.text import WIDTH, columns
-from threshold_gating.show.page import HEADER, LEGEND, Report, Row, cells, meaning, page
-from threshold_gating.show.svg import Panel
+from threshold_gating.instance import TG
+from threshold_gating.show import page
+from threshold_gating.show.demo import HEADER, LEGEND, Report, Row, cells, html, meaning
+from threshold_gating.show.panel import Panel, line, panel
+from threshold_gating.show.seen import Seen, look
 
 AUDITED_AS = "network"  # see conversion.audit
 
@@ -60,6 +62,9 @@ def demo(args: argparse.Namespace) -> int:
         report = run(args.out, seed=args.seed)
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
+        if package == "jinja2":
+            say(f"tg demo: {error}")
+            return 1
         if package not in ("sklearn", "numpy", "scipy"):
             raise
         package = package.replace("sklearn", "scikit-learn")
@@ -95,6 +100,7 @@ def run(
         tell: what prints a piece of text.
     """
     started = time.perf_counter()
+    page.needed()  # before the work
     tell(dedent(_INTRODUCTION).strip("\n") + "\n")
     data = digits()
     tell(
@@ -128,7 +134,7 @@ def run(
     tell("\n".join(legend) + "\n")
     tell("\n\n".join(fill(text, WIDTH) for text in meaning(report)))
     path = out / FILE
-    path.write_text(page(report), encoding="utf-8")
+    page.write(path, html(report))
     tell("\nThe curves of all gates, and the inputs that each one really gets, are in the report:")
     tell(str(path.resolve()))
     return report
@@ -189,7 +195,7 @@ def compare(name: str, model: nn.Module, way: Converted, data: Digits) -> Row:
         seen = audit(way.model, data.test[:32])
         before, after = model(data.test), way.model(data.test)
     ran = [site for site in seen.sites if site.calls and not site.native]
-    K = max([2, *(t.K for t in instances(way.model).values())])
+    K = max([2, *(site.K for site in seen.sites if site.K is not None)])
     return Row(
         network=name,
         gates=way.label,
@@ -213,12 +219,30 @@ def _panels(
     name: str, model: nn.Module, ways: Sequence[Converted], data: Digits
 ) -> Iterator[Panel]:
     """A panel for each function; gates that are the same in every way are drawn once."""
-    chosen = [(way.label, instances(way.model)) for way in ways]
-    for seen in watch(model, data.test):
-        if seen.t is not None:
-            yield panel(name, seen, {"": seen.t})
-        else:
-            yield panel(name, seen, {label: at[seen.site] for label, at in chosen})
+    chosen = {way.label: _looked_at(way.model, data) for way in ways}
+    worst = {way.label: _errors(model, way.model, data) for way in ways}
+    for seen in look(model, data.test):
+        gates: dict[TG, str] = {}
+        for label, found in chosen.items():
+            gates.setdefault(found[seen.name].gates[0], label)
+        lines = [
+            line(
+                *(seen, t, label if len(gates) > 1 else ""),
+                bool(chosen[label][seen.name].exact),
+                worst[label][seen.site],
+            )
+            for t, label in gates.items()
+        ]
+        yield panel(name, seen, lines)
+
+
+def _errors(model: nn.Module, converted: nn.Module, data: Digits) -> dict[str, float]:
+    certificate = verify(model, converted, data.test, tol=math.inf)
+    return {row.site: row.max for row in certificate.rows}
+
+
+def _looked_at(model: nn.Module, data: Digits) -> dict[str, Seen]:
+    return {seen.name: seen for seen in look(model, data.test)}
 
 
 def _samples(data: Digits) -> tuple[tuple[int, bytes], ...]:

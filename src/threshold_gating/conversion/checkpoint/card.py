@@ -41,7 +41,7 @@ def measured(certificate: Certificate, args: Any, kwargs: Any) -> dict[str, Any]
         "sites": len(certificate.rows),
         "compared": sum(row.ok is not None for row in certificate.rows),
         "every_input": sum(row.scope == "every input" for row in certificate.rows),
-        "inputs": list(_shapes("", (args, kwargs))),
+        "inputs": list(shapes("", (args, kwargs))),
         "kinds": [_worst(rows) for rows in _alike(certificate.rows)],
         "output": worst and {k: getattr(worst, k) for k in ("name", "max", "relative", "rel_rms")},
         "tol": certificate.tol,
@@ -54,7 +54,7 @@ def measured(certificate: Certificate, args: Any, kwargs: Any) -> dict[str, Any]
     return dict(jsonable(data))
 
 
-def _shapes(name: str, tree: Any) -> Iterator[str]:
+def shapes(name: str, tree: Any) -> Iterator[str]:
     """Every tensor of the inputs in words: "input_ids: int64 2 x 16"."""
     if isinstance(tree, Tensor):
         dtype = str(tree.dtype).removeprefix("torch.")
@@ -62,10 +62,10 @@ def _shapes(name: str, tree: Any) -> Iterator[str]:
         yield f"{name}: {dtype} {size}" if name else f"{dtype} {size}"
     elif isinstance(tree, Mapping):
         for key, value in tree.items():
-            yield from _shapes(str(key), value)
+            yield from shapes(str(key), value)
     elif isinstance(tree, tuple | list):
         for value in tree:
-            yield from _shapes(name, value)
+            yield from shapes(name, value)
 
 
 def _alike(rows: tuple[Row, ...]) -> list[list[Row]]:

@@ -293,10 +293,8 @@ def _verified(folder: Path, saved: Checkpoint) -> Iterator[Path | None]:
     It is the folder itself, or where a save broke off, one of links to the files that it set aside.
     None where the weights are not there.
     """
-    if (
-        saved.pretrained is None
-    ):  # gates were saved into a model's folder; looked at when it is made
-        yield folder
+    if saved.pretrained is None:
+        yield folder  # gates were saved into a model's folder; looked at when it is made
         return
     original = saved.original or {}
     chosen: dict[str, Path] = {}

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
@@ -20,6 +19,7 @@ from threshold_gating.hardware.digital.format import Registers, Unit
 from threshold_gating.hardware.digital.verilog import Circuit, word
 
 SIMULATORS = ("iverilog", "verilator")
+LONGEST = 900  # seconds that a tool may run
 INSTALL = "apt-get install iverilog verilator yosys (Debian), brew install icarus-verilog (macOS)"
 
 
@@ -179,15 +179,12 @@ _SMALL = """            for (i = starts[n]; i < starts[n + 1]; i = i + 1) begin
             end"""
 
 
-def run_tool(words: Sequence[str], folder: Path, timeout: float = 900) -> str:
+def run_tool(words: Sequence[str], folder: Path) -> str:
     """What a tool says; an error with its words where it fails."""
-    env: Mapping[str, str] = dict(os.environ)
     try:
-        done = subprocess.run(
-            words, cwd=folder, env=env, capture_output=True, text=True, timeout=timeout
-        )
+        done = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=LONGEST)
     except subprocess.TimeoutExpired:
-        raise ToolError(f"{Path(words[0]).name} took longer than {timeout:g} s.") from None
+        raise ToolError(f"{Path(words[0]).name} took longer than {LONGEST} s.") from None
     if done.returncode:
         raise ToolError(
             f"{Path(words[0]).name} failed: {(done.stdout + done.stderr)[-800:].strip()}"
@@ -204,17 +201,8 @@ def _iverilog(folder: Path) -> str:
 
 def _verilator(folder: Path) -> str:
     words = ["--binary", "--timing", "-O3", "-Wno-fatal", "-Wno-lint", "--top-module", "bench"]
-    run_tool(
-        [
-            tool("verilator"),
-            *words,
-            "-MAKEFLAGS",
-            "OPT_FAST=-O1 OPT_SLOW=-O0 OPT_GLOBAL=-O0",
-            "bench.v",
-            "unit.v",
-        ],
-        folder,
-    )
+    words += ["-MAKEFLAGS", "OPT_FAST=-O1 OPT_SLOW=-O0 OPT_GLOBAL=-O0", "bench.v", "unit.v"]
+    run_tool([tool("verilator"), *words], folder)
     return run_tool(["./obj_dir/Vbench"], folder)
 
 

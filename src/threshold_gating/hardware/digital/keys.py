@@ -13,7 +13,7 @@ from threshold_gating.hardware.digital import codes, tree, unit
 from threshold_gating.hardware.digital.format import Format, unit_for
 from threshold_gating.hardware.digital.site import SLACK, FixedGate, Kept, bits_of
 from threshold_gating.hardware.physical import Chip
-from threshold_gating.hardware.wholes import KeyGates
+from threshold_gating.hardware.wholes import KeyGates, thresholds
 from threshold_gating.instance import TG
 from threshold_gating.primitive import wide
 
@@ -71,7 +71,8 @@ class FixedKeys(FixedGate, KeyGates):
     def _gates(self, code: Tensor) -> Tensor:
         """Weights at codes of logits; the lowest code is too far down to take part."""
         f, finer, lowest = self.format, self.unit.finer, -(2 ** (self.format.bits - 1))
-        theta = tree.thresholds(code << finer, tree.off(self.unit), self.pair)
+        off = tree.off(self.unit)
+        theta = thresholds(code << finer, off, self.pair, self.pair)
         self._check_ends(theta)
         r = self.written[0]._replace(theta=(theta,))  # type: ignore[arg-type]
         y = unit.run(r, code, self.unit)
@@ -80,7 +81,7 @@ class FixedKeys(FixedGate, KeyGates):
             self.kept.append(Kept(code, code, y, r, torch.sigmoid(apart)))
         p = codes.real(y, f.out)
         # a key with no other is all of it
-        return p.where(theta > tree.off(self.unit), 1).where(code > lowest, 0)
+        return p.where(theta > off, 1).where(code > lowest, 0)
 
     def _check_ends(self, theta: Tensor) -> None:
         """Say once that thresholds leave the range: more keys than in calibration, or flatter rows.

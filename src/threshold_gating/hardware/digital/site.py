@@ -24,7 +24,8 @@ from threshold_gating.hardware.digital.format import (
     slope,
     unit_for,
 )
-from threshold_gating.hardware.physical import AnalogGate, Chip, Seen
+from threshold_gating.hardware.physical import AnalogGate, Chip
+from threshold_gating.hardware.seen import Seen
 from threshold_gating.instance import TG
 from threshold_gating.nn.activation import Activation
 from threshold_gating.primitive import wide
@@ -75,9 +76,8 @@ class FixedGate(AnalogGate):
     """One site in integers: x to the nearest code, y as the unit gives it."""
 
     def __init__(self, name: str, kind: str, gate: Activation | TG, chip: Chip) -> None:
-        AnalogGate.__init__(
-            self, name, kind, gate, chip
-        )  # not `super`: keys are gates of two kinds
+        # not `super`: keys are gates of two kinds
+        AnalogGate.__init__(self, name, kind, gate, chip)
         self.given = Given()  # what came out, where it was watched
         self.format, self.unit = Format(), Unit()
         self.written: list[Registers] = []
@@ -241,9 +241,7 @@ class FixedGate(AnalogGate):
         assert self.kept is not None
         real, other = (None if z is None else codes.real(z, self.format.fraction) for z in (x, v))
         assert real is not None
-        values = self._values(real)
-        values = values if s is None else values._replace(s=list(s))
-        wanted = self._blend(real, values, other, LOGISTIC)
+        wanted = self._blend(real, self._values(real, s), other, LOGISTIC)
         self.kept.append(Kept(x, x if v is None else v, y, r, wanted))
 
     def _registers(self, x: Tensor, s: Sequence[Any] | None) -> Registers:

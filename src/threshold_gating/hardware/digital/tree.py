@@ -11,10 +11,7 @@ takes no part, so that a key that is masked, or was never there, changes nothing
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from threshold_gating.hardware.digital import segments
@@ -61,17 +58,3 @@ def pair(a: Tensor, b: Tensor, r: int, unit: Unit) -> Tensor:
     top = torch.maximum(a, b)
     both = saturated(top + rounded(segments.evaluate(log, u) << r, log.bits), width(unit))
     return torch.where((a == lowest) | (b == lowest), top, both)
-
-
-def thresholds(z: Tensor, lowest: int, cell: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """The log-sum-exp of all others, for each entry of a row, by cells of two inputs."""
-    n = z.shape[-1]
-    leaves = 1 << max(n - 1, 0).bit_length()
-    levels = [F.pad(z, (0, leaves - n), value=lowest)]
-    while levels[-1].shape[-1] > 1:
-        levels.append(cell(levels[-1][..., ::2], levels[-1][..., 1::2]))
-    outside = torch.full_like(levels[-1], lowest)
-    for level in reversed(levels[:-1]):
-        other = torch.unflatten(level, -1, (-1, 2)).flip(-1).flatten(-2)
-        outside = cell(outside.repeat_interleave(2, -1), other)
-    return outside[..., :n]

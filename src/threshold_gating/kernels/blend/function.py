@@ -423,10 +423,7 @@ def _formula(
 
 
 def differentiated(
-    f: Callable[..., Tensor],
-    inputs: Sequence[Tensor | None],
-    dy: Tensor,
-    needed: Sequence[bool],
+    f: Callable[..., Tensor], inputs: Sequence[Tensor | None], dy: Tensor, needed: Sequence[bool]
 ) -> list[Tensor | None]:
     """The gradients of f in the needed inputs, differentiable again where that is asked for."""
     again = torch.is_grad_enabled()

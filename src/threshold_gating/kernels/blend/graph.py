@@ -27,14 +27,7 @@ from threshold_gating.kernels import runtime
 from threshold_gating.kernels.blend import gpu
 from threshold_gating.kernels.blend.steps import steps
 from threshold_gating.kernels.layout import dense, like
-from threshold_gating.kernels.structure import (
-    Role,
-    Shape,
-    Structure,
-    Tensors,
-    Wanted,
-    viewed,
-)
+from threshold_gating.kernels.structure import Role, Shape, Structure, Tensors, Wanted, viewed
 
 
 class Graph(NamedTuple):

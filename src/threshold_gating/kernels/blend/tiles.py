@@ -159,11 +159,11 @@ def backward(
     if structure.hard:
         return _backward_hard(dy, x, v, structure, p, room, wanted)
     way = _backward_two if structure.K == 2 else _backward_many
-    return way(dy, x, v, structure, p, room, wanted)
+    return way(dy, x, v, p, room, wanted)
 
 
 def _backward_two(
-    dy: Tensor, x: Tensor, v: Tensor, structure: Structure, p: Rows, room: Scratch, wanted: Wanted
+    dy: Tensor, x: Tensor, v: Tensor, p: Rows, room: Scratch, wanted: Wanted
 ) -> Gradients:
     tau, theta = p.tau[0], p.theta[0]
     moved = room.difference(x, theta) if is_there(theta) else x
@@ -196,7 +196,7 @@ def _backward_two(
 
 
 def _backward_many(
-    dy: Tensor, x: Tensor, v: Tensor, structure: Structure, p: Rows, room: Scratch, wanted: Wanted
+    dy: Tensor, x: Tensor, v: Tensor, p: Rows, room: Scratch, wanted: Wanted
 ) -> Gradients:
     g = _gates(x, p.tau, p.theta, room)
     slope = mean(g, p.s, room)
