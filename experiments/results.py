@@ -21,6 +21,7 @@ from experiments.record import RESULTS, ROOT, Row, Verdict
 PAGES: tuple[str, ...] = (
     "table4_conversion",
     "table5_llm",
+    "cor11_wide",
     "fig3_width",
     "fig3_depth",
     "fig3_speech",
