@@ -343,7 +343,8 @@ def speeds(found: Found) -> str:
 
 
 def _steps(figures: dict[str, Any]) -> dict[int, float]:
-    return {int(step): value for step, value in figures["curve"].items()}
+    # rows have their keys in the order of words
+    return dict(sorted((int(step), value) for step, value in figures["curve"].items()))
 
 
 def verdicts(rows: list[Row]) -> list[Verdict]:

@@ -174,7 +174,7 @@ def complete(
             with file.open(
                 "a", encoding="utf-8"
             ) as out:  # one write a line: processes may share it
-                out.write(json.dumps(row._asdict(), sort_keys=True) + "\n")
+                out.write(json.dumps(row._asdict()) + "\n")
         shown = {n: v for n, v in row.figures.items() if isinstance(v, int | float | str)}
         print(f"[{count}/{len(left)}] {_said(case)}: {_said(shown)} ({seconds:.0f} s)", flush=True)
     if failed:
@@ -236,9 +236,8 @@ def _ray() -> Any:
 
 
 def _about(name: str, device: str, data: str) -> dict[str, str]:
-    arguments = " ".join(shlex.quote(a) for a in sys.argv[1:])
     return {
-        "command": f"python -m experiments.{name} {arguments}".strip(),
+        "command": shlex.join(["python", "-m", f"experiments.{name}", *_general(sys.argv[1:])]),
         "commit": _commit(),
         "data": data,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
@@ -247,6 +246,22 @@ def _about(name: str, device: str, data: str) -> dict[str, str]:
         "torch": torch.__version__,
         "version": tg.__version__,
     }
+
+
+_PLACES = {
+    "--data": "DATA",
+    "--out": "ROWS",
+    "-o": "ROWS",
+    "--weights": "WEIGHTS",
+    "--gpt2": "GPT2",
+}
+
+
+def _general(arguments: list[str]) -> list[str]:
+    """The arguments without the folders of one machine."""
+    return [
+        _PLACES.get(before, word) for before, word in zip(["", *arguments], arguments, strict=False)
+    ]
 
 
 def _processor() -> str:

@@ -21,11 +21,14 @@ from experiments.record import RESULTS, ROOT, Row, Verdict
 PAGES: tuple[str, ...] = (
     "table4_conversion",
     "table5_llm",
+    "cor11_wide",
     "fig3_width",
     "fig3_depth",
     "fig3_speech",
     "hippocampus",
     "neighbours",
+    "insight_pruning",
+    "insight_cost",
 )
 PAGE, README, IMAGES = ROOT / "docs" / "results.md", ROOT / "README.md", ROOT / "docs" / "images"
 
