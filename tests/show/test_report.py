@@ -78,11 +78,11 @@ def test_it_says_what_the_figures_do_not_show(model, x):
     text = text_of(check_page(found.html()))
     for words in (
         "Never called on these inputs, so nothing is known of it: idle.",
-        "Approximate, close to the function and not the same: act.",
+        "Approximate, not the same function; the table says how far off: act.",
         "NaN or infinite values reached act, :tanh#0; no histogram holds them.",
         "In use, 1 of 3 sites run torch's own op",
         "No error on this page was measured so.",
-        "The bound on the output, tol = inf, was given by the caller.",
+        "The caller gave the bound tol = inf, of the output and of approximate sites",
         "400 values came, 8 NaN, the histogram holds 392",
         "float32 50 x 4",
         "native ops off",
@@ -232,3 +232,16 @@ def test_a_site_whose_name_has_a_slash_opens_with_its_picture():
     made = details.table(["site", "kind"], [["a/b", "silu"], ["a", "tanh"]], {}, seen)
     assert [[f.title for f in row.figures] for row in made.rows] == [["silu"], ["tanh"]]
     assert made.rows[0].facts["instance"].startswith("silu")
+
+
+def test_what_only_the_callers_bound_allows_is_not_called_close_or_within_bounds(model, x):
+    line = tg.TG(math.inf, (), (1,), (0,))
+    gated = tg.convert(model, {"act": line}, inputs=x, tol=math.inf)
+    found = report.gather(model, gated, x, tol=math.inf)
+    row = next(row for row in found.certificate.rows if row.site == "act")
+    assert row.rel_rms > 0.1
+    text = text_of(check_page(found.html()))
+    assert "nothing failed, but any error was accepted (tol = inf)" in text
+    assert "accepted by tol=inf" in text
+    assert "within bounds" not in text
+    assert "close to" not in text

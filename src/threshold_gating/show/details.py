@@ -44,8 +44,8 @@ LEGEND = {
     "ulp": "the largest distance in units in the last place, of exact sites; bitwise: none at all",
     "bound": "what is allowed, of ulp or of rel",
     "calls": "of the site in one run",
-    "class": "exact: the same function, to rounding; approximate: close to it; learned: compared "
-    "as it was at its start",
+    "class": "exact: the same function, to rounding; approximate: another one, within the bound; "
+    "accepted by tol: within the caller's bound alone; learned: compared as it was at its start",
 }
 AUDITED = {
     "K": LEGEND["K"],
