@@ -27,7 +27,7 @@ nothing. As the paper has no audio to give and AN4 is here as 13 cepstra, the fr
 convolutions over time (25 frames a second, the paper's 50); batches have 16 utterances (8), the
 rate rises for 3 epochs and falls by 5 % an epoch (1 %), and a run has 60 epochs (not stated).
 
-Last result: not run yet.
+Last result: docs/results.md, Speech.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rebuild docs/results.md and the README's table of verdicts from the rows in experiments/results.
+"""Rebuild docs/results.md from the rows in experiments/results, and README.md where it has markers.
 
     make results                        # python -m experiments.results
     python -m experiments.results --check   # fails if a page is not what the rows say
@@ -37,6 +37,7 @@ def gathered(folder: Path = RESULTS) -> dict[str, list[Row]]:
         if any(row.smoke for row in rows):
             file = folder / f"{name}.jsonl"
             raise SystemExit(f"{file} holds rows of a smoke run: delete them and measure again")
+        record.check_data(rows)
     strangers = sorted(f.name for f in folder.glob("*.jsonl") if f.stem not in PAGES)
     if strangers:
         raise SystemExit(f"{folder} has rows of no experiment in PAGES: {', '.join(strangers)}")
