@@ -97,9 +97,10 @@ def page(rows: list[Row]) -> str:
     parts = [
         f"Residual networks on CIFAR-10, {fig3_depth.EPOCHS} epochs, three seeds, all 10,000 test "
         "images. Every arm has the same loop, schedule and batches; its rate is the best of "
-        f"{len(fig3_depth.RATES)}, chosen on training images that the sweep leaves out "
-        f"(`{rows[-1].about['command']}`; {measured(rows)}). +- is a standard deviation over "
-        "seeds, [ ] a 95 % interval of paired differences.",
+        f"{len(fig3_depth.RATES)} at depth 14, w = 16, seed 0 and {fig3_depth.SWEEP_EPOCHS} "
+        "epochs, chosen on training images that the sweep leaves out, and held for other depths "
+        f"and widths (`{rows[-1].about['command']}`; {measured(rows)}). +- is a standard "
+        "deviation over seeds, [ ] a 95 % interval of paired differences.",
         said_missing(fig3_depth.cases(), rows),
         "Depth 14. A cost is that of one image over tier W's with w = 16. A weight is read once "
         "for each MAC, so bytes read go as MACs. Hard gates and CReLU take one branch for each "
@@ -219,9 +220,10 @@ def _speed(runs: dict[Network, dict[int, Row]], times: dict[Network, dict[int, R
         "beside it, and the ratio in wall-clock time."
     )
     if begun:
+        ends = dict.fromkeys(f"{100 * f(begun):.0f}" for f in (min, max))
         words += (
-            f" The baselines themselves come to their level at {100 * min(begun):.0f} to "
-            f"{100 * max(begun):.0f} % of the run, for the rate falls to 0 at its end: a network "
+            f" The baselines themselves come to their level at {' to '.join(ends)} % of the run, "
+            "for the rate falls to 0 at its end: a network "
             "that learns faster before that is seen in these ratios only if it is better at the "
             "end as well."
         )
@@ -364,8 +366,9 @@ def draw(rows: list[Row], folder: Path) -> None:
     runs = grouped(rows)
     plt.style.use("tableau-colorblind10")
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
-    kinds = list(dict.fromkeys((arm, width) for arm, depth, width in runs if depth != 14)) or [
-        ("tier W", 16)
+    shown = [("tier W", 16), *((arm, width) for width in (16, EQUAL) for arm in ("relu", "silu"))]
+    kinds = [
+        (arm, width) for arm, width in shown if any((arm, d, width) in runs for d in (8, 14, 20))
     ]
     for number, (arm, width) in enumerate(kinds):
         own = [(d, runs[arm, d, width]) for d in (8, 14, 20) if (arm, d, width) in runs]
