@@ -143,24 +143,24 @@ def run(
     data = {"machine": info, "how": clock.how, "wrong": wrong, "unchecked": beyond}
     _write(path, data, rows)
     for name, works in {} if wrong else chosen.items():
-        rows += _timed(name, works, clock, smoke)
-        _write(path, data, rows)  # what was measured stays, whatever happens to the rest
+        for row in _timed(name, works, clock, smoke):
+            rows.append(row)
+            _write(path, data, rows)  # what was measured stays, whatever happens to the rest
     missed = sum(row.verdict == "MISSED" for row in rows)
     held = sum(bool(row.verdict) for row in rows)
     print(f"\n{len(wrong)} wrong, {missed} of {held} limits missed")
     return 1 if wrong else 0
 
 
-def _timed(name: str, works: list[Work], clock: Clock, smoke: bool) -> list[Row]:
+def _timed(name: str, works: list[Work], clock: Clock, smoke: bool) -> Iterator[Row]:
     print(f"\n{name}\n{table([]).splitlines()[0]}", flush=True)
-    rows, start = [], time.perf_counter()
+    start = time.perf_counter()
     for work in works:
         for row in measure(work, clock):
             row.limit = None if smoke else row.limit  # they are for large work
-            rows.append(row)
             _print(row)
+            yield row
     print(f"{time.perf_counter() - start:.0f} s")
-    return rows
 
 
 def _write(path: Path | None, data: dict[str, Any], rows: list[Row]) -> None:

@@ -38,6 +38,7 @@ ALLOWED = {
     "theory": _THEORY,
     "hardware": _THEORY | {"hardware"},
     "export": _CONVERSION | {"export"},
+    "insight": _THEORY | {"training", "show", "insight"},
     "show": _THEORY | {"hardware"},
     "cli": None,  # anything
     "__main__": None,

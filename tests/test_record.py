@@ -162,3 +162,10 @@ def test_a_verdict_is_one_line_of_the_table():
 
 def test_the_pages_are_what_the_rows_say():
     results.main(["--check"])
+
+
+def test_the_short_table_counts_every_verdict_once():
+    words = ("reproduced", "partly", "not", "not run", "no data here", "not")
+    verdicts = {"fig3_speech": [Verdict("c", "p", "o", word) for word in words]}
+    line = next(row for row in results.summary(verdicts).splitlines() if "speech" in row)
+    assert [cell.strip() for cell in line.split("|")[2:6]] == ["1", "1", "2", "2"]

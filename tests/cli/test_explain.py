@@ -10,7 +10,7 @@ import torch
 
 from threshold_gating import TAXONOMY, TG, fitting, taxonomy, theory
 from threshold_gating.cli.explain import as_json, as_text, report
-from threshold_gating.show.insight import is_exact
+from threshold_gating.show.instances import is_exact
 
 pytest.importorskip("scipy")
 

@@ -594,3 +594,29 @@ def test_whole_numbers_are_torchs_own_but_not_where_another_function_stands(opti
         with pytest.raises(ConversionError, match=r"give x\.float\(\)"):
             net(given)
     assert torch.equal(tg.convert(Whole(), inputs=x)(x.long()), Whole()(x.long()))
+
+
+def ops_of(run):
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+        run()
+    return {event.key for event in seen.key_averages()}
+
+
+def test_torchs_own_attention_keeps_its_fast_path_where_nobody_looks():
+    torch.manual_seed(0)
+    attention = nn.MultiheadAttention(16, 4, batch_first=True).eval()
+    x = torch.randn(2, 5, 16)
+    fast, inputs = "aten::_native_multi_head_attention", (x, x, x)
+    gated = tg.convert(attention, inputs=inputs)
+    with torch.no_grad():
+        assert fast in ops_of(lambda: gated(*inputs))
+        assert torch.equal(gated(*inputs)[0], attention(*inputs)[0])
+        assert not tg.audit(gated, *inputs).left  # who looks sees the site
+        with tg.kernels.use("reference"):
+            assert fast not in ops_of(lambda: gated(*inputs))
+            torch.testing.assert_close(gated(*inputs)[0], attention(*inputs)[0])
+    learner = tg.convert(attention, train="tau", share="layer", inputs=inputs)
+    with torch.no_grad():
+        assert fast not in ops_of(lambda: learner(*inputs))
+        next(iter(tg.conversion.gate_parameters(learner).values())).fill_(1.0)
+        assert not torch.allclose(learner(*inputs)[0], attention(*inputs)[0])

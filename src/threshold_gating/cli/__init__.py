@@ -22,6 +22,7 @@ COMMANDS = {
     "calibrate": "convert",
     "audit": "convert",
     "verify": "convert",
+    "insight": "insight",
     "report": "report",
     "evaluate": "evaluate",
     "prove": "prove",

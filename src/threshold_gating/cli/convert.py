@@ -144,7 +144,7 @@ def verify(args: argparse.Namespace) -> int:
     folder = Path(args.gates)
     named = network(args)
     found = compare.compare(compare.of_network(named.model), compare.of_folder(folder))
-    gated = _saved(folder, named.model)
+    gated = saved_onto(folder, named.model)
     positional, keywords = arguments(named.inputs)
     with working("verifying with the gates evaluated"):
         certificate = conversion.verify(named.model, gated, *positional, tol=args.tol, **keywords)
@@ -193,7 +193,7 @@ def _verify_folders(args: argparse.Namespace) -> int:
     return 0 if found.same else 1
 
 
-def _saved(folder: Path, model: nn.Module) -> nn.Module:
+def saved_onto(folder: Path, model: nn.Module) -> nn.Module:
     """The saved network, with the weights saved there; gates alone on a copy of `model`."""
     if conversion.load(folder).pretrained is not None:
         return load(folder)

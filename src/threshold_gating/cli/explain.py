@@ -25,7 +25,7 @@ from threshold_gating.cli.table import WIDTH
 from threshold_gating.fitting import Fit, fit
 from threshold_gating.fitting.shape import curve
 from threshold_gating.instance import TG
-from threshold_gating.show.insight import is_exact, plot_explanation, probes, rounding, values
+from threshold_gating.show.instances import is_exact, plot_explanation, probes, rounding, values
 from threshold_gating.taxonomy import ROWS, TAXONOMY
 from threshold_gating.theory.explanation import Explanation
 

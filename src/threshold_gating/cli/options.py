@@ -7,14 +7,13 @@ is written, `-K` a number of branches.
 from __future__ import annotations
 
 import argparse
-import re
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from threshold_gating._version import __version__
 from threshold_gating.cli.shared import (
     SPECS,
+    Parser,
     bound,
     branches,
     command,
@@ -51,10 +50,10 @@ SHARED_GATES = ("layer", "channel", "neuron")
 
 def parser() -> argparse.ArgumentParser:
     """The parser of `tg` and of all its commands."""
-    top = _Parser(prog="tg", description="Neural nonlinearities as one tunable gate.")
+    top = Parser(prog="tg", description="Neural nonlinearities as one tunable gate.")
     top.add_argument("--version", action="version", version=f"tg {__version__}")
     commands = top.add_subparsers(metavar="COMMAND")
-    for add in (_table, _explain, _convert, _calibrate, _audit, _verify, _report):
+    for add in (_table, _explain, _convert, _calibrate, _audit, _verify, _insight, _report):
         add(commands)
     for add in (_evaluate, _prove, _spice, _simulate, _energy, _rtl, _export, _explore):
         add(commands)
@@ -64,31 +63,6 @@ def parser() -> argparse.ArgumentParser:
     for each in commands.choices.values():
         each.add_argument("--json", type=_json, metavar="FILE|-", help=words)
     return top
-
-
-class _Parser(argparse.ArgumentParser):
-    """A parser that takes -1n and -inf for values, and whose errors say what `--json` takes.
-
-    argparse takes -1 for a value but -1n for an option, and would answer that one is lacking.
-    """
-
-    _words: Sequence[str] = ()
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._negative_number_matcher = re.compile(r"-(\.?\d|inf|nan)", re.IGNORECASE)
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        self._words = list(args or ())
-        return super().parse_known_args(args, namespace)
-
-    def error(self, message: str) -> NoReturn:
-        if message == "argument --json: expected one argument":
-            message = "argument --json: give a FILE, or - for standard output"
-        elif "--json" in self._words[:-1] and "are required" in message:
-            took = self._words[self._words.index("--json") + 1]
-            message += f" (--json took {took!r} as its FILE; - is standard output)"
-        super().error(message)
 
 
 # The commands
@@ -176,6 +150,24 @@ _REPORT_EXAMPLES = """
       tg report timm:resnet18 -o resnet18.html
       tg report net.py:make_model --inputs images.pt --json net.json
       tg report net.py:make_model --inputs 1,3,32,32 --gates saved
+"""
+
+
+def _insight(commands: Any) -> None:
+    words = "read what the gates of a network are and do, and what changed"
+    what = f"{SPECS}, a saved conversion, or the folder of tg.insight.record"
+    parser = of_network(commands, "insight", words, what, _INSIGHT_EXAMPLES)
+    gates(parser)
+    words = "show what changed since this saved conversion of the same network"
+    option(parser, "--against", words, type=Path, metavar="DIR")
+    option(parser, "--plot", "write pictures into this folder", type=Path, metavar="DIR")
+
+
+_INSIGHT_EXAMPLES = """
+    examples:
+      tg insight timm:resnet18 --pretrained --inputs images.pt --plot pictures/
+      tg insight after/ --against before/       numbers of two saved networks; nothing runs
+      tg insight runs/a --plot pictures/        a run that tg.insight.record wrote
 """
 
 

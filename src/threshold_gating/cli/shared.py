@@ -4,11 +4,38 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from textwrap import dedent
 from typing import Any, NoReturn
 
 SPECS = "timm:NAME, hf:FOLDER_OR_ID or FILE.py:FACTORY"
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that takes -1n and -inf for values, and whose errors say what `--json` takes.
+
+    argparse takes -1 for a value but -1n for an option, and would answer that one is lacking.
+    """
+
+    _words: Sequence[str] = ()
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._negative_number_matcher = re.compile(r"-(\.?\d|inf|nan)", re.IGNORECASE)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self._words = list(args or ())
+        return super().parse_known_args(args, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        if message == "argument --json: expected one argument":
+            message = "argument --json: give a FILE, or - for standard output"
+        elif "--json" in self._words[:-1] and "are required" in message:
+            took = self._words[self._words.index("--json") + 1]
+            message += f" (--json took {took!r} as its FILE; - is standard output)"
+        super().error(message)
 
 
 def command(commands: Any, name: str, words: str, examples: str = "") -> argparse.ArgumentParser:

@@ -21,6 +21,7 @@ from torch.fx import Graph, GraphModule
 
 from threshold_gating.conversion.answering import Answering, tell_dynamo
 from threshold_gating.conversion.site import Site
+from threshold_gating.kernels import takes_native
 from threshold_gating.nn.spec import Holder, Spec, attach, detach, gate_names
 
 # Values and not keys are weak: a subclass keeps its base alive, so weak keys would never go.
@@ -115,7 +116,7 @@ def _answered(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs:
         tell_dynamo()
     if (follow := module.__dict__.get("tg_follow")) is not None:
         forward = functools.partial(follow, forward)
-    if "tg_sites" not in module.__dict__:
+    if "tg_sites" not in module.__dict__ or _takes_fast_path(module):
         return forward(*args, **kwargs)
     mode = Answering(module.__dict__["tg_sites"], module)
     mode.watch = module.__dict__.get("tg_watch")
@@ -123,6 +124,32 @@ def _answered(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs:
         output = forward(*args, **kwargs)
     mode.finish()
     return output
+
+
+_ATTENTION = "multi_head_attention_forward#0"
+
+
+def _takes_fast_path(module: nn.Module) -> bool:
+    """Whether torch's own attention may run unseen: it closes its fast path while a mode looks.
+
+    Its class makes one call and no other, so that nothing is missed where that call would be
+    answered by itself and nobody watches.
+    """
+    own = module.__dict__
+    plan = own["tg_sites"]
+    return (
+        getattr(type(module), "tg_base", None) is nn.MultiheadAttention
+        and plan is not None
+        and list(plan) == [_ATTENTION]
+        and (site := plan[_ATTENTION]) is not None
+        and site.learns is None
+        and own.get("tg_watch") is None
+        and not ("forward" in own or "tg_follow" in own)
+        and not torch.compiler.is_compiling()
+        and torch._C._len_torch_function_stack() == 0
+        and torch._C._len_torch_dispatch_stack() == 0
+        and takes_native()
+    )
 
 
 def _owned(base: type, learns: bool = False) -> type:

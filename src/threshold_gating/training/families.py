@@ -119,19 +119,23 @@ def family_report(model: nn.Module, tol: float = TOLERANCE) -> FamilyReport:
     for site in learned_sites(model):
         if site.start is None:
             continue  # a temperature of attention is in no family
+        words = families_of(site, tol)
         start = taxonomy.family(site.start, tol)
-        left: list[int] = []
-        words = [start] * site.groups
-        if "s" in site.learned:
-            slopes = [w.expand(site.groups) for w in site.s if isinstance(w, Tensor)]
-            left = (
-                Slopes.of(site.name, site.start, slopes, tol).left(tol).nonzero().flatten().tolist()
-            )
-            for group in left:
-                own = tuple(float(w[group]) for w in slopes)
-                words[group] = taxonomy.family(replace(site.start, s=own, anchor=None), tol)
+        left = [group for group, word in enumerate(words) if word != start]
         found[site.name] = start, dict(Counter(words)), left
     return FamilyReport(found)
+
+
+def families_of(site: Any, tol: float = TOLERANCE) -> list[str]:
+    """The family of each group of a gate (`telemetry.LearnedSite`) as it is now."""
+    words = [taxonomy.family(site.start, tol)] * site.groups
+    if "s" in site.learned:
+        slopes = [torch.as_tensor(w, dtype=torch.float64).expand(site.groups) for w in site.s]
+        left = Slopes.of(site.name, site.start, slopes, tol).left(tol)
+        for group in left.nonzero().flatten().tolist():
+            own = tuple(float(w[group]) for w in slopes)
+            words[group] = taxonomy.family(replace(site.start, s=own, anchor=None), tol)
+    return words
 
 
 @torch.no_grad()

@@ -43,7 +43,8 @@ class Writer(Protocol):
 class LearnedSite(NamedTuple):
     """A learned gate as it is: tensors [G] for what is learned or held, numbers where known.
 
-    `start` is None for a temperature of attention, which is no function of one number.
+    `start` is None for a temperature of attention, which is no function of one number. The groups
+    have the shape `group`, from `axis` of the input on.
     """
 
     name: str
@@ -53,6 +54,9 @@ class LearnedSite(NamedTuple):
     theta: Sequence[Value]
     s: Sequence[Value]
     c: Sequence[Value]
+    share: str = "layer"
+    group: tuple[int, ...] = (1,)
+    axis: int = 1
 
     def values(self) -> dict[str, Tensor]:
         """What is learned, by name: "tau", "theta_1", ..; [G] each."""
@@ -82,45 +86,71 @@ class LearnedSite(NamedTuple):
 
     def at(self, x: Tensor, groups: Sequence[int]) -> Tensor:
         """y of some of the groups at points x: [points, groups]."""
+        return self.of(groups).blend(x.double().cpu().expand(len(groups), -1)).T
 
+    def of(self, groups: Sequence[int]) -> LearnedSite:
+        """The same gate for some of the groups alone."""
+
+        def some(row: Sequence[Value]) -> list[Value]:
+            full = [w.expand(self.groups) if isinstance(w, Tensor) else w for w in row]
+            return [w[list(groups)] if isinstance(w, Tensor) else w for w in full]
+
+        rows = {what: some(getattr(self, what)) for what in ("tau", "theta", "s", "c")}
+        return self._replace(**rows, group=(len(groups),))  # type: ignore[arg-type]
+
+    def blend(self, x: Tensor) -> Tensor:
+        """y of x, [groups, points], evaluated by the formulas in the type of x."""
+        t = self.start
+        assert t is not None  # a temperature is no function of one number
+        if not self.learned:
+            return t(x)  # with all that a learned one cannot have
+        tau, theta, s, c = self._columns(x)
+        return primitive.blend(x, tau, theta, s, c, form=t.form, owner=t.owner, clamp=t.clamp)
+
+    def gates(self, x: Tensor) -> Tensor:
+        """The gates of x: [K, groups, points]."""
+        t = self.start
+        assert t is not None
+        tau, theta, _, _ = self._columns(x)
+        return primitive.gates(x, tau, theta, form=t.form, owner=t.owner)
+
+    def _columns(self, x: Tensor) -> tuple[Any, list[Value], list[Value], list[Value]]:
         def column(w: Value) -> Value:
-            return (
-                w.double().cpu().expand(self.groups)[list(groups)] if isinstance(w, Tensor) else w
-            )
+            return w.to(x).unsqueeze(-1) if isinstance(w, Tensor) else w
 
-        tau, theta, s, c = (
-            [column(w) for w in row] for row in (self.tau, self.theta, self.s, self.c)
-        )
-        t, taus = self.start, tau if len(tau) > 1 else tau[0]
-        assert t is not None  # a temperature is not drawn
-        z = x.double().unsqueeze(1).expand(-1, len(groups))
-        return primitive.blend(z, taus, theta, s, c, form=t.form, owner=t.owner, clamp=t.clamp)
+        tau, theta, s, c = ([column(w) for w in r] for r in (self.tau, self.theta, self.s, self.c))
+        return tau if len(tau) > 1 else tau[0], theta, s, c
 
     @property
     def groups(self) -> int:
         rows = (*self.tau, *self.theta, *self.s, *self.c)
-        return max(w.numel() for w in rows if isinstance(w, Tensor))
+        return max((w.numel() for w in rows if isinstance(w, Tensor)), default=1)
 
 
 def learned_sites(model: nn.Module) -> Iterator[LearnedSite]:
     """Every learned gate of a network: activations, calls, tiers, recurrent layers, attention."""
     for name, act in learned_gates(model):
-        yield _of_activation(name or type(act).__name__.lower(), act)
+        yield site_of(name or type(act).__name__.lower(), act)
     for module, path, gate, learned, t in recurrent_gates(model):
         at = path or type(module).__name__.lower()
-        rows = [_numbers(w) for w in ((t.tau,), (t.theta,), t.s, t.c)]
-        yield LearnedSite(f"{at}.{gate}", learned, t.start, *rows)
+        tau, theta, s, c = (_numbers(w) for w in ((t.tau,), (t.theta,), t.s, t.c))
+        name = f"{at}.{gate}"
+        yield LearnedSite(name, learned, t.start, tau, theta, s, c, "channel", axis=-1)
     for path, module in model.named_modules():
         for prefix, spec in gates_of(module).items():
             if isinstance(spec, Temperature):
                 tau = _numbers([spec.tau(module, prefix, None)])
-                yield LearnedSite(site_name(path, prefix), spec.learned, None, tau, (), (), ())
+                at = site_name(path, prefix)
+                yield LearnedSite(at, spec.learned, None, tau, (), (), (), spec.share)
 
 
-def _of_activation(at: str, act: Activation) -> LearnedSite:
+def site_of(at: str, act: Activation) -> LearnedSite:
+    """An element-wise gate at the site `at` as it is now, learned or not."""
     held = {name: whole(t) for name, t in {**act._buffers, **act._parameters}.items()}
     rows = act._structure.rows(act._structure.tensors(held, act))
-    return LearnedSite(at, act.learned, act.init, *(_numbers(row) for row in rows))
+    tau, theta, s, c = (_numbers(row) for row in rows)
+    shared = act.share, act.group, act.axis
+    return LearnedSite(at, act.learned, act.init, tau, theta, s, c, *shared)
 
 
 def _numbers(row: Sequence[Value]) -> list[Value]:

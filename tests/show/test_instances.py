@@ -11,8 +11,8 @@ import torch
 from threshold_gating import TAXONOMY, TG, gates, taxonomy
 from threshold_gating.fitting import Fit
 from threshold_gating.fitting.shape import curve
-from threshold_gating.show import insight
-from threshold_gating.show.insight import (
+from threshold_gating.show import instances
+from threshold_gating.show.instances import (
     colours,
     draw_branches,
     draw_derivatives,
@@ -114,7 +114,7 @@ def test_an_unknown_name_is_refused_before_anything_is_written(tmp_path):
 
 
 def test_importing_it_leaves_matplotlib_alone():
-    code = "import sys, threshold_gating.show.insight; sys.exit('matplotlib' in sys.modules)"
+    code = "import sys, threshold_gating.show.instances; sys.exit('matplotlib' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
@@ -281,7 +281,7 @@ def test_exact_is_meant_relative_to_the_function(sup, f, exact):
     ],
 )
 def test_a_branch_is_written_as_one_writes_it(line, text):
-    assert insight._affine(*line) == text
+    assert instances._affine(*line) == text
 
 
 def size(data):
@@ -327,7 +327,7 @@ def test_a_module_with_parameters_is_drawn(tmp_path):
 @pytest.mark.parametrize(("name", "reach"), [("gelu", 4), ("mish", 6.6), ("threshold", 4)])
 def test_the_window_reaches_as_far_as_the_function_bends(of, name, reach):
     f, e = of(name)
-    x = insight._window(curve(f), e, None)
+    x = instances._window(curve(f), e, None)
     assert x[-1].item() == pytest.approx(reach, abs=0.1)
     assert x[0] == -x[-1]
     assert (x == 0).any()

@@ -1,0 +1,175 @@
+"""Attention head by head: the thresholds of Eq. 11 that its keys meet, on the inputs of a run.
+
+A key j has the weight sigma(z_j - theta_j), theta_j the log-sum-exp of the row's other logits.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from threshold_gating import logits
+from threshold_gating.conversion import sites
+from threshold_gating.conversion.learned_calls import heads_of
+from threshold_gating.insight.tally import CLOSED
+
+QUANTILES = (0.1, 0.5, 0.9)
+_KEPT = 4096  # thresholds of a head that are kept from a call
+
+
+@dataclass(frozen=True, eq=False)
+class Heads:
+    """The heads of an attention or a softmax: figures [heads] over all queries of the run.
+
+    `theta` are the quantiles 10, 50 and 90 % of the thresholds [3, heads], `keys` how many keys a
+    query weighs, the mean of exp(entropy), of `live` that it can see, and `decided` the share of
+    queries of which one key has 0.99 or more. `tau` are the learned temperatures, 1 without any.
+    All but `tau` is NaN where nothing ran.
+    """
+
+    name: str
+    learned: bool
+    queries: int
+    tau: Tensor
+    theta: Tensor
+    keys: Tensor
+    live: Tensor
+    decided: Tensor
+
+    @property
+    def heads(self) -> int:
+        return len(self.keys)
+
+
+class HeadTally:
+    """Adds up what the heads of one attention do."""
+
+    def __init__(self, heads: int, tau: Any) -> None:
+        self.heads, self.tau = heads, tau
+        self.queries = 0
+        self.thetas: list[list[Tensor]] = [[] for _ in range(heads)]
+        self.sums = torch.zeros(4, heads, dtype=torch.float64)  # rows, keys, live, decided
+
+    def add(self, each: Iterable[Tensor]) -> None:
+        """The logits of one call, head by head: [queries, keys], -inf, or the lowest number of its
+        type, where a key takes no part."""
+        for h, z in enumerate(each):
+            lowest = torch.finfo(z.dtype).min  # which some masks are, in the place of -inf
+            z = z.detach().float() if z.dtype != torch.float64 else z.detach()
+            live = (z > lowest / 2) & z.isfinite()
+            z, live = z[live.any(1)], live[live.any(1)]
+            z = z.masked_fill(~live, -torch.inf)
+            theta = logits.thresholds(z)
+            p = torch.softmax(z, -1)
+            entropy = -(p * p.clamp_min(1e-30).log()).sum(1)
+            own = [torch.ones(len(z)), entropy.exp(), live.sum(1), p.amax(1) >= CLOSED]
+            self.sums[:, h] += torch.stack([w.double().sum().cpu() for w in own])
+            seen = theta[live & theta.isfinite()]  # a row's only key has no threshold
+            some = seen[:: max(1, len(seen) // _KEPT)][:_KEPT]
+            self.thetas[h].append(some.double().cpu())
+        self.queries = int(self.sums[0].max())
+
+    def reading(self, name: str) -> Heads:
+        """What was found; without any call, the temperatures alone."""
+        n = torch.where(self.sums[0] > 0, self.sums[0], torch.nan)  # nothing is known of no query
+        at = torch.tensor(QUANTILES, dtype=torch.float64)
+        none = torch.zeros(0, dtype=torch.float64)
+        each = [torch.cat([none, *kept]) for kept in self.thetas]
+        empty = torch.full((len(at),), torch.nan, dtype=torch.float64)
+        theta = [t.quantile(at) if len(t) else empty for t in each]
+        tau = torch.ones(1) if self.tau is None else self.tau.detach().cpu()
+        keys, live, decided = self.sums[1:] / n
+        return Heads(
+            name,
+            self.tau is not None,
+            self.queries,
+            tau.double().expand(self.heads),
+            torch.stack(theta, 1),
+            keys,
+            live,
+            decided,
+        )
+
+
+def logits_of(
+    kind: str, args: tuple[Any, ...], kwargs: dict[str, Any], tau: Any
+) -> tuple[int, Iterable[Tensor]] | str:
+    """How many heads a call has, and their logits one after the other, [queries, keys]; or why
+    they cannot be had. A call whose shape shows no heads is one."""
+    if kind == "scaled_dot_product_attention":
+        return _of_attention(logits.AttentionCall(*args, **kwargs), tau)
+    if kind == "multi_head_attention_forward":
+        return _of_multi_head(args, kwargs, tau)
+    heads = heads_of(kind, args, kwargs)
+    z, dim = _softmax_arguments(*args, **kwargs)
+    z = -z if kind == "softmin" else z
+    rows = z.movedim(dim, -1) if z.dim() else z.view(1)
+    if tau is not None:
+        size = -1 if len(tau) > 1 else 1
+        rows = rows * tau.to(rows).view(size, 1, 1) if heads else rows * tau.to(rows)
+    if heads is None:
+        return 1, [rows.reshape(-1, rows.shape[-1])]
+    return heads, (head.reshape(-1, head.shape[-1]) for head in rows.unbind(1))
+
+
+def _softmax_arguments(
+    input: Tensor, dim: int | None = None, *rest: Any, **more: Any
+) -> tuple[Tensor, int]:
+    return input, sites.axis_and_type(input, dim, rest, more.get("dtype"))[0]
+
+
+def _of_attention(call: logits.AttentionCall, tau: Any) -> tuple[int, Iterable[Tensor]]:
+    q, k = call.query, call.key
+    if q.dim() < 4:
+        q, k = q.view(1, -1, *q.shape[-2:]), k.view(1, -1, *k.shape[-2:])
+        if q.shape[1] > 1:  # without an axis of heads: these are the batch
+            q, k = q.transpose(0, 1), k.transpose(0, 1)
+    heads, groups = q.shape[-3], q.shape[-3] // k.shape[-3]
+    mask = call.attn_mask
+
+    def each() -> Iterable[Tensor]:
+        # one by one: the logits of all heads of a long sequence would not fit
+        for h in range(heads):
+            own = mask
+            if mask is not None and mask.dim() >= 3 and mask.shape[-3] > 1:
+                own = mask[..., h : h + 1, :, :]
+            at = slice(h // groups, h // groups + 1)
+            z = logits.attention_logits(
+                *(q[..., h : h + 1, :, :], k[..., at, :, :], own, call.is_causal, call.scale),
+                tau=None if tau is None else tau.expand(heads)[h : h + 1],
+            )
+            yield z.reshape(-1, z.shape[-1])
+
+    return heads, each()
+
+
+def _of_multi_head(
+    args: tuple[Any, ...], kwargs: dict[str, Any], tau: Any
+) -> tuple[int, Iterable[Tensor]] | str:
+    """Torch's function is run again with ears in the place of its softmax and attention."""
+    if tau is not None:
+        return "its learned temperatures are in its weights, so its thresholds are not read"
+    heads = heads_of("multi_head_attention_forward", args, kwargs) or 1
+    heard: list[Tensor] = []
+
+    def softmax(z: Tensor, dim: int = -1) -> Tensor:
+        heard.extend(z.view(-1, heads, *z.shape[-2:]).unbind(1))
+        p: Tensor = sites.WHOLE["softmax"](z, dim)
+        return p
+
+    @functools.wraps(torch.nn.functional.scaled_dot_product_attention)
+    def attend(*args: Any, **kwargs: Any) -> Any:
+        heard.extend(_of_attention(logits.AttentionCall(*args, **kwargs), None)[1])
+        return sites.WHOLE["scaled_dot_product_attention"](*args, **kwargs)
+
+    plain = sites.multi_head_attention
+    globals_ = {**plain.__globals__, "softmax": softmax, "scaled_dot_product_attention": attend}
+    run = types.FunctionType(plain.__code__, globals_, plain.__name__, plain.__defaults__)
+    run(*args, **kwargs)
+    return heads, (z.reshape(-1, z.shape[-1]) for z in heard)

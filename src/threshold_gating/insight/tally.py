@@ -1,0 +1,165 @@
+"""What the values that reach a site say of its gate, channel by channel, added up over calls.
+
+A channel is a sharing group of the gate, or of a gate for the whole layer a channel of its input.
+When it counts as dead or saturated is the rule of `training.health`, as in a run that is watched.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from threshold_gating.training.health import Rule, is_step, look, scale_of
+from threshold_gating.training.telemetry import LearnedSite
+
+CLOSED = 0.99  # of a gate that has decided: the others have 1 % together
+SAMPLE = 4096  # values of a site that are kept
+_AT_ONCE = 1 << 20  # values that are evaluated together
+
+
+@dataclass(frozen=True, eq=False)
+class Values:
+    """What reached a site: figures [channels] over all values, and a sample of them.
+
+    `open` has the mean of each gate [K, channels]. `saturation` is the share of values at which one
+    gate has 0.99 or more, `flat` the share at which |dy/dx| is at most `rule.flat` of the steepest
+    slope of the start. `state` is "alive", "dead" (flat nearly everywhere, its output 0),
+    "saturated" (flat, its output not 0), or "unknown" where too few values were seen to say so; ""
+    where the branches are in the weights, or its numbers are not finite. `lost` counts values that
+    are NaN or infinite.
+    """
+
+    calls: int
+    count: int  # of each channel
+    axis: int | None
+    guessed: bool  # the axis
+    mean: Tensor
+    std: Tensor
+    open: Tensor
+    saturation: Tensor
+    flat: Tensor
+    level: Tensor  # mean |y| where it is flat
+    state: tuple[str, ...]
+    lost: int
+    sample: Tensor
+
+    @property
+    def states(self) -> Counter[str]:
+        """How many channels are in which state."""
+        return Counter(self.state)
+
+    def without(self, channels: Tensor) -> Values:
+        """The same with nothing said of these channels, bool [channels] or one for all."""
+
+        def lost(w: Tensor) -> Tensor:
+            return torch.where(channels, math.nan, w)
+
+        off = channels.expand(len(self.state)).tolist()
+        state = tuple("" if lost else word for lost, word in zip(off, self.state, strict=True))
+        figures = {w: lost(getattr(self, w)) for w in ("open", "saturation", "flat", "level")}
+        return replace(self, state=state, **figures)  # type: ignore[arg-type]
+
+
+class Tally:
+    """Adds up what reaches one site; `Values` are its result."""
+
+    def __init__(self, site: LearnedSite, rule: Rule, *, function: bool = True) -> None:
+        assert site.start is not None  # a temperature is no function of one number
+        self.site, self.rule, self.function = site, rule, function
+        self.scale, self.step = scale_of(site.start), is_step(site.start)
+        self.calls = self.count = self.lost = 0
+        self.axis: int | None = None
+        self.guessed = False
+        self.kept: list[Tensor] = []
+        self.sums: Tensor | None = (
+            None  # rows: finite, x, x^2, decided, flat, |y| where flat, gates
+        )
+        self.ends: Tensor | None = None  # of y, for a step
+
+    @property
+    def channels(self) -> int | None:
+        """How many there are; None before the first call."""
+        return None if self.sums is None else self.sums.shape[1]
+
+    def add(self, z: Tensor) -> None:
+        """The values of one call, [channels, values]."""
+        self.calls += 1
+        self.count += z.shape[1]
+        if self.calls * SAMPLE <= 16 * SAMPLE:  # of a loop the first calls are enough
+            flat = z.flatten()
+            some = flat[:: max(1, len(flat) // SAMPLE)][:SAMPLE].detach().double().cpu()
+            self.kept.append(some[some.isfinite()])
+        wide = z.detach() if z.dtype == torch.float64 else z.detach().float()
+        for part in torch.split(wide, max(1, _AT_ONCE // max(1, len(z))), 1):
+            found = self._figures(part).double().cpu()
+            self.sums = found if self.sums is None else self.sums + found
+
+    def _figures(self, z: Tensor) -> Tensor:
+        finite = z.isfinite()
+        self.lost += int((~finite).sum())
+        x = torch.where(finite, z, 0.0)
+        gates = self.site.gates(x) * finite
+        decided = ((gates >= CLOSED) & finite).any(0)
+        flat = level = torch.zeros(len(z), device=z.device)
+        if self.function:
+            seen = look(self.site.blend, z, 0, self.scale, self.rule)
+            flat = seen.flat * z.shape[1]
+            level = seen.level * flat
+            if self.step:
+                self._widen(self.site.blend(x))
+        wide = x.double()
+        rows = [finite, wide, wide.square(), decided]
+        sums = [row.sum(1, dtype=torch.float64) for row in rows]
+        return torch.stack([*sums, flat.double(), level.double(), *gates.double().sum(-1)])
+
+    def _widen(self, y: Tensor) -> None:
+        ends = torch.stack([y.amin(1), y.amax(1)]).cpu()
+        if self.ends is not None:
+            ends = torch.stack(
+                [torch.minimum(ends[0], self.ends[0]), torch.maximum(ends[1], self.ends[1])]
+            )
+        self.ends = ends
+
+    def values(self) -> Values | None:
+        """What was found; None if no value came."""
+        if self.sums is None or not self.count:
+            return None
+        finite, x, squares, decided, flat, level, *gates = self.sums
+        n = finite.clamp_min(1)
+        level = torch.where(flat > 0, level / flat.clamp_min(1), math.nan)
+        share = flat / self.count
+        if self.step and self.ends is not None:  # flat everywhere: whether it moves is the question
+            share = (self.ends[0] == self.ends[1]).double()
+            level = torch.where(share > 0, self.ends.abs().amax(0).double(), math.nan)
+        return Values(
+            calls=self.calls,
+            count=self.count,
+            axis=self.axis,
+            guessed=self.guessed,
+            mean=x / n,
+            std=(squares / n - (x / n).square()).clamp_min(0).sqrt(),
+            open=torch.stack(gates) / n,
+            saturation=decided / n,
+            flat=share if self.function else torch.full_like(share, math.nan),
+            level=level,
+            state=self._state(share, level),
+            lost=self.lost,
+            sample=torch.cat(self.kept),
+        )
+
+    def _state(self, share: Tensor, level: Tensor) -> tuple[str, ...]:
+        rule, enough = self.rule, self.count >= self.rule.values
+        if not self.function:
+            return ("",) * len(share)
+
+        def word(flat: float, size: float) -> str:
+            if flat < rule.share:
+                return "alive"
+            return ("dead" if size <= rule.zero else "saturated") if enough else "unknown"
+
+        pairs = zip(share.tolist(), level.tolist(), strict=True)
+        return tuple(word(*pair) for pair in pairs)
