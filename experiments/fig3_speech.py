@@ -140,7 +140,9 @@ def lane(case: Case, asked: argparse.Namespace, data: Corpus) -> Lane:
 
 
 def start_file(case: Case) -> Path:
-    return record.CHECKPOINTS / NAME / f"start-{case['hidden']}-{case['seed']}.pt"
+    """The same for a start and for what goes on from it: width, seed, epochs and rate."""
+    own = (case["hidden"], case["seed"], case.get("before", case["epochs"]), case["rate"])
+    return record.CHECKPOINTS / NAME / f"start-{'-'.join(map(str, own))}.pt"
 
 
 def begin(model: Listener, file: Path) -> None:
