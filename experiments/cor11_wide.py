@@ -179,8 +179,8 @@ def verdicts(rows: list[Row]) -> list[Verdict]:
     at_0, there = (found[name] for name in list(PREDICTIONS)[:2])
     ours = (
         f"rank correlation {at_0:+.2f} (kappa at 0), {there:+.2f} (at the inflection) over "
-        f"{len(gathered(rows))} activations, width {rows[0].case['width']}; with beta {kept['beta']:+.2f} "
-        "over those that stay on the edge"
+        f"{len(gathered(rows))} activations, width {rows[0].case['width']}; with beta "
+        f"{kept['beta']:+.2f} over those that stay on the edge"
     )
     best = max(at_0, there)
     return [
