@@ -62,8 +62,9 @@ class Search:
             task = replace(task, own_tau=False, ordered=True)
         key = (K, task.own_tau, task.ordered, task.zero, task.tails)
         if key not in self._found:
-            same = [self._solved(less, K) for less in self._simpler(task, K)]
-            fewer = self._solved(task, K - 1) if K > 2 else []
+            alone = task.start is not None  # about it, and quickly
+            same = [] if alone else [self._solved(less, K) for less in self._simpler(task, K)]
+            fewer = [] if alone or K == 2 else self._solved(task, K - 1)
             self._found[key] = _solve(task, K, self._closed, same, fewer)
         return self._found[key]
 
