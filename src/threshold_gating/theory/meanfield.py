@@ -172,9 +172,7 @@ def _around_gates(f: Any) -> list[float]:
         return []
     taus = f.tau if isinstance(f.tau, tuple) else (f.tau,) * len(f.theta)
     widths = [side * w for w in (1, 4, 16, 64) for side in (-1, 1)]
-    return [
-        theta + w / tau for theta, tau in zip(f.theta, taus, strict=True) for w in (0, *widths)
-    ]
+    return [theta + w / tau for theta, tau in zip(f.theta, taus, strict=True) for w in (0, *widths)]
 
 
 def edge_of_chaos(f: Any, q: float) -> EdgeOfChaos:
