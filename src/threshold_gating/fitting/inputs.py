@@ -140,11 +140,7 @@ def check(f: Function, inputs: Inputs) -> None:
     x = _span(inputs, 401)
     y = values(f, x)
     if not y.isfinite().all():
-        at = float(x[~y.isfinite()][0])
-        raise ValueError(
-            f"fit: f({at:.6g}) = {float(y[~y.isfinite()][0])}, and f must be finite on all inputs. "
-            "Fit over an interval where it is."
-        )
+        raise not_finite(x, y)
     again = torch.cat([values(f, x[:100].flip(0)).flip(0), values(f, x[100:])])
     if not torch.allclose(y, again, rtol=1e-9, atol=1e-9 * float(y.abs().max())):
         at = float(x[(y - again).abs().argmax()])
@@ -152,6 +148,15 @@ def check(f: Function, inputs: Inputs) -> None:
             f"fit: f is not element-wise: its value at {at:.6g} depends on the other elements or "
             "changes from call to call. Put a module into eval(), or fit one channel at a time."
         )
+
+
+def not_finite(x: Tensor, y: Tensor) -> ValueError:
+    """What to say of the first y = f(x) that is not finite."""
+    first = int((~y.isfinite()).nonzero()[0])
+    return ValueError(
+        f"fit: f({float(x[first]):.6g}) = {float(y[first])}, and f must be finite on all inputs. "
+        "Fit over an interval where it is."
+    )
 
 
 def _span(inputs: Inputs, n: int) -> Tensor:

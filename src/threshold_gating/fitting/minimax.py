@@ -22,6 +22,7 @@ from threshold_gating.fitting.varpro import (
     derivatives,
     evaluate,
     least_squares,
+    levelled,
     levenberg_marquardt,
 )
 
@@ -183,27 +184,33 @@ def search(
     problem: Problem,
     objective: str,
     check: tuple[Array, Array],
-    starts: int,
-    seed: int,
-    warm: Sequence[Array],
+    q: Array,
+    begin: Sequence[Found],
 ) -> list[Found]:
-    """The best few fits, best first; for "sup" their errors are over the points `check` (x, y)."""
-    state = least_squares(problem, starts, np.random.default_rng(seed), warm)
+    """The best few fits from starts q (S, P) and from whole instances, best first.
+
+    For "sup" their errors are over the points `check` (x, y).
+    """
+    state = least_squares(problem, np.concatenate([q, *(each.q[None] for each in begin)]))
     if objective == "rms":
         state = levenberg_marquardt(problem, state.q[:4], 300)
         found = [Found(*each) for each in zip(state.q, state.coef, state.cost**0.5, strict=True)]
-    else:
-        errors = np.abs(state.r / problem.weight).max(1)
-        found = [Found(*each) for each in zip(state.q, state.coef, errors, strict=True)]
-        # Halving: least squares ranks the candidates badly, a few steps already well.
-        last = 2 if problem.K <= 5 else 1  # a program takes longer with every branch
-        for kept, iterations in ((4 * last, 4), (2 * last, 10), (last, 40)):
-            found = sorted((polish(problem, f, iterations) for f in found[:kept]), key=_error)
-        found = [_exchange(problem, f, *check) for f in found]
-    bounded = [f for f in found if np.abs(f.coef).max() < 0.99 * MAX_COEFFICIENT]
-    if not bounded and not problem.ordered:  # every one ran away, as K = 3 fits of ELU do
-        return search(replace(problem, ordered=True), objective, check, starts, seed, warm)
-    return sorted(bounded or found, key=_error)
+        return sorted(found, key=_error)
+    # Least squares ranks the candidates badly. A start may be better than the minimum it led to.
+    level = levelled(problem, np.concatenate([state.q, *(each.q[None] for each in begin[:8])]))
+    found = [Found(*each) for each in zip(level.q, level.coef, level.cost, strict=True)]
+    found = sorted((polish(problem, f, 8) for f in _apart(found)[:4]), key=_error)
+    found = [_exchange(problem, polish(problem, f, 40), *check) for f in found[:2]]
+    return sorted(found, key=_error)
+
+
+def _apart(found: list[Found]) -> list[Found]:
+    """Best first, one of those whose error agrees to 1 in 1000."""
+    kept: list[Found] = []
+    for each in sorted(found, key=_error):
+        if not kept or each.error > 1.001 * kept[-1].error:
+            kept.append(each)
+    return kept
 
 
 def _error(found: Found) -> float:

@@ -1,211 +1,122 @@
-"""One fit with one K: the scaled problem, its conditions, its search, and the best result.
+"""The search behind `fit`: the task with less freedom first, then from there and from new starts.
 
-In those units x = centre + width x' and y = base(x) + height y', where the function bends within
-|x'| ~ 1 and the coefficients are of order 1, so that bounds and starts suit any function.
+The best instance of a task is a candidate of every task with more freedom: one more branch, a tau
+of its own for each threshold, thresholds in any order, no condition at 0, free tails. So none of
+these can make a fit worse, however the search for it goes.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
-import torch
-from torch import Tensor
 
+from threshold_gating.fitting import embed
 from threshold_gating.fitting import inputs as _inputs
-from threshold_gating.fitting.inputs import Function, Inputs, Line, Scale, values
-from threshold_gating.fitting.minimax import Found, search
-from threshold_gating.fitting.varpro import Array, Problem
+from threshold_gating.fitting.inputs import Line
+from threshold_gating.fitting.minimax import search
+from threshold_gating.fitting.scaled import Scaled, Task, agrees_at_zero, condition_of
+from threshold_gating.fitting.varpro import starts
 from threshold_gating.instance import TG
-from threshold_gating.primitive import GateForm
 from threshold_gating.taxonomy import Error
 
-
-@dataclass(frozen=True, eq=False)
-class Task:
-    """What `fit` was asked for, all but K; `lines` are the asymptotes if the tails are exact."""
-
-    f: Function
-    inputs: Inputs
-    objective: str
-    form: GateForm
-    tails: str
-    zero: bool | str
-    own_tau: bool
-    ordered: bool
-    start: TG | None
-    starts: int
-    seed: int
-    lines: tuple[Line, Line] | None = None
+_STRICTER: dict[bool | str, tuple[bool | str, ...]] = {
+    False: ("value", True),
+    "value": (True,),
+    True: (),
+}
+_EXACT = 1e-14  # of the height of the function: rounding
 
 
-@dataclass(frozen=True)
-class _Units:
-    scale: Scale
-    base: Line
+class Candidate(NamedTuple):
+    """An instance and its error, as the task measures it while it searches."""
 
-    def x(self, x: Tensor | float) -> Array:
-        inside = (torch.as_tensor(x) - self.scale.centre) / self.scale.width
-        return np.asarray(inside.numpy(), dtype=np.float64)
-
-    def line(self, line: Line) -> Line:
-        s, c = line.s - self.base.s, line.c - self.base.c
-        height = self.scale.height
-        return Line(s * self.scale.width / height, (c + s * self.scale.centre) / height)
-
-    def outside(self, line: Line) -> Line:
-        s = line.s * self.scale.height / self.scale.width
-        c = self.scale.height * line.c - s * self.scale.centre
-        return Line(s + self.base.s, c + self.base.c)
+    t: TG
+    error: float
 
 
-@dataclass(frozen=True)
-class _Condition:
-    """What `zero` means for a problem: see `Problem`; `origin` sets every intercept to 0."""
+class Search:
+    """Fits of one function, each made once; `closed` are closed forms with any K."""
 
-    origin: bool = False
-    point: tuple[float, float] | None = None
-    pin: float | None = None
-    note: str = ""
+    def __init__(self, closed: Sequence[TG], lines: tuple[Line, Line] | None) -> None:
+        self._closed = closed
+        self._lines = lines
+        self._found: dict[tuple[object, ...], list[Candidate]] = {}
+
+    def best(self, task: Task, K: int) -> tuple[TG, Error, str]:
+        """The best instance with K branches, its errors, and a note on a condition not kept."""
+        found = self._solved(task, K)
+        found = [each for each in found if each.error <= 1.01 * found[0].error]
+        scaled = Scaled.of(task, K)
+        scale = scaled.units.scale
+        errors = [_inputs.error(c.t, task.f, task.inputs, task.tails, scale) for c in found]
+        i = _least(errors, task.objective, scale.height)
+        note = "" if agrees_at_zero(found[i].t, task.f) else scaled.condition.note
+        return found[i].t, errors[i], note
+
+    def _solved(self, task: Task, K: int) -> list[Candidate]:
+        """The best few instances with K branches, best first."""
+        if K == 2:
+            task = replace(task, own_tau=False, ordered=True)
+        key = (K, task.own_tau, task.ordered, task.zero, task.tails)
+        if key not in self._found:
+            same = [self._solved(less, K) for less in self._simpler(task, K)]
+            fewer = self._solved(task, K - 1) if K > 2 else []
+            self._found[key] = _solve(task, K, self._closed, same, fewer)
+        return self._found[key]
+
+    def _simpler(self, task: Task, K: int) -> Iterator[Task]:
+        """The task with as many branches and one freedom less, in every way that it can be had."""
+        if task.own_tau:
+            yield replace(task, own_tau=False)
+        if not task.ordered:
+            yield replace(task, ordered=True)
+        if task.tails == "free" and self._lines is not None:
+            yield replace(task, tails="exact", lines=self._lines)
+        scale = _inputs.scale_of(task.f, task.inputs, task.tails)
+        for zero in _STRICTER[task.zero]:
+            less = replace(task, zero=zero)
+            if condition_of(less, K, scale) != condition_of(task, K, scale):
+                yield less
+                break
 
 
-def best(task: Task, K: int, closed: Sequence[TG]) -> tuple[TG, Error, str]:
-    """The best instance with K branches, its errors, and a note on a condition not kept.
-
-    `closed` and the start take part as they are if they keep the conditions; they win ties.
-    """
-    scale = _inputs.scale_of(task.f, task.inputs, task.tails)
-    condition = _condition(task, K, scale)
-    units = _units(task, scale, condition)
-    problem = _problem(task, K, units, condition)
-    x = _inputs.all_points(task.inputs, scale)
-    check = units.x(x), _heights(task.f, x, units)
-    start = task.start
-    warm = [] if start is None or start.hard else [_packed(problem, units, start)]
-    found = search(problem, task.objective, check, task.starts, task.seed, warm)
-    given = [*closed, *([start] if start is not None else [])]
-    candidates = [t for t in given if _keeps(t, task, condition)]
-    candidates += [_instance(task, problem, units, each) for each in found[:2]]
-    errors = [_inputs.error(t, task.f, task.inputs, task.tails, scale) for t in candidates]
-    i = _least(errors, task.objective, scale.height)
-    note = "" if _agrees_at_zero(candidates[i], task.f) else condition.note
-    return candidates[i], errors[i], note
+def _solve(
+    task: Task,
+    K: int,
+    closed: Sequence[TG],
+    same: Sequence[Sequence[Candidate]],
+    fewer: Sequence[Candidate],
+) -> list[Candidate]:
+    """The best few with K branches, given those of simpler tasks and of one branch fewer."""
+    scaled = Scaled.of(task, K)
+    own = [t for t in (task.start,) if t is not None and t.K == K]
+    given = [t for t in (*closed, *own) if t.K == K]
+    given += [each.t for found in same for each in found[:1]]
+    more = [embed.with_one_more(each.t) for each in fewer]
+    given += [found[0] for found in more[:1]]
+    known = [Candidate(t, scaled.error(t)) for t in given if scaled.keeps(t)]
+    known.sort(key=lambda each: each.error)
+    if known and known[0].error <= _EXACT * scaled.units.scale.height:
+        return known[:1]
+    warm = [*own, *(t for found in more for t in found), *(e.t for found in same for e in found)]
+    begin = [scaled.start(t) for t in warm if not t.hard]
+    problem = scaled.problem
+    q = starts(problem, task.starts, np.random.default_rng(task.seed))
+    found = search(problem, task.objective, scaled.dense, q, begin)
+    made = [scaled.instance(each) for each in found]
+    every = known[:1] + [Candidate(t, scaled.error(t)) for t in made]
+    return sorted(every, key=lambda each: each.error)[:3]  # stable: what was given wins ties
 
 
 def _least(errors: Sequence[Error], objective: str, height: float) -> int:
     """The first of the best, to rounding: by the objective, then by the other figure."""
     keys = ("sup", "rms") if objective == "sup" else ("rms", "sup")
     left = list(range(len(errors)))
-    for key, slack in zip(keys, (1e-6, 1.0), strict=True):
+    for key, slack in zip(keys, (1e-9, 1.0), strict=True):
         figures = {i: getattr(errors[i], key) for i in left}
         limit = min(figures.values()) * (1 + slack) + 1e-14 * height
         left = [i for i in left if figures[i] <= limit]
     return left[0]
-
-
-def _condition(task: Task, K: int, scale: Scale) -> _Condition:
-    """TG(0) = f(0) as each kind of problem can have it."""
-    inputs, lines = task.inputs, task.lines
-    value = float(values(task.f, torch.zeros(1, dtype=torch.float64)))
-    unseen = lines is None and not inputs.low <= 0 <= inputs.high
-    if not task.zero or unseen or not math.isfinite(value):
-        return _Condition()
-    if lines is None:
-        return _Condition(point=(0.0, value))
-    low, high = lines[0].c, lines[1].c
-    if K > 2 and task.zero is True and low == high == value == 0:
-        return _Condition(origin=True)
-    if K > 2:
-        beyond = abs(scale.centre) > 20 * scale.width  # there TG(0) is a tail's, to rounding
-        return _Condition() if beyond else _Condition(point=(0.0, value))
-    if low == high == value:
-        return _Condition()
-    part = (value - low) / (high - low) if low != high else math.inf
-    if 0 < part < 1:
-        return _Condition(point=(0.0, value), pin=math.log(part / (1 - part)))
-    note = (
-        f"TG(0) = f(0) = {value:.4g} is out of reach of K = 2 with exact tails, whose branches "
-        f"are {low:.4g} and {high:.4g} at 0."
-    )
-    return _Condition(note=note)
-
-
-def _units(task: Task, scale: Scale, condition: _Condition) -> _Units:
-    if condition.origin:  # lines through the origin stay so
-        scale = Scale(0.0, scale.width, scale.height)
-    if task.lines is not None:
-        return _Units(scale, task.lines[0])
-    ends = torch.tensor([task.inputs.low, task.inputs.high], dtype=torch.float64)
-    y = values(task.f, ends)
-    run = task.inputs.high - task.inputs.low
-    s = float(y[1] - y[0]) / run if run and y.isfinite().all() else 0.0
-    c = float(y[0]) - s * task.inputs.low
-    return _Units(scale, Line(s, c) if math.isfinite(c) else Line(0.0, 0.0))
-
-
-def _heights(f: Function, x: Tensor, units: _Units) -> Array:
-    y = (values(f, x) - units.base(x)) / units.scale.height
-    return np.asarray(y.numpy(), dtype=np.float64)
-
-
-def _problem(task: Task, K: int, units: _Units, condition: _Condition) -> Problem:
-    s, c = np.full(K, np.nan), np.full(K, np.nan)
-    if task.lines is not None:
-        (s[0], c[0]), (s[-1], c[-1]) = (units.line(line) for line in task.lines)
-    if condition.origin:
-        c[:] = 0.0
-    zero = None
-    if condition.point is not None:
-        at, value = condition.point
-        base = units.base.s * at + units.base.c
-        zero = float(units.x(at)), (value - base) / units.scale.height
-    x, weight = _inputs.points(task.inputs, units.scale)
-    y = _heights(task.f, x, units)
-    root = np.asarray(weight.sqrt().numpy(), dtype=np.float64)
-    form = "softmax" if K == 2 else task.form
-    own, ordered = task.own_tau and K > 2, task.ordered or K == 2
-    return Problem(units.x(x), y, root, K, form, own, ordered, s, c, zero, condition.pin)
-
-
-def _packed(problem: Problem, units: _Units, t: TG) -> Array:
-    """The gates of an instance as a start (1, P)."""
-    tau = np.broadcast_to(t.tau, (1, problem.K - 1)) * units.scale.width
-    return problem.pack(tau, units.x(torch.tensor([t.theta], dtype=torch.float64)))
-
-
-def _instance(task: Task, problem: Problem, units: _Units, found: Found) -> TG:
-    """What was found, in the function's own units, with the fixed coefficients as they were."""
-    tau, theta = problem.unpack(found.q[None])
-    K, scale = problem.K, units.scale
-    coef = np.where(np.abs(found.coef) < 1e-14, 0.0, found.coef)  # what rounding left of a zero
-    branches = [units.outside(Line(float(coef[k]), float(coef[K + k]))) for k in range(K)]
-    if task.lines is not None:
-        branches[0], branches[-1] = task.lines
-    if problem.c[1] == 0 and K > 2:  # lines through the origin
-        branches = [Line(line.s, 0.0) for line in branches]
-    s, c = zip(*branches, strict=True)
-    taus = [float(v) for v in tau[0] / scale.width]
-    thetas = [float(v) for v in scale.centre + scale.width * theta[0]]
-    return TG(taus if problem.own_tau else taus[0], thetas, s, c, form=problem.form)
-
-
-def _agrees_at_zero(t: TG, f: Function) -> bool:
-    x = torch.zeros(1, dtype=torch.float64)
-    return float((t(x) - values(f, x)).abs()) <= 1e-12
-
-
-def _keeps(t: TG, task: Task, condition: _Condition) -> bool:
-    """Whether a given instance keeps the conditions of the task."""
-    if task.lines is not None:
-        outer = (t.s[0], t.c[0], t.s[-1], t.c[-1])
-        wanted = (*task.lines[0], *task.lines[1])
-        if any(abs(a - b) > 1e-9 * max(1.0, abs(b)) for a, b in zip(outer, wanted, strict=True)):
-            return False
-    if (condition.point is not None or condition.origin) and not _agrees_at_zero(t, task.f):
-        return False
-    one_tau = not isinstance(t.tau, tuple)
-    in_order = list(t.theta) == sorted(t.theta)
-    same_form = t.form == task.form or t.K == 2 or t.hard
-    return same_form and (one_tau or task.own_tau) and (in_order or not task.ordered)

@@ -11,7 +11,6 @@ dy/du_m = sum_{k > m} g_k D_k, for product gates sigma(-u_m) g_{m+1} D_{m+1} - s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -22,8 +21,8 @@ from threshold_gating.primitive import GateForm
 
 Array = NDArray[np.float64]
 
-# In units of the function's own width and height (see `_search`): beyond these a fit has run away,
-# as unordered K = 3 fits of ELU and Softplus do, whose s and c grow for ever.
+# In units of the function's own width and height (see `scaled`). Unordered fits of ELU and Softplus
+# would go on for ever with s and c; there the bound decides.
 MAX_TAU, MIN_TAU, MAX_THETA, MAX_COEFFICIENT = 100.0, 0.02, 16.0, 32.0
 _RIDGE = 1e-9  # keeps the linear problem solvable where two gates coincide; far below any error
 
@@ -53,11 +52,6 @@ class Problem:
         """Which of (s_1 .. s_K, c_1 .. c_K) are free."""
         free: NDArray[np.bool_] = np.isnan(np.concatenate([self.s, self.c]))
         return free
-
-    def with_branches(self, K: int) -> Problem:
-        """The same problem with K branches: the outer ones as they are, the inner as the first."""
-        s, c = (np.array([w[0], *[w[1]] * (K - 2), w[-1]]) for w in (self.s, self.c))
-        return replace(self, K=K, s=s, c=c)
 
     def bounds(self) -> tuple[Array, Array]:
         """Lower and upper bounds of the nonlinear parameters (log tau, theta_1, gaps)."""
@@ -192,12 +186,13 @@ def _project(problem: Problem, q: Array) -> State:
         columns = np.concatenate([at.g[:, s] * x, at.g[:, c]], 1)
         coef[:, free], basis, back = _linear(problem, _blend(x, at.g, coef), columns)
     y, by_q = _outputs(problem, x, at, coef)
+    weight = problem.weight[..., None, :]
     r = (y[:, :n] - problem.y) * problem.weight
     if not free.any():
-        return State(q, coef, r, (r**2).sum(1), by_q[..., :n] * problem.weight)
+        return State(q, coef, r, (r**2).sum(1), by_q[..., :n] * weight)
     if problem.zero is not None:  # moving q, the coefficients follow so that the point stays
         by_q = by_q - by_q[..., n:] * back[:, None]
-    jacobian = by_q[..., :n] * problem.weight
+    jacobian = by_q[..., :n] * weight
     jacobian = jacobian - (jacobian @ basis) @ basis.swapaxes(1, 2)
     cost = (r**2).sum(1)
     cost[~(np.abs(coef).max(1) <= MAX_COEFFICIENT)] = np.inf
@@ -212,7 +207,7 @@ def _linear(problem: Problem, y: Array, columns: Array) -> tuple[Array, Array, A
     the value at `zero` is moved along a.
     """
     n, m = len(problem.x), columns.shape[1]
-    matrix = (columns[..., :n] * problem.weight).swapaxes(1, 2)  # (S, N, M)
+    matrix = (columns[..., :n] * problem.weight[..., None, :]).swapaxes(1, 2)  # (S, N, M)
     target = (problem.y - y[:, :n]) * problem.weight
     back = np.zeros((len(y), y.shape[1]))
     if problem.zero is None:
@@ -249,12 +244,7 @@ def levenberg_marquardt(problem: Problem, q: Array, iterations: int) -> State:
         better = trial.cost < state.cost
         still = better & (trial.cost > (1 - 1e-7) * state.cost)
         damping = np.clip(np.where(better, damping / 5, damping * 4), 1e-12, 1e8)
-        state = State(
-            *(
-                np.where(better.reshape(-1, *[1] * (new.ndim - 1)), new, old)
-                for new, old in zip(trial, state, strict=True)
-            )
-        )
+        state = _where(better, trial, state)
         if np.all(still | (damping >= 1e8)):
             break
     return state
@@ -273,66 +263,85 @@ def _step(state: State, damping: Array, low: Array, high: Array) -> Array:
     return np.clip(step, -2.0, 2.0)
 
 
-def least_squares(
-    problem: Problem, starts: int, rng: np.random.Generator, warm: Sequence[Array] = ()
-) -> State:
-    """Distinct local minima, best first, from `warm` (n, P), `starts` starts and smaller problems.
+def least_squares(problem: Problem, q: Array) -> State:
+    """Ten distinct local minima at most, best first, from the starts (S, P).
 
-    These are: thresholds in order before any order, one tau before one for each threshold, K - 1
-    branches before K.
+    A few steps show which starts are worth more.
     """
-    q = [*warm, _starts(problem, starts, rng)]
-    if not problem.ordered:
-        q.append(least_squares(replace(problem, ordered=True), starts, rng).q)
-    elif problem.own_tau:
-        simple = replace(problem, own_tau=False)
-        q.append(problem.pack(*simple.unpack(least_squares(simple, starts, rng).q)))
-    elif problem.K > 3:
-        q.append(problem.pack(*_elevate(*_with_fewer(problem, starts // 2, rng))))
-    first = _distinct(levenberg_marquardt(problem, np.concatenate(q), 50), 10)
-    return _distinct(levenberg_marquardt(problem, first.q, 60), 10)
+    state = _distinct(levenberg_marquardt(problem, q, 12), max(12, len(q) // 2))
+    state = _distinct(levenberg_marquardt(problem, state.q, 30), 10)
+    return _distinct(levenberg_marquardt(problem, state.q, 60), 10)
 
 
-def _with_fewer(problem: Problem, starts: int, rng: np.random.Generator) -> tuple[Array, Array]:
-    """tau and theta of the three best minima with a branch less, roughly."""
-    fewer = problem.with_branches(problem.K - 1)
-    q = [_starts(fewer, max(4, starts), rng)]
-    if fewer.K > 3:
-        q.append(fewer.pack(*_elevate(*_with_fewer(fewer, starts // 2, rng))))
-    return fewer.unpack(_distinct(levenberg_marquardt(fewer, np.concatenate(q), 50), 3).q)
+def levelled(problem: Problem, q: Array, rounds: int = 12) -> State:
+    """From each start (S, P) towards the least largest error, by Lawson's weights; the best seen.
+
+    Each round multiplies the weights by the errors and takes a few steps of least squares. That
+    is slow to end but ranks starts well, and all of them go at once.
+    """
+    best = levenberg_marquardt(problem, q, 0)
+    least = _largest(problem, best)
+    flat = replace(problem, weight=np.full(best.r.shape, len(problem.x) ** -0.5))
+    state = best._replace(r=best.r / problem.weight * flat.weight)
+    for _ in range(rounds):
+        e = np.abs(state.r / flat.weight) + 1e-300
+        square = flat.weight**2 * (e / e.max(1, keepdims=True) + 1e-3)
+        flat = replace(flat, weight=np.sqrt(square / square.sum(1, keepdims=True)))
+        state = levenberg_marquardt(flat, state.q, 3)
+        largest = _largest(flat, state)
+        best, least = _where(largest < least, state, best), np.fmin(largest, least)
+    return best._replace(cost=least)
 
 
-def _starts(problem: Problem, n: int, rng: np.random.Generator) -> Array:
-    """`n` starts in units of the function's width: half symmetric about its centre, half random."""
+def _largest(problem: Problem, state: State) -> Array:
+    return np.where(np.isfinite(state.cost), np.abs(state.r / problem.weight).max(1), np.inf)
+
+
+def _where(which: NDArray[np.bool_], a: State, b: State) -> State:
+    """The runs of `a` where `which`, else those of `b`."""
+    pairs = zip(a, b, strict=True)
+    return State(*(np.where(which.reshape(-1, *[1] * (x.ndim - 1)), x, y) for x, y in pairs))
+
+
+def starts(problem: Problem, n: int, rng: np.random.Generator) -> Array:
+    """`n` starts (S, P) in units of the function's width, besides those that its shape suggests.
+
+    Symmetric about its centre, with thresholds where it bends, and random ones: half of them near,
+    half spread over scales, as tails like 1/x want them.
+    """
     J = problem.K - 1
     spread = np.linspace(-1, 1, J) if J > 1 else np.zeros(1)
     pairs = ((1.4, 1.0), (2.8, 1.0), (6.0, 0.5), (1.4, 2.0), (1.4, 0.3), (0.7, 1.0), (2.8, 0.3))
-    symmetric = [(tau, width * spread) for tau, width in pairs[: max(1, n // 2)]]
-    rest = n - len(symmetric)
-    tau = np.exp(rng.normal(0.6, 0.8, (rest, J)))
-    theta = rng.normal(0.0, 1.3, (rest, J))
+    made = [(np.full(J, tau), width * spread) for tau, width in pairs[: max(1, n // 2)]]
+    if not problem.ordered:  # downwards, as the best fits of Softplus and log cosh have them
+        made += [(tau, -theta) for tau, theta in made[:4]]
+    bends = _bends(problem)
+    gaps = np.gradient(bends) if J > 1 else np.ones(1)
+    made += [(sharp / np.maximum(gaps, 0.05), bends) for sharp in (2.0, 5.0)]
+    rest = max(2, n - len(pairs))
+    wide = np.where(np.arange(rest) % 2, 2.0, 1.0)[:, None]
+    tau = np.exp(rng.normal(0.6, 0.8, (rest, J)) * wide)
+    theta = rng.normal(0.0, 1.3, (rest, J)) * wide
+    tau = np.concatenate([np.array([t for t, _ in made]), tau])
+    theta = np.concatenate([np.array([th for _, th in made]), theta])
     if problem.ordered:
-        theta.sort(1)
-    tau = np.concatenate([np.array([[t] * J for t, _ in symmetric]), tau])
-    return problem.pack(tau, np.concatenate([np.array([th for _, th in symmetric]), theta]))
+        theta = np.sort(theta, 1)
+    if not problem.own_tau:
+        tau = np.exp(np.log(tau).mean(1, keepdims=True))
+    return problem.pack(tau, theta)
 
 
-def _elevate(tau: Array, theta: Array) -> tuple[Array, Array]:
-    """Thresholds of the same functions with one more branch, in three ways each.
-
-    With one tau the softmax form is a ratio of polynomials in exp(tau x); both multiplied by
-    1 + exp(tau (x - at)) they are the same function, whatever `at` is, and the thresholds stay in
-    order. So K branches start no worse than K - 1.
-    """
-    tau, theta = np.repeat(tau, 3, 0), np.repeat(theta, 3, 0)
-    at = theta.mean(1, keepdims=True) + np.tile([-1.0, 0.0, 1.0], len(tau) // 3)[:, None]
-    zero = np.zeros((len(tau), 1))
-    log = -np.concatenate([zero, np.cumsum(tau * theta, axis=1)], 1)  # of the coefficients
-    none = np.full((len(tau), 1), -np.inf)
-    shifted = np.concatenate([none, log - tau[:, :1] * at], 1)
-    log = np.logaddexp(np.concatenate([log, none], 1), shifted)
-    tau = np.repeat(tau[:, :1], theta.shape[1] + 1, 1)
-    return tau, -np.diff(log, axis=1) / tau
+def _bends(problem: Problem) -> Array:
+    """K - 1 places that share out the root of the function's curvature, as the best knots do."""
+    J = problem.K - 1
+    x, first = np.unique(problem.x, return_index=True)
+    if len(x) < 3:
+        return np.zeros(J)
+    slope = np.diff(problem.y[first]) / np.diff(x)
+    middle = (x[1:] + x[:-1]) / 2
+    share = np.append(0.0, np.cumsum(np.sqrt(np.abs(np.diff(slope)) * np.diff(middle))))
+    places: Array = np.interp((np.arange(J) + 0.5) / J * share[-1], share, middle)
+    return places
 
 
 def _distinct(state: State, n: int) -> State:
