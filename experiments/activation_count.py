@@ -80,7 +80,7 @@ def _of_timm() -> dict[str, list[str]]:
         with torch.device("meta"):
             model = timm.create_model(row["model"])
         classes = {type(m).__name__ for m in model.modules() if not any(m.children())}
-        found[f"timm:{name}"] = sorted(_keys(classes - {"Identity", *SEVERAL}))
+        found[f"timm:{name}"] = sorted(_keys(classes - {"Identity", "Linear", *SEVERAL}))
     return found
 
 

@@ -25,6 +25,7 @@ PAGES: tuple[str, ...] = (
     "fig3_depth",
     "fig3_speech",
     "hippocampus",
+    "error_against_k",
     "neighbours",
     "insight_pruning",
     "insight_cost",

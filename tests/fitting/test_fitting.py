@@ -230,7 +230,8 @@ SOME = [
     *("gelu_k5_rms", "mish_k3_product", "elu_k4_one_tau", "elu_k4", "selu_k3_one_tau", "selu_k4"),
     *("softplus_k3_product", "softplus_k4_one_tau", "softplus_k4", "hardswish_k3", "erf_k4"),
 ]
-REST = [name for name in FITTED if name not in SOME and name != "gelu_paper"]
+# gelu_k8 needs a start: experiments/error_against_k.py has it, and its test finds the row again.
+REST = [name for name in FITTED if name not in (*SOME, "gelu_paper", "gelu_k8")]
 
 
 @pytest.mark.parametrize("name", SOME)
