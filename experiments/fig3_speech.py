@@ -27,7 +27,7 @@ nothing. As the paper has no audio to give and AN4 is here as 13 cepstra, the fr
 convolutions over time (25 frames a second, the paper's 50); batches have 16 utterances (8), the
 rate rises for 3 epochs and falls by 5 % an epoch (1 %), and a run has 60 epochs (not stated).
 
-Last result: not run yet.
+Last result: docs/results.md, Speech.
 """
 
 from __future__ import annotations
@@ -140,7 +140,9 @@ def lane(case: Case, asked: argparse.Namespace, data: Corpus) -> Lane:
 
 
 def start_file(case: Case) -> Path:
-    return record.CHECKPOINTS / NAME / f"start-{case['hidden']}-{case['seed']}.pt"
+    """The same for a start and for what goes on from it: width, seed, epochs and rate."""
+    own = (case["hidden"], case["seed"], case.get("before", case["epochs"]), case["rate"])
+    return record.CHECKPOINTS / NAME / f"start-{'-'.join(map(str, own))}.pt"
 
 
 def begin(model: Listener, file: Path) -> None:

@@ -18,7 +18,7 @@ tier W's as well. The page prints both.
 Rows of tier W, SiLU and ReLU are those of `fig3_depth`. On a GPU the steps of pau and kan are
 compiled in training (TORCHDYNAMO_DISABLE=1 leaves that out, and takes several times as long).
 
-Last result: not measured yet.
+Last result: docs/results.md, Gates beside other learned activations.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from experiments import depth_page, fig3_depth, record
 from experiments.cifar_networks import ARMS, Arm, cost, matched
 from experiments.record import Case, Row, Verdict
-from experiments.spread import paired, spread
+from experiments.spread import Word, paired, spread
 
 NAME = "neighbours"
 DEPTH, INTERVALS, ORDER, REACH = 14, 4, 3, 3.0  # splines are cubic: ORDER is 3
@@ -192,15 +192,16 @@ def page(rows: list[Row], beside: list[Row] | None = None) -> str:
                 gain,
             ]
         )
-    about = rows[-1].about
     head = ["network", "w", "parameters", "MACs over tier W's", "test %", "tier W minus it"]
     words = (
         f"ResNets of {DEPTH} layers with other learned activations and about the parameters of "
         "tier W (training FLOPs are three times twice the MACs), trained by the loop, schedule, "
-        f"batches and sweep of the section before (`{about['command']}`, {about['device']}, "
-        f"{about['date']})."
+        "batches and sweep of `fig3_depth`, whose rows those of tier W, tier A, ReLU, SiLU and "
+        f"CReLU are (`{rows[-1].about['command']}`; {record.measured(rows)})."
     )
     missing = depth_page.said_missing(cases(), rows)
+    if not theirs:
+        missing += " No neighbour was trained to the end: the table has none of them."
     if not ours:
         missing += " Tier W itself has no rows yet: `python -m experiments.fig3_depth`."
     return "\n\n".join([words, missing, depth_page.table(head, lines), depth_page.rates(rows)])
@@ -223,7 +224,10 @@ def verdicts(rows: list[Row], beside: list[Row] | None = None) -> list[Verdict]:
         return [Verdict(claim, "not compared", "", "not run")]
     said = "; ".join(f"{TITLES[name]} {gain}" for name, gain in have.items())
     clear = [gain.mean - gain.half > 0 for gain in have.values()]
-    word: depth_page.Word = "reproduced" if all(clear) else "partly" if any(clear) else "not"
+    whole = all(clear) and len(have) == len(NEIGHBOURS)
+    word: Word = "reproduced" if whole else "partly" if any(clear) else "not"
+    if lost := [TITLES[name] for name in NEIGHBOURS if name not in have]:
+        said += f"; not run: {', '.join(lost)};"
     return [Verdict(claim, "not compared", f"{said} points", word)]
 
 

@@ -32,6 +32,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
@@ -116,6 +117,39 @@ def key(case: Case) -> str:
     return json.dumps(case, sort_keys=True)
 
 
+def check_data(rows: Iterable[Row]) -> None:
+    """Refuse rows of one data set that were measured on different files."""
+    known: dict[str, str] = {}
+    for row in rows:
+        name, sha = str(row.case.get("images", "")), row.about.get("data", "")
+        if sha and known.setdefault(name, sha) != sha:
+            raise ValueError(
+                f"rows of different data: {_said(row.case)} has the hash {sha[:12]}, rows before "
+                f"it {known[name][:12]}; keep them in files of their own (--out)"
+            )
+
+
+def measured(rows: Iterable[Row]) -> str:
+    """Where, with what and when; of rows from several places, how many are from each."""
+    names = ("device", "torch", "date", "commit")
+    places = Counter(
+        ", ".join(
+            f"{name} {row.about[name]}" if name in ("torch", "commit") else row.about[name]
+            for name in names
+            if name in row.about
+        )
+        for row in rows
+    )
+    if len(places) == 1:
+        return next(iter(places))
+    return "; ".join(f"{count} rows: {place}" for place, count in places.items())
+
+
+def curve(values: dict[str, float]) -> dict[int, float]:
+    """Values by step, in the order of steps: rows have their keys in that of words."""
+    return dict(sorted((int(step), value) for step, value in values.items()))
+
+
 def matching(cases: Iterable[Case], only: Iterable[str]) -> list[Case]:
     """The cases with every KEY=VALUE of `only`; VALUE may be several, divided by commas."""
     wanted: dict[str, set[str]] = {}
@@ -129,6 +163,11 @@ def matching(cases: Iterable[Case], only: Iterable[str]) -> list[Case]:
     if unknown:
         known = sorted({n for case in cases for n in case})
         raise SystemExit(f"--only: no case has {', '.join(unknown)}; there are {', '.join(known)}")
+    for name, values in wanted.items():  # one wrong word of several would be left out unseen
+        have = dict.fromkeys(str(case[name]) for case in cases if name in case)
+        if strange := sorted(values - have.keys()):
+            said = f"no case has {name}={', '.join(strange)}; there are {', '.join(have)}"
+            raise SystemExit(f"--only {name}={','.join(sorted(values))}: {said}")
     chosen = [c for c in cases if all(str(c.get(n)) in values for n, values in wanted.items())]
     if not chosen:
         raise SystemExit(f"--only {' '.join(only)}: no case is left; --list prints them")
@@ -151,13 +190,15 @@ def complete(
     """
     chosen = matching(cases, asked.only)
     file = file_of(name, asked)
-    done = {key(row.case): row for row in rows(file)}
+    found = rows(file)
+    done = {key(row.case): row for row in found}
     left = [case for case in chosen if key(case) not in done]
     if asked.list:
         for case in chosen:
             print("done" if key(case) in done else "    ", _said(case))
         raise SystemExit(0)
     about = _about(name, asked.device, data)
+    check_data([*found, *(Row(case, {}, 0.0, False, about) for case in left)])
     print(f"{len(chosen)} cases, {len(left)} to run on {about['device']}; rows go to {file}")
     print(about["command"], flush=True)
     ended = run_all(left, asked) if run_all is not None else _run_all(left, run, asked)

@@ -1,4 +1,4 @@
-"""Rebuild docs/results.md and the README's table of verdicts from the rows in experiments/results.
+"""Rebuild docs/results.md from the rows in experiments/results, and README.md where it has markers.
 
     make results                        # python -m experiments.results
     python -m experiments.results --check   # fails if a page is not what the rows say
@@ -21,6 +21,7 @@ from experiments.record import RESULTS, ROOT, Row, Verdict
 PAGES: tuple[str, ...] = (
     "table4_conversion",
     "table5_llm",
+    "cor11_wide",
     "fig3_width",
     "fig3_depth",
     "fig3_speech",
@@ -30,6 +31,14 @@ PAGES: tuple[str, ...] = (
     "insight_pruning",
     "insight_cost",
 )
+# The README's short table: parts of the paper, and whose verdicts count for them.
+PARTS = {
+    "conversion (Tables 2, 4, 5, 6)": ("table4_conversion", "table5_llm"),
+    "theory (Sec. 3.3, Cor. 11)": ("error_against_k", "cor11_wide"),
+    "width, depth, speed (Fig. 3a, b, d)": ("fig3_width", "fig3_depth", "hippocampus"),
+    "speech (Fig. 3c, d)": ("fig3_speech",),
+}
+COLUMNS = (("reproduced",), ("partly",), ("not",), ("not run", "no data here"))
 PAGE, README, IMAGES = ROOT / "docs" / "results.md", ROOT / "README.md", ROOT / "docs" / "images"
 
 
@@ -40,6 +49,7 @@ def gathered(folder: Path = RESULTS) -> dict[str, list[Row]]:
         if any(row.smoke for row in rows):
             file = folder / f"{name}.jsonl"
             raise SystemExit(f"{file} holds rows of a smoke run: delete them and measure again")
+        record.check_data(rows)
     strangers = sorted(f.name for f in folder.glob("*.jsonl") if f.stem not in PAGES)
     if strangers:
         raise SystemExit(f"{folder} has rows of no experiment in PAGES: {', '.join(strangers)}")
@@ -48,14 +58,26 @@ def gathered(folder: Path = RESULTS) -> dict[str, list[Row]]:
 
 def sections(found: dict[str, list[Row]]) -> dict[str, str]:
     """Text for each pair of markers of the two pages."""
-    texts, verdicts = {}, []
+    texts: dict[str, str] = {}
+    verdicts: dict[str, list[Verdict]] = {}
     for name, rows in found.items():
         module = importlib.import_module(f"experiments.{name}")
         command = f"`python -m experiments.{name}`"
         texts[name] = module.page(rows) if rows else f"Not measured yet: {command}."
-        verdicts += module.verdicts(rows)
-    texts["verdicts"] = verdict_table(verdicts)
+        verdicts[name] = module.verdicts(rows)
+    texts["verdicts"] = verdict_table([v for own in verdicts.values() for v in own])
+    texts["summary"] = summary(verdicts)
     return texts
+
+
+def summary(verdicts: dict[str, list[Verdict]]) -> str:
+    """How many claims of each part of the paper got which verdict."""
+    lines = ["| claims on | reproduced | partly | not | not run, no data |", "| --- " * 5 + "|"]
+    for part, names in PARTS.items():
+        own = [v.verdict for name in names for v in verdicts.get(name, ())]
+        counts = [str(sum(word in column for word in own)) for column in COLUMNS]
+        lines.append(f"| {' | '.join([part, *counts])} |")
+    return "\n".join(lines)
 
 
 def verdict_table(verdicts: list[Verdict]) -> str:
@@ -73,7 +95,7 @@ def filled(text: str, texts: dict[str, str], file: Path) -> str:
             if not found:
                 raise SystemExit(f"{file} has {first} but not {last}")
             text = f"{before}{first}\n{new.strip()}\n{last}{after}"
-    missing = [n for n in texts if f"<!-- {n}:begin -->" not in text]
+    missing = [n for n in texts if n != "summary" and f"<!-- {n}:begin -->" not in text]
     if file == PAGE and missing:
         raise SystemExit(f"{file} has no place for {', '.join(missing)}: add the markers")
     return text
@@ -98,6 +120,9 @@ def main(argv: list[str] | None = None) -> None:
     if old:
         sys.exit(f"{', '.join(old)}: not what the rows say; run `make results`")
     if not asked.check:
+        import matplotlib
+
+        matplotlib.rcParams["svg.hashsalt"] = "results"  # the same file from the same rows
         for name, rows in found.items():
             draw = getattr(importlib.import_module(f"experiments.{name}"), "draw", None)
             if draw is not None and rows:

@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 import torch
 
 import threshold_gating as tg
-from experiments.record import Row, Verdict
+from experiments.record import Row, Verdict, measured
 from experiments.speech_training import ARMS
-from experiments.spread import paired, spread
+from experiments.spread import judged_factor, paired, spread
+from experiments.sweep import edge
 
 NAME = "fig3_speech"
 HIDDEN = (128, 256, 512, 192)  # in order of importance
@@ -44,7 +45,7 @@ def chosen(
 
 
 class Runs(NamedTuple):
-    """The runs that count: of one length, at the rates that the sweep chose."""
+    """The runs that count: of one length, at the rates that the sweep chose, not diverged."""
 
     epochs: int
     rates: dict[str, float]
@@ -68,6 +69,8 @@ def runs_of(rows: Sequence[Row]) -> Runs:
     each: dict[tuple[str, int], dict[int, Figures]] = {}
     for arm, rate in rates.items():
         for row in _with(rows, kind="train", epochs=epochs, arm=arm, rate=rate):
+            if not math.isfinite(float(row.figures["wer"])):
+                continue
             own = each.setdefault((arm, row.case["hidden"]), {})
             own[row.case["seed"]] = row.figures
     return Runs(epochs, rates, each)
@@ -175,14 +178,13 @@ def page(rows: list[Row]) -> str:
 
 
 def _about(rows: Sequence[Row], runs: Runs) -> str:
-    devices = ", ".join(sorted({row.about["device"] for row in rows}))
     return (
         "A DeepSpeech2-type network (two convolutions, five bidirectional LSTMs, CTC over letters) "
         "on AN4: 853 utterances, 95 for validation, 130 (773 words) for the test; "
-        f"{runs.epochs} epochs of AdamW; {devices}. All contenders start from the same weights and "
-        "see the same batches; gates are evaluated for every figure. The control has tau and theta "
-        "on i, f, g, o alone: torch's LSTM in other coordinates, so that what it gains is a matter "
-        "of training and not of functions. `python -m experiments.fig3_speech`."
+        f"{runs.epochs} epochs of AdamW; {measured(rows)}. All contenders start from the same "
+        "weights and see the same batches; gates are evaluated for every figure. The control has "
+        "tau and theta on i, f, g, o alone: torch's LSTM in other coordinates, so that what it "
+        "gains is a matter of training and not of functions. `python -m experiments.fig3_speech`."
     )
 
 
@@ -193,7 +195,7 @@ def _rates(runs: Runs) -> str:
         cells = []
         for arm in ARMS:
             theirs = PAPER.get(arm, {}).get(hidden)
-            ours = spread([w for w in runs.wer(arm, hidden).values() if math.isfinite(w)])
+            ours = spread([*runs.wer(arm, hidden).values()])
             cells.append(ours + (f" ({theirs})" if theirs is not None else ""))
         lines.append(_line(hidden, *cells))
     return "WER in % at the end of the run, mean +- standard deviation (the paper's):\n\n" + _text(
@@ -244,14 +246,13 @@ def _speed(rows: Sequence[Row], runs: Runs) -> str:
             each = reached(runs, arm, hidden)
             there = [r.speedup for r in each if r.speedup is not None]
             own, base = (clock.get((a, hidden)) for a in (arm, "standard"))
-            cell, ms = "not run", "not run"
+            cell, ms = "not timed", "not timed"
             if own and base:
                 ms = f"{own['ms']:.1f}"
-                cell = spread([s * base["ms"] / own["ms"] for s in there])
+                cell = spread([s * base["ms"] / own["ms"] for s in there]) if there else "never"
             if each:
-                lines.append(
-                    _line(hidden, arm, spread(there), f"{len(there)} of {len(each)}", ms, cell)
-                )
+                steps = spread(there) if there else "never"
+                lines.append(_line(hidden, arm, steps, f"{len(there)} of {len(each)}", ms, cell))
     return (
         "Steps to the baseline's converged level (App. D: mean of its last six evaluations, curves "
         "smoothed over three); 1.52 +- 0.21 in the paper. Means are over the runs that arrive. "
@@ -283,15 +284,17 @@ def _sweep(rows: Sequence[Row], runs: Runs) -> str:
     setting = {"kind": "train", "hidden": HIDDEN[0], "seed": SEEDS[0], "epochs": runs.epochs}
     for arm in ARMS:
         found = {r.case["rate"]: r.figures for r in _with(rows, arm=arm, **setting)}
+        values = {rate: float(figures["validation"]) for rate, figures in found.items()}
         cells = [
-            f"{float(found[rate]['validation']):.1f}" if rate in found else "not run"
+            "not run" if rate not in values else f"{values[rate]:.1f}"
+            if math.isfinite(values[rate]) else "diverged"
             for rate in RATES
-        ]
+        ]  # fmt: skip
         lines.append(_line(arm, *cells, f"{runs.rates[arm]:g}" if arm in runs.rates else ""))
     return (
         "Rates, by the WER on validation (mean of the last three evaluations) at "
-        f"H = {HIDDEN[0]} with seed {SEEDS[0]}; gates learn at a quarter of the rate.\n\n"
-        + _text(lines)
+        f"H = {HIDDEN[0]} with seed {SEEDS[0]}; gates learn at a quarter of the rate."
+        f"{edge(runs.rates, RATES, {}) if runs.rates else ''}\n\n" + _text(lines)
     )
 
 
@@ -306,12 +309,18 @@ def _cut(rows: Sequence[Row], runs: Runs) -> str:
     if not _with(rows, kind="continued"):
         short.append(f"H = {STARTED}")
     called = sum(not r.figures.get("recorded", True) for r in rows)
-    lost = sum(not math.isfinite(float(r.figures.get("wer", 0))) for r in rows)
+    lost = [
+        f"{r.case['arm']} at H = {r.case['hidden']}, rate {r.case['rate']:g}, seed {r.case['seed']}"
+        for r in rows
+        if not math.isfinite(float(r.figures.get("wer", 0)))
+    ]
+    others = sum(r.case["epochs"] != runs.epochs for r in _with(rows, kind="train"))
     return " ".join(
         sentence
         for sentence in (
             f"Not run: {', '.join(short)}." if short else "All of the plan ran.",
-            f"{lost} runs diverged." if lost else "",
+            f"Diverged: {'; '.join(lost)}." if lost else "",
+            f"Left out: {others} runs of another length." if others else "",
             f"Steps of {called} rows were called, not recorded." if called else "",
             "Other than in the paper: 13 cepstra instead of spectrograms, convolutions over time "
             "alone, 25 frames a second (50), layer norms, batches of 16 (8), the rate rises for 3 "
@@ -342,11 +351,8 @@ def verdicts(rows: list[Row]) -> list[Verdict]:
     found.append(Verdict(later, "-1.2 points or more", said, word))
     each = [r for h in widths for r in reached(runs, "constant", h)]
     there = [r.speedup for r in each if r.speedup is not None]
-    ours_said = f"{spread(there)}; {len(there)} of {len(each)} runs arrive"
-    faster = len(there) == len(each) and there and mean(there) >= 1.52 - 0.21
-    word = "not run" if not each else "reproduced" if faster else "not"
-    if word == "not" and there and mean(there) > 1.1 and len(there) > len(each) / 2:
-        word = "partly"
+    ours_said = f"{spread(there) if there else 'never'}; {len(there)} of {len(each)} runs arrive"
+    word = judged_factor([r.speedup for r in each], 1.52)
     found.append(Verdict(speed, "1.52 +- 0.21", ours_said if each else "", word))
     return found
 
@@ -362,15 +368,20 @@ def _verdict(
     control = [bootstrap(runs.of(ours, h), runs.of("control", h)) for h in drawn]
     if ours == "constant" and all(c.seeds for c in control):
         said += f"; minus control {mean(c.mean for c in control):+.2f} on average"
-    return Verdict(claim, paper, f"{said} (points)", _word(list(drawn.values()), sign))
+    word = _word(list(drawn.values()), sign)
+    if lost := [str(h) for h in sorted(HIDDEN) if h not in drawn]:
+        said += f"; H = {', '.join(lost)} not run"
+        word = "partly" if word == "reproduced" else word  # the claim is of every H
+    return Verdict(claim, paper, f"{said} (points)", word)
 
 
 def _word(drawn: Sequence[Interval], sign: int) -> Any:
-    """Reproduced if each interval and all seeds are on this side of 0; partly if at one width.
+    """Reproduced if each interval and all seeds are on this side of 0, more than one of them;
+    partly if at one width.
 
     An interval over utterances does not know how much seeds differ, so the seeds have to agree.
     """
-    right = [d.agree and (d.high < 0 if sign < 0 else d.low > 0) for d in drawn]
+    right = [d.agree and d.seeds > 1 and (d.high < 0 if sign < 0 else d.low > 0) for d in drawn]
     wrong = [d.low > 0 if sign < 0 else d.high < 0 for d in drawn]
     return "reproduced" if all(right) else "partly" if any(right) and not any(wrong) else "not"
 
@@ -408,20 +419,20 @@ def draw(rows: list[Row], folder: Path) -> None:
         return
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
     for arm, (colour, marker) in LOOKS.items():
-        own = {h: [w for w in runs.wer(arm, h).values() if math.isfinite(w)] for h in runs.widths}
+        own = {h: [*runs.wer(arm, h).values()] for h in runs.widths}
         own = {h: values for h, values in own.items() if values}
         low, high = ([abs(f(v) - mean(v)) for v in own.values()] for f in (min, max))
         style = {"color": colour, "marker": marker, "label": arm, "capsize": 3}
         left.errorbar(list(own), [mean(v) for v in own.values()], yerr=[low, high], **style)
         if arm in PAPER:
             left.plot(*zip(*sorted(PAPER[arm].items()), strict=True), color=colour, ls=":", lw=1)
-        curves = [f for f in runs.of(arm, HIDDEN[0]).values() if math.isfinite(float(f["wer"]))]
+        curves = [*runs.of(arm, HIDDEN[0]).values()]
         if curves:
             steps = curves[0]["curve_step"]
             means = [mean(v) for v in zip(*(f["curve_test"] for f in curves), strict=True)]
             right.plot(steps, means, color=colour, label=arm)
     left.set(xscale="log", xlabel="H", ylabel="WER in %", title="at the end (dotted: the paper)")
-    left.set_xticks(runs.widths, [str(h) for h in runs.widths], minor=False)
+    left.set_xticks(sorted(HIDDEN), [str(h) for h in sorted(HIDDEN)], minor=False)
     left.minorticks_off()
     right.set(xlabel="step", title=f"along the run, H = {HIDDEN[0]}", ylim=(0, 102))
     left.legend(frameon=False)

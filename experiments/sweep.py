@@ -6,6 +6,7 @@ Cases of the sweep have `part` "sweep", an arm and a rate; the best by `metric` 
 from __future__ import annotations
 
 import argparse
+from collections import Counter
 from collections.abc import Callable, Iterable
 
 from experiments import record
@@ -22,6 +23,23 @@ def best_rates(rows: Iterable[Row], metric: str) -> Rates:
             arm, found = row.case["arm"], (row.figures[metric], row.case["rate"])
             best[arm] = max(best.get(arm, found), found)
     return {arm: rate for arm, (_, rate) in best.items()}
+
+
+def counting(rows: list[Row], metric: str, own: Callable[[Case], Rates]) -> list[Row]:
+    """The runs of the usual length at the rates that the sweep chooses: no others are mixed in.
+
+    `own` has the rates of a case, each with the arm whose sweep chose it.
+    """
+    best = best_rates(rows, metric)
+    main = [row for row in rows if row.case["part"] == "main"]
+    lengths = Counter(row.case["steps"] for row in main)
+    usual = max(lengths, key=lambda steps: lengths[steps], default=0)
+    return [
+        row
+        for row in main
+        if row.case["steps"] == usual
+        and all(best.get(arm, rate) == rate for arm, rate in own(row.case).items())
+    ]
 
 
 def complete(
@@ -49,6 +67,23 @@ def complete(
 
 
 def said(rates: Rates, tried: Iterable[float], titles: dict[str, str]) -> str:
+    tried = list(tried)
     chosen = ", ".join(f"{rate:g} for {titles[arm]}" for arm, rate in sorted(rates.items()))
     among = ", ".join(f"{rate:g}" for rate in tried)
-    return f"Of the rates {among} the sweep chose {chosen}." if chosen else "No rate was swept."
+    if not chosen:
+        return "No rate was swept."
+    return f"Of the rates {among} the sweep chose {chosen}.{edge(rates, tried, titles)}"
+
+
+def edge(rates: Rates, tried: Iterable[float], titles: dict[str, str]) -> str:
+    """Which arms have the lowest or highest rate that was tried: a better one may lie beyond."""
+    words = ""
+    for name, end in (("highest", max(tried := list(tried))), ("lowest", min(tried))):
+        arms = [titles.get(arm, arm) for arm, rate in sorted(rates.items()) if rate == end]
+        if arms:
+            all_of = "every arm" if len(arms) == len(rates) > 1 else ", ".join(arms)
+            words += (
+                f" {end:g}, the {name} that was tried, is the best for {all_of}: the sweep ends at "
+                "its edge, and a better rate may lie beyond it."
+            )
+    return words

@@ -193,8 +193,9 @@ def page(rows: list[Row]) -> str:
     for name in dict.fromkeys(name for name, way in found if way in WAYS):
         lines += [*_gelus({way: row for (n, way), row in found.items() if n == name}, name), ""]
     lost = {"smollm2-135m", "stories260k", "gpt2-small"} - whole.keys()
+    lines += [f"Measured: {record.measured(found.values())}."]
     if lost:
-        lines += [f"Not run yet: {', '.join(sorted(lost))}."]
+        lines += ["", f"No rows yet: {', '.join(sorted(lost))}."]
     return "\n".join(lines)
 
 

@@ -8,8 +8,10 @@ import sys
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from experiments import cifar_training
+from experiments.cifar_networks import ARMS, Network
 from experiments.cifar_training import Recipe, augmented, schedule, train
 from experiments.data import Labelled
 
@@ -112,3 +114,23 @@ def test_two_processes_of_torchrun_train_as_one_does(tmp_path):
     losses = [float(line.split()[1]) for line in done.stdout.splitlines() if "loss" in line]
     expected = train(network(), noise(), RECIPE, seed=3, device="cpu").loss
     assert losses == pytest.approx([expected] * 2, rel=1e-4)  # sums in another order, six steps
+
+
+def test_accuracy_is_taken_with_gates_and_not_with_torchs_silu():
+    """The shortcuts of tier W have a frozen SiLU, which is torch's own op in training."""
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            called.add(str(op))
+            return op(*args, **(kwargs or {}))
+
+    model, test = Network(ARMS["tier W"], 8, 4), noise(10).test
+    for run, native in (
+        (lambda: model(cifar_training.prepared(test[0])), True),
+        (lambda: cifar_training.judged(model, test), False),
+    ):
+        called: set[str] = set()
+        with torch.no_grad(), Seen():
+            run()
+        assert ("aten.silu.default" in called) is native
+        assert "aten.sigmoid.default" in called or not native

@@ -22,7 +22,7 @@ def made_rows(accuracy, module=fig3_depth, along=lambda case, done: done, keep=l
         figures |= {
             "step_ms": 2.0 if case["arm"] == "tier W" else 1.0,
             "recorded": True,
-            "rate": 0.1,
+            "rate": case.get("rate", fig3_depth.RATES[-1]),
         }
         if case["part"] == "grid" and case["arm"] == "tier W":
             figures |= {"hard": end - 3, "hard_tuned": end - 1, "soft_tuned": end}
@@ -61,6 +61,8 @@ def test_the_rate_is_the_best_of_those_that_end():
     rows = [sweep_row(0.05, accuracy=70.0), sweep_row(0.15, accuracy=80.0)]
     rows.append(sweep_row(0.45, diverged="the loss is nan"))
     assert fig3_depth.rate_of("silu", rows) == 0.15
+    with pytest.raises(RuntimeError, match="run --only part=sweep arm='silu' first"):
+        fig3_depth.rate_of("silu", rows[:2])  # 0.45 was not tried
     with pytest.raises(RuntimeError, match="run --only part=sweep arm='relu' first"):
         fig3_depth.rate_of("relu", rows)
 
@@ -107,7 +109,7 @@ def test_a_part_that_fails_does_not_stop_the_next(tmp_path):
 def test_a_network_that_goes_twice_as_fast_is_seen_as_such():
     fast = made_rows(lambda case: 90.0, along=lambda c, t: min(1, t * (1 + (c["arm"] == "tier W"))))
     found = {v.claim: v for v in fig3_depth.verdicts(fast)}
-    steps = found["3d: steps to the level of SiLU, CIFAR-10"]
+    steps = found["3d: times fewer steps to the level of SiLU, CIFAR-10"]
     # both curves are smoothed over 3 of 40 evaluations, and the level is that of the last 6
     factor = float(steps.ours.split()[0])
     assert steps.verdict == "reproduced"
@@ -115,7 +117,9 @@ def test_a_network_that_goes_twice_as_fast_is_seen_as_such():
     assert "| SiLU, w = 16 |" in fig3_depth.page(fast)
     equal = made_rows(lambda case: 90.0)
     assert {
-        v.verdict for v in fig3_depth.verdicts(equal) if "3d: steps to the level of SiLU" in v.claim
+        v.verdict
+        for v in fig3_depth.verdicts(equal)
+        if "3d: times fewer steps to the level of SiLU" in v.claim
     } == {"not"}
 
 
@@ -124,8 +128,8 @@ def test_verdicts_follow_the_accuracies():
     rows = made_rows(lambda c: better.get(c["arm"], 90.0 + (c["width"] > 16) * 3 + c["seed"] / 10))
     words = [v.verdict for v in fig3_depth.verdicts(rows)]
     assert words == [
-        *("reproduced", "not", "reproduced", "partly", "reproduced"),
-        *("partly", "not", "no data here"),
+        *("reproduced", "not", "reproduced", "not", "reproduced"),
+        *("not", "not", "no data here"),  # 1.1 times fewer is not 2.04
     ]
     page = fig3_depth.page(rows)
     assert "115 of 115 cases ran." in page
@@ -134,6 +138,49 @@ def test_verdicts_follow_the_accuracies():
         in page
     )
     assert "| depth 14 | 92.00 +- 0.00 | 89.00 +- 0.00 | 91.00 +- 0.00 | 92.00 +- 0.00 |" in page
+
+
+def test_a_sweep_that_ends_at_its_edge_is_said_to():
+    rows = made_rows(lambda c: 90.0 + c.get("rate", 0))
+    said = "0.45, the highest that was tried, is the best for every arm: the sweep ends at its edge"
+    assert said in fig3_depth.page(rows)
+    inside = made_rows(lambda c: 90.0 - abs(c.get("rate", 0.15) - 0.15))
+    assert "edge" not in fig3_depth.page(inside)
+    lowest = made_rows(lambda c: 90.0 - c.get("rate", 0) * (c["arm"] == "silu"))
+    assert "0.05, the lowest that was tried, is the best for SiLU:" in fig3_depth.page(lowest)
+
+
+def test_rows_of_another_length_or_rate_are_not_mixed_in_unseen():
+    rows = made_rows(lambda c: 90.0 + c.get("rate", 0))
+    case = next(row.case for row in rows if row.case["part"] == "grid")
+    longer = Row({**case, "epochs": 200}, {"accuracy": 99.0, "rate": 0.45}, 1.0, False, ABOUT)
+    page = fig3_depth.page([*rows, longer])
+    assert "Left out: 1 rows of another number of epochs." in page
+    assert "99.0" not in page
+    assert fig3_depth.verdicts([*rows, longer]) == fig3_depth.verdicts(rows)
+    moved = [
+        row._replace(figures={**row.figures, "rate": 0.15}) if row.case == case else row
+        for row in rows
+    ]
+    said = "Runs at another rate than the sweep chooses: 1 of tier W at 0.15 (the sweep: 0.45)."
+    assert said in fig3_depth.page(moved)
+    assert "another rate" not in fig3_depth.page(rows)
+
+
+def test_a_page_says_when_the_baselines_come_to_their_level():
+    rows = made_rows(lambda c: 90.0)
+    assert "come to their level at 98 % of the run" in fig3_depth.page(rows)
+
+
+def test_fewer_layers_at_one_depth_alone_is_not_the_whole_claim():
+    def one(case):
+        return case["part"] == "grid" and case["depth"] < 20
+
+    level = {"tier W": 92.0}
+    for keep, word in ((lambda case: True, "reproduced"), (one, "partly")):
+        rows = made_rows(lambda c: level.get(c["arm"], 90.0), keep=keep)
+        found = {v.claim: v for v in fig3_depth.verdicts(rows)}
+        assert found["3b: tier W needs fewer layers than ReLU of the same width"].verdict == word
 
 
 def test_a_page_of_few_rows_says_what_was_cut():
@@ -147,6 +194,7 @@ def test_a_page_of_few_rows_says_what_was_cut():
     assert "SiLU depth 14 w 16 (grid), seed 2" in page
     assert "Diverged: tier W" in page
     assert "not timed" in page
+    assert "| 90.00 +- 0.00 (2 seeds) |" in page
     assert {v.verdict for v in fig3_depth.verdicts([])} == {"not run", "no data here"}
 
 

@@ -285,8 +285,30 @@ def test_the_page_has_intervals_and_says_what_was_cut():
     assert "0.0008" in text
     assert "| 128 | constant |" in text
     words = {v.claim[:20]: v.verdict for v in speech_page.verdicts(made_rows(0.3))}
-    assert list(words.values()) == ["reproduced", "not", "not run", "partly"]
+    assert list(words.values()) == ["partly", "not", "not run", "not"]  # two widths of four
+    whole = speech_page.verdicts(made_rows(0.3, widths=speech_page.HIDDEN))
+    assert [v.verdict for v in whole[:2]] == ["reproduced", "not"]
+    one = speech_page.verdicts(made_rows(0.3, widths=speech_page.HIDDEN, seeds=(0,)))
+    assert one[0].verdict == "not"  # one seed says nothing of others
     assert next(v.verdict for v in speech_page.verdicts(made_rows(0.0))) == "not"
+
+
+def test_a_run_that_diverged_is_named_and_counts_in_no_mean():
+    rows = made_rows(0.3)
+    which = {"arm": "constant", "hidden": 128, "seed": 1, "rate": 8e-4}
+    for row in rows:
+        if which.items() <= row.case.items():
+            row.figures.update(wer="inf", validation="inf", errors=[9] * 130)
+        if row.case.get("rate") == 2e-3 and row.case["arm"] == "released":
+            row.figures.update(wer="inf", validation="inf")
+    text = speech_page.page(rows)
+    said = "Diverged: released at H = 128, rate 0.002, seed 0; constant at H = 128, rate 0.0008"
+    assert said in text
+    assert "(2 seeds)" in next(line for line in text.splitlines() if line.startswith("| 128 | "))
+    assert " inf" not in text
+    assert "| diverged | 0.0008 |" in text
+    drawn = speech_page.runs_of(rows)
+    assert speech_page.bootstrap(drawn.of("constant", 128), drawn.of("standard", 128)).seeds == 2
 
 
 def test_the_page_stands_with_no_rows_and_with_few():

@@ -171,6 +171,42 @@ def test_the_page_has_the_chosen_rates_the_differences_and_what_was_cut(tmp_path
     assert 0 < (tmp_path / f"{NAME}.svg").stat().st_size < 150_000
 
 
+def test_runs_of_another_length_or_rate_are_left_out_and_counted():
+    rows = made_up(like(W=1.5))
+    case = next(row.case for row in rows if row.case["part"] == "main")
+    strange = [
+        rows[-1]._replace(case={**case, **change}, figures={"accuracy": 5.0})
+        for change in ({"steps": 9}, {"rate": 0.5})
+    ]
+    assert "Left out: 2 runs of another length or rate." in fig3_width.page([*rows, *strange])
+    assert fig3_width.gathered([*rows, *strange]) == fig3_width.gathered(rows)
+    assert "Left out" not in fig3_width.page(rows)
+
+
+def test_what_a_width_is_worth_is_read_from_runs_of_the_same_seeds():
+    rows = made_up(like(W=1.5))
+    one = [r for r in rows if r.case["arm"] != "relu" or r.case["h"] != 2 or r.case["seed"] == 2]
+    line = {h: fig3_width.accuracy(fig3_width.gathered(one), "relu", h) for h in (1.5, 2)}
+    assert [len(own) for own in line.values()] == [3, 1]
+    # h = 2 has one seed of three, and is left out of the line between 1.5 and 2.5
+    assert fig3_width.worth(fig3_width.gathered(one), "W", 1) == "1.75"
+    assert "1 seed" in fig3_width.page(one)
+
+
+def test_curves_are_read_in_the_order_of_steps_and_the_sweeps_edge_is_said():
+    rows = made_up(like())
+    for row in rows:
+        steps = {"10": 60.0, "100": 70.0, "1000": 71.0, "20": 65.0, "5": 50.0}
+        if row.case["arm"] == "W":
+            steps |= {"20": 71.0}
+        if "curve" in row.figures:
+            row.figures["curve"] = steps
+    assert "h = 1: 50.00, 50.00, 50.00" in fig3_width.page(rows)  # 1000 over 20
+    said = fig3_width.sweep.said({"relu": 8e-3, "W": 4e-3}, fig3_width.RATES, fig3_width.TITLES)
+    assert "0.008, the highest that was tried, is the best for ReLU: the sweep ends at" in said
+    assert "edge" not in fig3_width.sweep.said({"W": 2e-3}, fig3_width.RATES, fig3_width.TITLES)
+
+
 def test_without_rows_nothing_is_claimed():
     assert {verdict.verdict for verdict in fig3_width.verdicts([])} == {"not run"}
     alone = [row for row in made_up(like()) if row.case["arm"] == "transfer"]

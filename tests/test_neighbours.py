@@ -85,6 +85,14 @@ def test_the_page_and_the_verdict_say_who_is_better():
     assert "Not run: prelu depth 14 w 23 (grid), seed 1,2" in page
     assert "Tier W itself has no rows yet" in page
     assert neighbours.verdicts([], beside)[0].verdict == "not run"
+    worse = made_rows(lambda case: 89.0, neighbours)
+    assert neighbours.verdicts(worse, beside)[0].verdict == "reproduced"
+    one = [row for row in worse if row.case["arm"] == "prelu"]
+    (verdict,) = neighbours.verdicts(one, beside)
+    assert verdict.verdict == "partly"  # the claim is of all of them
+    assert "not run: ACON-C, APL, PAU (rational), KAN-type" in verdict.ours
+    swept = [row for row in worse if row.case["part"] == "sweep"]
+    assert "No neighbour was trained to the end" in neighbours.page(swept, beside)
 
 
 @pytest.mark.slow

@@ -57,11 +57,71 @@ def test_only_chooses_cases_and_says_what_there_is(tmp_path):
     assert [row.case for row in record.complete("name", CASES, double, given)] == CASES[2:]
     for only, said in (
         ("depth=1", "there are arm, seed"),
-        ("arm=x", "no case is left"),
+        ("arm=x", "no case has arm=x; there are relu, gates"),
+        ("arm=relu,gate", "no case has arm=gate; there are relu, gates"),
         ("arm", "KEY=VALUE"),
     ):
         with pytest.raises(SystemExit, match=said):
             record.complete("name", CASES, double, asked(tmp_path, "--only", only))
+
+
+def test_values_that_no_case_has_together_leave_none(tmp_path):
+    given = asked(tmp_path, "--only", "arm=relu", "seed=7")
+    with pytest.raises(SystemExit, match="no case is left"):
+        record.complete("name", [*CASES, {"arm": "gates", "seed": 7}], double, given)
+
+
+def test_rows_of_other_data_are_refused_where_they_would_be_mixed(tmp_path, monkeypatch):
+    file = tmp_path / "made.jsonl"
+    record.complete("name", CASES[:2], double, asked(tmp_path, "--out", str(file)), data="a" * 64)
+    given = asked(tmp_path, "--out", str(file))
+    with pytest.raises(ValueError, match="seed 0 has the hash bbbbbbbbbbbb, rows before it aaaa"):
+        record.complete("name", CASES, double, given, data="b" * 64)
+    assert len(record.rows(file)) == 2
+    monkeypatch.setattr(results, "PAGES", ("made",))
+    results.gathered(tmp_path)
+    row = record.rows(file)[0]
+    other = row._replace(about={**row.about, "data": "b" * 64})
+    file.write_text(file.read_text() + json.dumps(other._asdict()) + "\n")
+    with pytest.raises(ValueError, match="rows of different data"):
+        results.gathered(tmp_path)
+    # an experiment may have several data sets, each with files of its own
+    record.check_data([row, other._replace(case={**row.case, "images": "cifar100"})])
+
+
+def test_rows_of_several_places_are_all_named():
+    first = Row({}, {}, 1.0, False, {"device": "a GPU", "torch": "2.11", "commit": "abc"})
+    other = first._replace(about={**first.about, "commit": "def"})
+    assert record.measured([first, first]) == "a GPU, torch 2.11, commit abc"
+    said = "2 rows: a GPU, torch 2.11, commit abc; 1 rows: a GPU, torch 2.11, commit def"
+    assert record.measured([first, first, other]) == said
+
+
+def test_a_curve_has_the_order_of_its_steps():
+    kept = json.loads(json.dumps({"50": 1.0, "100": 2.0, "1000": 3.0}, sort_keys=True))
+    assert list(kept) == ["100", "1000", "50"]
+    assert list(record.curve(kept).items()) == [(50, 1.0), (100, 2.0), (1000, 3.0)]
+
+
+def _write(file, number):
+    def long(case, given):
+        return {"value": [number] * 20_000}
+
+    given = record.options("name", None).parse_args(["--out", str(file), "--device", "cpu"])
+    record.complete("name", [{"n": number, "k": k} for k in range(20)], long, given)
+
+
+@pytest.mark.slow
+def test_two_processes_may_write_one_file(tmp_path):
+    from multiprocessing import get_context
+
+    file = tmp_path / "rows.jsonl"
+    both = [get_context("spawn").Process(target=_write, args=(file, n)) for n in (1, 2)]
+    for process in both:
+        process.start()
+    for process in both:
+        process.join()
+    assert len(record.rows(file)) == 40  # lines far longer than a buffer, and none is torn
 
 
 def test_a_damaged_file_says_which_line(tmp_path):
@@ -102,3 +162,10 @@ def test_a_verdict_is_one_line_of_the_table():
 
 def test_the_pages_are_what_the_rows_say():
     results.main(["--check"])
+
+
+def test_the_short_table_counts_every_verdict_once():
+    words = ("reproduced", "partly", "not", "not run", "no data here", "not")
+    verdicts = {"fig3_speech": [Verdict("c", "p", "o", word) for word in words]}
+    line = next(row for row in results.summary(verdicts).splitlines() if "speech" in row)
+    assert [cell.strip() for cell in line.split("|")[2:6]] == ["1", "1", "2", "2"]

@@ -35,7 +35,8 @@ def figures(delta=0.0, p=1.0, rms=1e-7, **more):
 
 def row(network, gates, found, weights=None):
     case = {"network": network, "gates": gates}
-    return Row(case if weights is None else {**case, "weights": weights}, found, 1.0, False, {})
+    case = case if weights is None else {**case, "weights": weights}
+    return Row(case, found, 1.0, False, {"device": "CPU (x86_64)", "torch": "2.13"})
 
 
 ALONE = {"k3-free": [4.15e-4], "k3-recipe": [1e-3, 1.1e-3, 2e-3], "k3-exact": [2.8e-3]}
@@ -48,7 +49,7 @@ VIT = [
     row("vit", "k2-calibrated", figures(-0.2, 0.03, 5e-2), "new"),
     row("vit", "k3-recipe", figures(0.0, 1.0, 1e-3), "new"),
 ]
-EXACT = [row("resnet20", "default", figures() | {"lost": 0, "won": 0})]
+EXACT = [row("resnet20", "default", figures() | {"lost": 0, "won": 0, "same": 1.0})]
 
 
 def test_accuracy_and_logits_are_compared_image_by_image():
@@ -188,8 +189,28 @@ def test_verdicts_follow_from_the_rows():
     ]
     kinds = [v.verdict for v in table4_conversion.verdicts(worse)]
     assert kinds == [*["not"] * 4, "not run", "no data here"]
+    # right as often as before, but not of the same images
+    other = table4_conversion.verdicts([row("resnet20", "default", figures())])[0]
+    assert (other.verdict, "100 answers changed" in other.ours) == ("partly", True)
+    # closer logits, but there was no loss to win back
+    free = [
+        row("vit", "k2-paper", figures(-0.1, 0.4, 1e-1)),
+        row("vit", "k2-calibrated", figures(0.1, 0.2, 5e-2)),
+    ]
+    assert table4_conversion.verdicts(free)[2].verdict == "partly"
     near = [*worse[:3], row("vit", "k3-recipe", figures(0.03, 0.7, 1e-3))]
     assert table4_conversion.verdicts(near)[3].verdict == "partly"
+
+
+def test_exact_networks_have_a_line_for_each_device():
+    slow = row("lstm", "default", figures(rms=1e-7, same=1.0), "a")
+    fast = row("lstm", "default", figures(rms=1e-4, same=1.0), "b")
+    fast = fast._replace(about={"device": "NVIDIA H200", "torch": "2.11"})
+    text = table4_conversion.page([slow, fast])
+    assert "| lstm | of others | CPU | 10,000 |" in text
+    assert "| lstm | of others | NVIDIA H200 | 10,000 |" in text
+    assert "Measured: 1 rows: CPU (x86_64), torch 2.13; 1 rows: NVIDIA H200, torch 2.11." in text
+    assert "on 1 networks" in table4_conversion.verdicts([slow, fast])[0].ours
 
 
 def test_the_picture_is_small(tmp_path):

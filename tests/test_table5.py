@@ -78,7 +78,7 @@ def test_both_tables_are_printed_beside_the_papers(folder, tmp_path, monkeypatch
     assert "| GPT-2 124M, paper | GELU | 12 | 29.249 | 29.249 | 29.314 | 29.314 |" in printed
     assert "| gpt2-small | gelu_new | 1 + 1 |" in printed
     assert "Not run: k2-calibrated, k3-recipe, k3-free, k3, k4, k8." in printed
-    assert "Not run yet: smollm2-135m, stories260k." in printed
+    assert "No rows yet: smollm2-135m, stories260k." in printed
     by = {row.case["gates"]: row.figures for row in record.rows(out)}
     whole = by["default"]
     assert abs(whole["ppl"]["lse"] - whole["ppl"]["sm"]) < 1e-4

@@ -66,7 +66,7 @@ def test_a_command_like_no_other_gets_the_list(tg):
     assert code == 2
     assert err.endswith(
         "tg: error: no command 'qqq'; there are table, explain, convert, calibrate, audit, verify, "
-        "report, insight, evaluate, prove, spice, simulate, energy, rtl, export, explore, env, demo.\n"
+        "insight, report, evaluate, prove, spice, simulate, energy, rtl, export, explore, env, demo.\n"
     )
 
 

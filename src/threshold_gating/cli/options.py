@@ -53,7 +53,7 @@ def parser() -> argparse.ArgumentParser:
     top = Parser(prog="tg", description="Neural nonlinearities as one tunable gate.")
     top.add_argument("--version", action="version", version=f"tg {__version__}")
     commands = top.add_subparsers(metavar="COMMAND")
-    for add in (_table, _explain, _convert, _calibrate, _audit, _verify, _report, _insight):
+    for add in (_table, _explain, _convert, _calibrate, _audit, _verify, _insight, _report):
         add(commands)
     for add in (_evaluate, _prove, _spice, _simulate, _energy, _rtl, _export, _explore):
         add(commands)
