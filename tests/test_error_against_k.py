@@ -28,6 +28,8 @@ def test_a_geometric_and_an_algebraic_fall_are_told_apart():
     algebraic = error_against_k.fall({K: 2 * K**-2.5 for K in range(2, 9)})
     assert algebraic.better == "algebraic"
     assert (algebraic.order, algebraic.algebraic) == pytest.approx((2.5, 1))
+    stairs = error_against_k.fall({K: 4.0 ** -(K // 2 * 2) for K in range(3, 9)})
+    assert stairs.better == "undecided"
     assert error_against_k.fall({2: 1.0, 3: 0.1, 4: 0.01}) is None
 
 
@@ -71,7 +73,8 @@ def test_the_page_and_the_verdicts_follow_the_rows(tmp_path):
     assert elu.endswith("2.0 (off by 1.00x) | algebraic |")
     assert "1.00e-08 | 10.0 (off by 1.00x)" in page
     one, rate, misses, tau = error_against_k.verdicts(rows)
-    assert rate.ours.endswith("algebraic for elu")
+    assert "by 10.0 to 10.0 for analytic functions and by 1.5 to 10.0 for others" in rate.ours
+    assert rate.ours.endswith("algebraic: elu; undecided: none")
     assert {one.verdict, misses.verdict, tau.verdict} == {"not run"}
     assert "erf at K = 8" in error_against_k.page(rows[:-9])
     error_against_k.draw(rows, tmp_path)
