@@ -2,9 +2,16 @@
 
 import importlib
 import re
+import shlex
 from pathlib import Path
+from typing import get_args
 
 import pytest
+
+import threshold_gating as tg
+from tests.test_readme import blocks
+from threshold_gating.cli import main, options
+from threshold_gating.nn.spec import Share
 
 ROOT = Path(__file__).parents[1]
 PAGES = ["docs/architecture.md", "CONTRIBUTING.md"]
@@ -114,3 +121,41 @@ def test_every_message_of_the_troubleshooting_page_is_one_that_the_code_prints(m
     text = "\n".join(re.sub(r'"\s*f?"', "", file.read_text()) for file in files)
     parts = [part.strip(" ;") for part in message.split("...")]
     assert all(part in text for part in parts if part)
+
+
+def commands(text):
+    """The lines of shell blocks that call `tg`, without their comments."""
+    shell = re.findall(r"^```(?:sh|bash)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    lines = "".join(shell).replace("\\\n", " ").splitlines()
+    found = [shlex.split(line, comments=True)[1:] for line in lines if line.startswith("tg ")]
+    return [words[: words.index("|")] if "|" in words else words for words in found]
+
+
+@pytest.mark.parametrize(
+    "page",
+    [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))],
+    ids=lambda page: page.relative_to(ROOT).as_posix(),
+)
+def test_every_command_of_a_page_is_one_that_there_is(page):
+    for words in commands(page.read_text()):
+        options.parser().parse_args(words)  # ends the test if an option is not there
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["simulate", "export"])
+def test_the_commands_of_the_cookbook_run_on_the_network_it_gives(
+    command, tmp_path, monkeypatch, capsys
+):
+    text = (ROOT / "docs/cookbook.md").read_text()
+    (made,) = (code for _, code, _ in blocks(text) if "def make():" in code)
+    (words,) = (words for words in commands(text) if words[0] == command)
+    (tmp_path / "net.py").write_text(made)
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == 0, capsys.readouterr().err
+
+
+def test_families_and_shares_of_the_glossary_are_those_that_there_are():
+    rows = dict(re.findall(r"^\| (\w+) \| (.+?) \|", (ROOT / "docs/glossary.md").read_text(), re.M))
+    families = {tg.family(t) for t in tg.TAXONOMY.values()}
+    assert set(re.findall(r"\w+", rows["family"].split(":")[1])) - {"or", "Table", "3"} == families
+    assert re.findall(r"`(\w+)`", rows["share"]) == sorted(get_args(Share), key=rows["share"].find)

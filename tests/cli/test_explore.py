@@ -133,6 +133,18 @@ def test_a_network_is_converted_and_its_sites_are_in_the_page(folder, tg):
     assert "Inputs are random" in err
 
 
+def test_what_a_network_with_some_gates_has_beside_them_is_converted(folder, tg):
+    text = "import threshold_gating as tg\nfrom torch import nn\n\n\ndef make():\n"
+    (folder / "some.py").write_text(
+        text + "    return nn.Sequential(tg.Activation('silu'), nn.GELU())\n"
+    )
+    words = ("--inputs", "5,4", "--static", "out", "--json", "-")
+    code, out, _ = tg("explore", "some.py:make", *words)
+    assert code == 0
+    found = [(site["name"], site["kind"]) for site in json.loads(out)["sites"]]
+    assert found == [("0", "silu"), ("1", "gelu")]
+
+
 def test_a_saved_network_is_walked_by_its_folder_or_its_config(folder, tg):
     assert tg("convert", "net.py:make_model", "--inputs", "5,4", "-o", "saved")[0] == 0
     for what in ("saved", "saved/tg_config.json"):

@@ -6,6 +6,7 @@ import pytest
 
 from tests.show.test_page import check_page
 from threshold_gating.hardware import devices
+from threshold_gating.show import simulation
 
 NETWORK = "to_convert.py"
 ASKED = ("simulate", "net.py:make_model", "--inputs", "5,4", "--draws", "3")
@@ -48,6 +49,17 @@ def test_the_page_is_whole_and_says_what_is_not_simulated(folder, tg):
     for text in ("net.py:make_model on sky130-weak", "What is not simulated", "Which sites decide"):
         assert text in page
     assert "Crossbars" in page
+    assert "more are in the JSON" not in page
+
+
+def test_sites_that_a_page_has_no_room_for_are_counted(folder, tg, monkeypatch):
+    monkeypatch.setattr(simulation, "_ALONE", 1)
+    given = ("--preset", "sky130-weak", "--html", "page.html", "--sensitivity", "--json", "r.json")
+    assert tg(*ASKED, *given)[0] == 0
+    alone = json.loads((folder / "r.json").read_text())["alone"]
+    page = " ".join(check_page((folder / "page.html").read_text()).text)
+    assert len(alone) > 1
+    assert f"The largest are drawn; {len(alone) - 1} more are in the JSON." in page
 
 
 @pytest.mark.parametrize(

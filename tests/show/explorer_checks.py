@@ -56,6 +56,7 @@ MADE = {
     "product": TG((1, 2), (-1, 1), (0, 0.3, 1), (0.2, 0, -0.1), form="product"),
     "clamped": TG(2, (-1, 1), (0, 1, 0.2), (0, 0, 0.8), clamp=(-0.1, 1.5)),
     "equal thresholds": TG(math.inf, (0.5, 0.5), (0, 3, 1), (0, 1, 0), owner=("hi", "lo")),
+    "clamped twice nearby": TG(100, (0.11, 0.125), (0, 0, 0), (0, 2, 0), clamp=(-1, 0.5)),
     "sharp": TG(40, 0.3, (0.1, 1), (0, 0.2)),
     "constant": TG(1, 0, (0, 0), (1, 1)),
     "steps": TG(math.inf, (-1, 1), (0, 0, 0), (-1, 0.5, 1)),

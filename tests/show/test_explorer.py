@@ -49,12 +49,39 @@ def test_families_are_those_of_the_library_and_python_reads_the_code_back(run):
     checks.check_families(run)
 
 
+@pytest.mark.parametrize("name", ["tau", "theta", "s", "c", "q", "clamp"])
+def test_numbers_that_would_overflow_are_refused_and_smaller_ones_are_finite(run, name):
+    given = {"tau": [1], "theta": [0], "s": [0, 1], "c": [0, 0], "q": [0, 0], "clamp": [-1, 1]}
+    for size in (1e31, 1e200, 1e308):
+        answer = run("Gates.read", given | {name: [*given[name][:-1], size]})
+        assert answer["error"] == (
+            f"the explorer shows numbers up to 1e+30; got {name} = {size:.0e}."
+        )
+    code = (
+        "(t, x, named) => { t = Gates.read(t); const { y, d1, d2 } = Gates.evaluate(t, x);"
+        " return [...y, ...d1, ...d2, ...Object.values(Theory.moments(t, 100)),"
+        " Theory.nearest(t, named).rms]; }"
+    )
+    largest = {key: [*values[:-1], 1e30] for key, values in given.items() if key != "clamp"}
+    found = run(code, largest | {"theta": [0]}, [-100, -1e-31, 0, 1e-31, 100], explorer.named())
+    assert all(math.isfinite(float(v)) for v in found), found
+
+
 def test_the_nearest_named_activation_is_found(run):
     checks.check_nearest(run)
 
 
 def test_the_edge_of_chaos_is_that_of_the_theory(run):
     checks.check_edges(run, [1.5])
+
+
+def test_a_chip_that_leaks_where_y_is_zero_is_not_said_to_be_right(run):
+    t, pair = TG(math.inf, 4.01, (0, 1), (0, 0)), explorer.presets()["sky130-weak"]
+    code = "(t, pair, chips, set) => Pairs.shown(Gates.read(t), pair, chips, set, [0, 3.9]).off"
+    given = {"chip": 0, "reach": 4, "celsius": 27, "view": 5}
+    assert run(code, t.to_dict(), pair, explorer.chips(), given) == "Infinity"
+    zero = TG(1, 0, (0, 0), (0, 0))
+    assert run(code, zero.to_dict(), pair, explorer.chips(), given) == 0
 
 
 def test_a_chip_has_the_curve_that_the_simulation_gives_it(run):
@@ -141,6 +168,7 @@ DAMAGED = [
     (START + "&c=0,0", "'c' is given twice"),
     (START.replace("theta=0", "theta=0x1"), "theta must be a number; got '0x1'"),
     (START + "&pair=sky13", "there is no preset 'sky13'; there are sky130-weak"),
+    (START + "&pair=__proto__", "there is no preset '__proto__'; there are sky130-weak"),
     (START + "&chip=99", "chip is a whole number from 0 to 31; got 99"),
     (START + "&chip=-1", "chip is from 0 on"),
     (START + "&pair=sky130-weak&celsius=200", "was measured from -40 to 125 C"),

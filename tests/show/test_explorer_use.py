@@ -297,6 +297,30 @@ def test_sites_of_a_network_are_walked(driver):
         assert page.instance == TAXONOMY["relu"]
 
 
+def test_a_link_to_a_site_whose_name_ends_like_a_channel_finds_it(driver):
+    known = network()
+    known["sites"][0]["name"], known["sites"][1] = "act[1]", {**known["sites"][2], "name": "act"}
+    with served(explorer.files(network=known)) as url:
+        page = Page(driver, url).open("tau=inf&theta=0&s=0,1&c=0,0&site=act%5B1%5D")
+        assert page.at("#sites").get_property("value") == "0"
+        page.open("tau=1&theta=0&s=0,1&c=0,0&site=act%5B0%5D")
+        assert page.at("#sites").get_property("value") == "1"
+
+
+@pytest.mark.parametrize("largest", ["tau", "c", "s", "q", "all"])
+def test_the_largest_numbers_are_drawn_and_larger_ones_are_refused(page, largest):
+    usual = {"tau": "1", "theta": "0", "s": "0,1", "c": "0,0", "q": "0,0"}
+    huge = {"tau": "1e30", "s": "0,1e30", "c": "-1e30,1e30", "q": "0,1e30"}
+    given = usual | {k: v for k, v in huge.items() if largest in (k, "all")}
+    fragment = "&".join(f"{name}={value}" for name, value in given.items())
+    page.open(f"{fragment}&pair=sky130-weak")  # the fixture looks for errors in the console
+    assert page.text("#python").startswith("TG(")
+    assert page.text("#near-name")
+    page.open(fragment.replace("1e30", "1e200"))
+    assert "the explorer shows numbers up to 1e+30" in page.message
+    assert page.instance == TAXONOMY["silu"]
+
+
 def test_a_link_to_a_site_that_is_not_here_shows_its_curve(page):
     page.open("tau=1&theta=2&s=0,1&c=0,0&site=layer1.act")
     assert page.message == "This page has no site layer1.act; the curve is that of the link."

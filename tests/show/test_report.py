@@ -13,6 +13,7 @@ from tests.show.test_page import ODD, check_page
 from threshold_gating.conversion.certificate import cells
 from threshold_gating.conversion.text import jsonable
 from threshold_gating.show import details, report
+from threshold_gating.show.seen import look
 
 
 class Net(nn.Module):
@@ -77,11 +78,11 @@ def test_it_says_what_the_figures_do_not_show(model, x):
     text = text_of(check_page(found.html()))
     for words in (
         "Never called on these inputs, so nothing is known of it: idle.",
-        "Approximate, close to the function and not the same: act.",
+        "Approximate, not the same function; the table says how far off: act.",
         "NaN or infinite values reached act, :tanh#0; no histogram holds them.",
         "In use, 1 of 3 sites run torch's own op",
         "No error on this page was measured so.",
-        "The bound on the output, tol = inf, was given by the caller.",
+        "The caller gave the bound tol = inf, of the output and of approximate sites",
         "400 values came, 8 NaN, the histogram holds 392",
         "float32 50 x 4",
         "native ops off",
@@ -196,3 +197,51 @@ def test_320_sites_stay_below_5_mb_and_none_is_lost(depth, monkeypatch):
     assert all("gelu" in words for words in read.alts)  # SiLU is exact
     assert text_of(read).count("No picture: the page would be too large.") == sites - len(read.alts)
     assert len(read.data["functions"]) == sites
+
+
+def test_a_network_that_was_trained_since_is_not_said_to_have_its_output_within_bounds(model, x):
+    gated = tg.convert(model, {"idle": None}, inputs=x, train=("tau", "theta"), share="channel")
+    start = check_page(report.gather(model, gated, x).html())
+    assert "every site and the output within bounds" in text_of(start)
+    with torch.no_grad():
+        for p in tg.training.gate_parameters(gated).values():
+            p.add_(0.3)
+    found = report.gather(model, gated, x)
+    assert found.certificate.output.relative > 0.01
+    read = check_page(found.html())
+    assert "the output within bounds" not in text_of(read)
+    assert "Trained since the conversion: act" in text_of(read)
+    # the error of the start is not told as that of the curve in the picture
+    pictures = [words for words in read.alts if "gelu" in words]
+    assert pictures
+    assert not any("largest error" in words for words in pictures)
+
+
+def test_a_site_whose_name_has_a_slash_opens_with_its_picture():
+    class Slash(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.add_module("a/b", nn.SiLU())
+            self.add_module("a", nn.Tanh())
+
+        def forward(self, x):
+            return self.get_submodule("a")(self.get_submodule("a/b")(x))
+
+    x = torch.randn(6, 3)
+    seen = look(tg.convert(Slash(), inputs=x), x)
+    made = details.table(["site", "kind"], [["a/b", "silu"], ["a", "tanh"]], {}, seen)
+    assert [[f.title for f in row.figures] for row in made.rows] == [["silu"], ["tanh"]]
+    assert made.rows[0].facts["instance"].startswith("silu")
+
+
+def test_what_only_the_callers_bound_allows_is_not_called_close_or_within_bounds(model, x):
+    line = tg.TG(math.inf, (), (1,), (0,))
+    gated = tg.convert(model, {"act": line}, inputs=x, tol=math.inf)
+    found = report.gather(model, gated, x, tol=math.inf)
+    row = next(row for row in found.certificate.rows if row.site == "act")
+    assert row.rel_rms > 0.1
+    text = text_of(check_page(found.html()))
+    assert "nothing failed, but any error was accepted (tol = inf)" in text
+    assert "accepted by tol=inf" in text
+    assert "within bounds" not in text
+    assert "close to" not in text

@@ -1,5 +1,7 @@
 """What a function is said to see is what it gets: the values make the network's own output."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -194,3 +196,30 @@ def test_looking_leaves_the_network_and_its_inputs_as_they_were():
     assert torch.equal(x, given)
     assert all(torch.equal(v, state[k]) for k, v in model.state_dict().items())
     assert seen.values.low < 0  # what came in, not what ReLU wrote over it
+
+
+@pytest.mark.parametrize("off", [-10000.0, -1e9, -math.inf])
+def test_keys_that_a_large_negative_number_masks_are_apart_whatever_the_number(off):
+    class Masked(nn.Module):
+        def forward(self, x):
+            return (x + torch.full((5, 5), off).triu(1)).softmax(-1)
+
+    torch.manual_seed(5)
+    net, x = Masked(), torch.randn(2, 5, 5)
+    (seen,) = look(tg.convert(net, inputs=x), x)
+    assert seen.values.apart == 2 * (10 + 1)  # above the diagonal, and the first row's only key
+    weights = torch.sigmoid(values_of(seen))
+    kept = net(x)[:, 1:].flatten()
+    torch.testing.assert_close(weights, kept[kept > 0].sort().values)
+
+
+def test_a_logit_that_is_no_number_is_no_mask():
+    net = nn.Softmax(-1)
+    (seen,) = look(net, torch.tensor([[1.0, math.nan, 2.0], [0.0, 1.0, math.inf]]))
+    assert (seen.values.apart, seen.values.nan + seen.values.infinite > 0) == (0, True)
+
+
+def test_the_gate_inside_a_layer_of_the_library_is_no_site_of_its_own():
+    seen = look(nn.Sequential(tg.Linear(4, 3)), X)
+    assert [each.name for each in seen] == ["0"]
+    assert seen[0].values.seen == X.numel()

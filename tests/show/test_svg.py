@@ -74,3 +74,15 @@ def test_the_picture_is_described_in_words():
         "CNN features.act gate i: silu and its gate, 2 branches, largest error on its inputs "
         "2.5e-07. All 1,234 values."
     )
+
+
+def test_an_error_above_one_is_drawn_where_it_is():
+    """Up to the power of ten above the largest, with its number at the axis."""
+    lines = (replace(PANEL.lines[0], exact=False, error=(30.0,) * 40 + (1e-4,) * 41),)
+    svg = draw(replace(PANEL, lines=lines))
+    (_, error), words = paths(svg, "gate"), [t.text for t in ET.fromstring(svg).iter("text")]
+    (_, top), (_, bottom) = error[0], error[-1]
+    assert "100" in words
+    # 30 and 1e-4 in a field of powers from -8 to 2, which is 54 high
+    assert bottom - top == pytest.approx(54 * (math.log10(30) + 4) / 10, abs=0.11)
+    assert "100" not in [t.text for t in ET.fromstring(draw(PANEL)).iter("text")]

@@ -64,3 +64,18 @@ def test_one_value_far_out_does_not_squeeze_the_picture():
     at = values.histogram
     assert (at.low, at.high, at.above) == (-4, 4, 1)
     assert "1 beyond the picture" in values.described()
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("size", [1e39, 1e200, 1.7e308])
+def test_values_beyond_the_range_of_float32_are_in_the_histogram_or_counted_outside(size, sign):
+    values, x = Values(), torch.linspace(0.1, 1, 40, dtype=torch.float64) * size * sign
+    values.add(x)
+    at, found = values.histogram, values.to_dict()
+    assert (found["min"], found["max"]) == (x.min().item(), x.max().item())
+    assert at.below == int((x < at.low).sum())
+    assert at.above == int((x > at.high).sum())
+    assert math.isfinite(at.high - at.low)
+    if size < 1e300:  # the ends alone are outside
+        assert sum(at.counts) >= 38
+        assert sum(n > 0 for n in at.counts) > 30

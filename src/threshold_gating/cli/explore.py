@@ -13,8 +13,7 @@ from torch import nn
 from threshold_gating import conversion, taxonomy
 from threshold_gating.cli.printing import EXPECTED, UsageError, say, show, working
 from threshold_gating.cli.shared import SPECS
-from threshold_gating.cli.spec import network
-from threshold_gating.conversion.checkpoint import schema
+from threshold_gating.cli.spec import has_its_gates, network
 from threshold_gating.hardware import devices
 from threshold_gating.show import explorer
 from threshold_gating.show.explorer import sites
@@ -88,7 +87,7 @@ def _walked(args: argparse.Namespace) -> dict[str, Any]:
     """The sites of a network, which is converted if it is not yet."""
     named = network(args)
     model: nn.Module = named.model
-    if not any(schema.structure(model).values()):
+    if not has_its_gates(named):
         with working(f"{args.network}: converting"):
             model = conversion.convert(model, inputs=named.inputs, strict=False)
         say("The sites are not certified here; `tg convert` does that.")

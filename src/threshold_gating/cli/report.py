@@ -12,7 +12,7 @@ from threshold_gating import conversion
 from threshold_gating.cli import pages
 from threshold_gating.cli.convert import choices
 from threshold_gating.cli.printing import UsageError, say, show, working
-from threshold_gating.cli.spec import Network, network
+from threshold_gating.cli.spec import Network, has_its_gates, network
 from threshold_gating.conversion.plan import arguments
 
 
@@ -45,9 +45,7 @@ def _gated(args: argparse.Namespace, named: Network, chosen: dict[str, Any] | No
     """The network with gates: converted here, from a folder, or as it comes."""
     if args.gates is not None:
         return conversion.load(args.gates, copy.deepcopy(named.model))
-    positional, keywords = arguments(named.inputs)
-    own = conversion.audit(named.model, *positional, **keywords)
-    if own.sites and not own.left:
+    if has_its_gates(named):
         if chosen or args.tol is not None:
             raise UsageError(
                 f"{args.network} has its gates already; --site and --tol are for a network that is "

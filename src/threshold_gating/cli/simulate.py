@@ -129,6 +129,7 @@ def _text(report: Report, chips: list[ChipRow], alone: dict[str, float]) -> str:
     if alone:
         lines += ["", "error of the output with this site alone analog:"]
         lines += [f"  {error:8.2%}  {name}" for name, error in list(alone.items())[:10]]
+        lines += [f"  {len(alone) - 10} smaller ones are in the JSON"] if len(alone) > 10 else []
     return "\n".join(lines)
 
 

@@ -25,6 +25,7 @@ from threshold_gating.cli.function import failure, from_file
 from threshold_gating.cli.printing import UsageError
 from threshold_gating.cli.shared import SPECS
 from threshold_gating.conversion.aten_ops import tensors
+from threshold_gating.conversion.plan import arguments
 
 
 class Network(NamedTuple):
@@ -45,6 +46,13 @@ class Network(NamedTuple):
     def to_dict(self) -> dict[str, bool]:
         random = {"weights": self.random_weights, "inputs": self.random_inputs}
         return {f"random_{what}": bool(found) for what, found in random.items()}
+
+
+def has_its_gates(named: Network) -> bool:
+    """Whether a network came with gates, and with nothing left that was not asked for."""
+    positional, keywords = arguments(named.inputs)
+    own = conversion.audit(named.model, *positional, **keywords)
+    return bool(own.sites) and all(op.asked for op in own.left)
 
 
 def network(args: argparse.Namespace, given: Any = None) -> Network:

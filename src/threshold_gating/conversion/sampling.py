@@ -42,7 +42,9 @@ class Reservoir:
             )
             keep = keys < self._limit
             self._keys = torch.cat([self._keys, keys[keep]])
-            chosen = part[keep.to(part.device)].to("cpu", torch.float32)
+            chosen = part[keep.to(part.device)].cpu()
+            if chosen.dtype != torch.float64:  # whose range float32 has not
+                chosen = chosen.float()
             self._values = torch.cat([self._values, chosen])
             if len(self._keys) > self.size + self.size // 4:
                 self._limit = int(self._keys.kthvalue(self.size).values)

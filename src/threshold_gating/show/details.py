@@ -44,8 +44,8 @@ LEGEND = {
     "ulp": "the largest distance in units in the last place, of exact sites; bitwise: none at all",
     "bound": "what is allowed, of ulp or of rel",
     "calls": "of the site in one run",
-    "class": "exact: the same function, to rounding; approximate: close to it; learned: compared "
-    "as it was at its start",
+    "class": "exact: the same function, to rounding; approximate: another one, within the bound; "
+    "accepted by tol: within the caller's bound alone; learned: compared as it was at its start",
 }
 AUDITED = {
     "K": LEGEND["K"],
@@ -67,7 +67,9 @@ def sites(
         known.setdefault(each.site, []).append(each)
     audited = {site.name: site for site in audit.sites}
     rows = {} if certificate is None else {row.site: row for row in certificate.rows}
-    pictures = figures(seen, {name: row.max for name, row in rows.items() if row.ok is not None})
+    # of a site that was trained since no error is known as it is now
+    worst = {n: row.max for n, row in rows.items() if row.ok is not None and not row.has_moved}
+    pictures = figures(seen, worst)
 
     def opening(name: str, row: Row, facts: dict[str, str]) -> Row:
         of = known.get(name, ())
@@ -123,10 +125,11 @@ def table(
     open."""
     pictures, made = figures(seen, {}), []
     for row in rows:
-        name, site = row[0], row[0].partition("/")[0]
-        one = [each for each in seen if each.name == name]
-        of = one or [each for each in seen if each.site == site]
-        shown = [f for f in pictures.get(site, ()) if not one or f.name == name]
+        name = row[0]
+        of = [each for each in seen if name in (each.name, each.site)]
+        # a part that has no picture of its own ("attn/key") has those of its site
+        of = of or [each for each in seen if each.site == name.partition("/")[0]]
+        shown = [f for each in of for f in pictures[each.site] if f.name == each.name]
         facts = dict(zip(header[1:], row[1:], strict=True))
         facts["instance"] = gates(of) if of else "no more is known of it"
         made.append(Row(row, facts=facts, figures=shown))

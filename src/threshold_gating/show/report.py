@@ -6,6 +6,7 @@ sees come from one more run (`seen.look`): nothing is measured here in a second 
 
 from __future__ import annotations
 
+import math
 import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -166,10 +167,13 @@ def _tiles(report: Report) -> list[tuple[str, str, str]]:
     rows = certificate.rows
     done = [row for row in rows if row.ok is not None]
     close = sum(not row.exact for row in done)
+    within = "every site and the output within bounds"
+    if certificate.tol == math.inf:
+        within = "nothing failed, but any error was accepted (tol = inf)"
+    elif certificate.trained:
+        within = "every site within bounds at its start; trained since, so the output is its own"
     tiles = [
-        ("ok", "every site and the output within bounds", "ok")
-        if report.ok
-        else ("NOT OK", "see below", "bad"),
+        ("ok", within, "ok") if report.ok else ("NOT OK", "see below", "bad"),
         (f"{len(done)} of {len(rows)}", "sites compared, with native ops off", ""),
         (f"{len(done) - close} + {close}", "exact and approximate sites among them", ""),
     ]
@@ -193,11 +197,19 @@ def _warnings(report: Report) -> list[str]:
     idle = [site.name for site in report.audit.sites if not site.calls]
     if idle:
         said.append(f"Never called on these inputs, so nothing is known of it: {some(idle, 6)}.")
+    if certificate is not None and (moved := [r.site for r in certificate.rows if r.has_moved]):
+        said.append(
+            f"Trained since the conversion: {some(moved, 6)}. Errors in the table are those of the "
+            "start; the pictures show the gates as they are now."
+        )
     if certificate is not None and (close := [r for r in certificate.rows if not r.exact]):
         names = some([row.site for row in close], 6)
-        said.append(f"Approximate, close to the function and not the same: {names}.")
+        said.append(f"Approximate, not the same function; the table says how far off: {names}.")
     if certificate is not None and certificate.tol is not None:
-        said.append(f"The bound on the output, tol = {certificate.tol:g}, was given by the caller.")
+        said.append(
+            f"The caller gave the bound tol = {certificate.tol:g}, of the output and of "
+            "approximate sites; what the usual bound does not allow is marked as accepted by it."
+        )
     odd = [each.name for each in report.seen if each.values.nan or each.values.infinite]
     if odd:
         said.append(f"NaN or infinite values reached {some(odd, 6)}; no histogram holds them.")

@@ -33,6 +33,8 @@ from threshold_gating.show.functions import Function, Gate, of_call, of_module, 
 from threshold_gating.show.values import KEPT, Values
 
 _OFF = -1e30  # the logit of a key that takes no part, at most
+# Farther off a weight is 0 or 1 in any type: exp(-746) is 0 in float64. Masks of -10000 are there.
+_DECIDED = 746.0
 
 _PARTS = {
     **{"i": "input gate i", "f": "forget gate f", "g": "candidate g", "o": "output gate o"},
@@ -198,13 +200,15 @@ class _Notes:
         z = wide(z).detach()
         theta = attention.thresholds(z, axis)
         off = max(_OFF, torch.finfo(dtype).min / 2)
-        apart = (z <= off) | (theta <= off)
+        above = z - theta
+        decided = z.isfinite() & theta.isfinite() & (above.abs() > _DECIDED)
+        apart = (z <= off) | (theta <= off) | decided
         words = "x is how far a logit lies above all others together; a gate for each weight"
         if learns is not None:
             words += "; a learned temperature is in x"
         exact = learns is None
         gate = Gate("softmax", torch.sigmoid, (taxonomy.TAXONOMY["sigmoid"],), exact, words)
-        self.note(name, lambda: gate, (z - theta)[~apart], apart=int(apart.sum()))
+        self.note(name, lambda: gate, above[~apart], apart=int(apart.sum()))
 
 
 def _logits(
@@ -222,9 +226,11 @@ def _evaluated(run: Run) -> nn.Module:
 
 def _idle(model: nn.Module, seen: set[str]) -> Iterator[Seen]:
     """Sites of a converted network that the run did not reach."""
+    gated = [module for module in model.modules() if is_gate(module)]
+    inside = {part for layer in gated for part in layer.modules() if part is not layer}
     for name, module in model.named_modules():
         gates: dict[str, Gate] = {}
-        if isinstance(module, Activation):
+        if isinstance(module, Activation) and module not in inside:
             gates[name] = of_module(module, module)
         for site in (vars(module).get("tg_sites") or {}).values():
             if site is not None:

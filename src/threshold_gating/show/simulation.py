@@ -18,6 +18,7 @@ from threshold_gating.hardware.report import (
 from threshold_gating.show import details, page
 from threshold_gating.show.seen import Seen
 
+_ALONE = 30  # sites whose error by themselves is drawn
 LEGEND = {
     "gates": "physical gates on one chip; errors are drawn once for each",
     "RMS": "of the site's input in calibration",
@@ -65,7 +66,8 @@ def html(
         title=f"{name} on {report.preset}",
         sentences=summary(report, chips),
         chips=bars({f"chip {row.chip}": row.error for row in chips}),
-        alone=bars(dict(list(alone.items())[:30])) if alone else "",
+        alone=bars(dict(list(alone.items())[:_ALONE])) if alone else "",
+        others=max(0, len(alone) - _ALONE),
         sites=sites,
         layers=layers if report.layers else None,
         aside="What is not simulated",
@@ -85,11 +87,15 @@ def bars(values: Mapping[str, float]) -> str:
     for k, (name, value) in enumerate(values.items()):
         y = 20 * k + 6
         lines.append(
-            f'<text x="214" y="{y + 10}" text-anchor="end">{escape(name[-38:])}</text>'
+            f'<text x="214" y="{y + 10}" text-anchor="end">{escape(_short(name))}</text>'
             f'<path class="g0" d="M220 {y + 6}h{430 * value / most:.1f}" stroke-width="9"/>'
             f'<text x="{226 + 430 * value / most:.1f}" y="{y + 10}">{value:.2%}</text>'
         )
     return "".join([*lines, "</svg>"])
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= 38 else f"…{name[-37:]}"
 
 
 def _left(report: Report) -> dict[str, str]:

@@ -28,7 +28,7 @@ def draw(panel: Panel) -> str:
     across = _Scale(panel.x[0], panel.x[-1], _LEFT, _RIGHT)
     up = _Scale(low, high, _BOTTOM, _TOP)
     decades = _EXACT if any(line.exact for line in panel.lines) else _FITTED
-    error = _Scale(-decades, 0, _LOW, _HIGH)
+    error = _Scale(-decades, _top(panel), _LOW, _HIGH)
     words = escape(described(panel), quote=True)
     parts = [
         f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{words}">',
@@ -37,7 +37,7 @@ def draw(panel: Panel) -> str:
         _path("original", panel.x, panel.original, across, up),
     ]
     for k, line in enumerate(panel.lines):
-        logs = [math.log10(min(max(e, 10.0**-decades), 1.0)) for e in line.error]
+        logs = [math.log10(max(e, 10.0**-decades)) for e in line.error]
         parts.append(_path(f"gate g{k}", panel.x, line.y, across, up))
         parts.append(_path(f"gate g{k}", panel.x, logs, across, error))
     return "".join([*parts, "</svg>"])
@@ -77,6 +77,12 @@ def _span(panel: Panel) -> tuple[float, float]:
     return low - room, high + room
 
 
+def _top(panel: Panel) -> int:
+    """The power of ten that no error is above, 0 at least."""
+    errors = [e for line in panel.lines for e in line.error if math.isfinite(e)]
+    return max(0, math.ceil(math.log10(max([*errors, 1.0]))))
+
+
 def _path(kind: str, x: Sequence[float], y: Sequence[float], across: _Scale, up: _Scale) -> str:
     """A line of straight pieces; points on the piece between their neighbours are left out."""
     points = [(across(a), up(b)) for a, b in zip(x, y, strict=bool(y)) if math.isfinite(b)]
@@ -107,8 +113,8 @@ def _axes(across: _Scale, up: _Scale, error: _Scale) -> list[str]:
         grid += f"M{x} {_TOP}V{_BOTTOM}M{x} {_HIGH}V{_LOW}"
         words += f'<text x="{x}" y="{_LOW + 14}" text-anchor="middle">{_number(tick)}</text>'
     heights = [(up(tick), _number(tick)) for tick in _ticks(up.low, up.high)]
-    powers = (0, -8, -16) if error.low < -_FITTED else (0, -4, -8)
-    heights += [(error(k), f"1e−{-k}" if k else "1") for k in powers]
+    powers = (error.high, -8, -16) if error.low < -_FITTED else (error.high, -4, -8)
+    heights += [(error(k), _number(10.0**k) if k > -4 else f"1e−{-k}") for k in powers]
     for at, label in heights:
         grid += f"M{_LEFT} {at:.1f}H{_RIGHT}"
         words += f'<text x="{_LEFT - 5}" y="{at + 3.5:.1f}" text-anchor="end">{label}</text>'

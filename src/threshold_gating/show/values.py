@@ -14,6 +14,7 @@ from threshold_gating.conversion.sampling import Reservoir
 KEPT = 20_000  # values of a function: a bin of its histogram is off by a few in a thousand
 _BINS = 48
 _ENDS = (0.0005, 0.9995)  # quantiles: what lies beyond is counted, and not drawn
+_FAR = 1e300  # beyond it the width of a picture would be infinite
 
 
 class Histogram(NamedTuple):
@@ -33,8 +34,8 @@ class Histogram(NamedTuple):
 class Values:
     """The values that came: how many, how many of them no numbers, and an even sample of the rest.
 
-    `apart` counts the keys of attention that no gate decides on: masked ones, and one that is alone
-    in its row.
+    `apart` counts the keys of attention that no gate decides on: masked ones, one that is alone in
+    its row, and those that lie so far off that their weight is 0 or 1 in any type.
     """
 
     def __init__(self, size: int = KEPT, seed: int = 0) -> None:
@@ -63,7 +64,7 @@ class Values:
         low, high = -4.0, 4.0
         if len(kept):
             ends = kept.quantile(torch.tensor(_ENDS, dtype=torch.float64)).tolist()
-            low, high = min(low, ends[0]), max(high, ends[1])
+            low, high = max(min(low, ends[0]), -_FAR), min(max(high, ends[1]), _FAR)
         counts = torch.histc(kept, _BINS, low, high).long().tolist()
         outside = int((kept < low).sum()), int((kept > high).sum())
         return Histogram(low, high, tuple(counts), *outside)

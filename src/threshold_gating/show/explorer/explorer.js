@@ -156,8 +156,13 @@ const Explorer = (() => {
   function mark() {
     chosen = null;
     if (!state.site) return;
-    const [, name, group = "0"] = /^(.*?)(?:\[(\d+)\])?$/s.exec(state.site);
-    const index = network ? network.sites.findIndex((site) => site.name === name) : -1;
+    const find = (name) => (network ? network.sites.findIndex((site) => site.name === name) : -1);
+    // the name itself first: a module may be called "act[1]"
+    let [index, group] = [find(state.site), "0"];
+    if (index < 0) {
+      const [, name, number = "0"] = /^(.*?)(?:\[(\d+)\])?$/s.exec(state.site);
+      [index, group] = [find(name), number];
+    }
     const instance = network?.sites[index]?.instances[Number(group)];
     if (instance) chosen = { index, group: Number(group), text: Gates.python(Gates.read(instance)) };
     else message(`This page has no site ${state.site}; the curve is that of the link.`);

@@ -6,6 +6,7 @@
 
 const Gates = (() => {
   const MOST = 8; // branches; nobody tells more colours apart
+  const LARGEST = 1e30; // of a number; E[y″²], which has tau to the fourth, is finite then
   const KEYS = ["tau", "theta", "s", "c", "form", "owner", "q", "anchor", "clamp"];
 
   // What `TG.to_dict` writes, checked as TG checks it. An anchor only changes rounding and is left out.
@@ -55,10 +56,16 @@ const Gates = (() => {
       const said = typeof wrong === "number" ? String(wrong) : show(wrong);
       throw new Error(`${name} must be finite numbers; got ${said}.`);
     }
+    small(name, list);
     if (count !== undefined && list.length !== count) {
       throw new Error(`K = ${count} branches need ${count} values of ${name}; got ${list.length}.`);
     }
     return [...list];
+  }
+
+  function small(name, list) {
+    const large = list.find((w) => Math.abs(w) > LARGEST && w !== Infinity);
+    if (large !== undefined) throw new Error(`the explorer shows numbers up to ${LARGEST}; got ${name} = ${large}.`);
   }
 
   function sharpness(given, thresholds) {
@@ -72,6 +79,7 @@ const Gates = (() => {
         throw new Error(`tau must be a positive number, or inf for hard gates; got ${said}.`);
       }
     }
+    small("tau", list);
     if (new Set(list.map((w) => w === Infinity)).size > 1) {
       throw new Error(`tau is inf (hard gates) at every threshold or at none; got ${list.join(", ")}.`);
     }
@@ -263,6 +271,8 @@ const Gates = (() => {
   }
 
   const REACH = 32, CELLS = 1024, JUMP = 1e-6; // as tg.theory looks for corners, in coarser cells
+  // A sharp gate may cross a bound twice within a cell: more places around its threshold, in 1 / tau.
+  const AROUND = Array.from({ length: 81 }, (_, k) => (k - 40) / 4);
 
   const known = new WeakMap(); // places of an instance, which is never changed
 
@@ -277,10 +287,12 @@ const Gates = (() => {
 
   function clampings(t) {
     const free = { ...t, clamp: null }, one = (x) => evaluate(free, [x]).y[0];
-    const xs = Float64Array.from({ length: CELLS + 1 }, (_, k) => REACH * ((2 * (k + 0.382)) / CELLS - 1));
+    const even = Array.from({ length: CELLS + 1 }, (_, k) => REACH * ((2 * (k + 0.382)) / CELLS - 1));
+    const turns = t.hard ? [] : t.theta.flatMap((at, k) => AROUND.map((w) => at + w / t.tau[k]));
+    const xs = Float64Array.from([...even, ...turns.filter((x) => Math.abs(x) <= REACH)]).sort();
     const y = evaluate(free, xs).y, found = [];
     for (const bound of t.clamp) {
-      for (let k = 0; k < CELLS; k++) {
+      for (let k = 0; k + 1 < xs.length; k++) {
         if (y[k] > bound === y[k + 1] > bound) continue;
         let low = xs[k], high = xs[k + 1];
         for (let step = 0; step < 60; step++) {

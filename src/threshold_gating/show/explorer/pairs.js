@@ -55,7 +55,7 @@ const Pairs = (() => {
       size += want[i] ** 2;
       off += (got[i] - want[i]) ** 2;
     }
-    return size ? Math.sqrt(off / size) : 0;
+    return size || !off ? Math.sqrt(off / (size || 1)) : Infinity;
   }
 
   // The thresholds and the sharpness that a chip has; `chip` holds standard normal numbers, null for no errors.

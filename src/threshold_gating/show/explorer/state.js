@@ -76,7 +76,7 @@ const State = (() => {
 
   // What depends on the presets: their names, how many chips there are, and the temperatures they were measured at.
   function checked(state, data) {
-    const chips = data.chips.theta.length, pair = data.presets[state.pair];
+    const chips = data.chips.theta.length, pair = Object.hasOwn(data.presets, state.pair) && data.presets[state.pair];
     if (state.pair && !pair) {
       throw new Error(`there is no preset '${state.pair}'; there are ${Object.keys(data.presets).join(", ")}.`);
     }
