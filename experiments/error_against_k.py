@@ -17,10 +17,10 @@ Every fit has four new starts (GELU eight) besides those that `tg.fit` takes fro
 GELU at K = 8 begins from START as well: without it the search ends at 3.0e-7. Fits are
 searches: an error is the least found, an upper bound.
 
-Last measured result (2026-11-18, one thread of a busy CPU, 940 s, torch 2.13): GELU 1.39e-2, 3.84e-3,
-9.63e-4, 2.50e-5, 5.42e-6, 7.29e-7, 1.28e-7 for K = 2 to 8. From K = 3 on a branch more divides errors
-by 4 to 35 for analytic functions, by 1.2 to 1.7 behind a corner or tails like 1/x. K = 2 misses 14
-of torch.nn's 23 activations, and one or more in 154 of 232 networks of the zoo.
+Last measured result (2026-11-18, one thread of a busy CPU, 940 s, torch 2.13): GELU 1.39e-2,
+3.84e-3, 9.63e-4, 2.50e-5, 5.42e-6, 7.29e-7, 1.28e-7 for K = 2 to 8. From K = 3 on a branch more
+divides errors by 4 to 35 for analytic functions, by 1.2 to 1.7 behind a corner or tails like 1/x.
+K = 2 misses 14 of torch.nn's 23 activations, and one or more in 154 of 232 networks of the zoo.
 """
 
 from __future__ import annotations
