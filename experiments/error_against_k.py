@@ -14,7 +14,7 @@ The paper says K = O(1/eps) pieces, that K = 2 suffices and that what it misses 
     python -m experiments.error_against_k --smoke               # seconds
 
 Every fit has four new starts (GELU eight) besides those that `tg.fit` takes from simpler fits, and
-GELU at K = 8 begins from START as well: without it the search ends at 3.0e-7. Fits are
+GELU at K = 8 begins from START as well: without it the search ended at 3.0e-7. Fits are
 searches: an error is the least found, an upper bound.
 
 Last measured result (2026-11-18, one thread of a busy CPU, 940 s, torch 2.13): GELU 1.39e-2,
@@ -312,7 +312,8 @@ def _rounding(rows: list[Row]) -> str:
         name = "torch's own" if key == "torch" else f"`{key}`, gates evaluated"
         table.append(f"| {name} | {' | '.join(f'{e:.1e}' for e in errors.values())} |")
     own = taxonomy.ROWS["gelu_k8"].sup
-    text = "Largest error in float32 against GELU in float64. `gelu_k8` itself is off by "
+    text = "Largest error in float32 against GELU in float64. `gelu_k8`, which has a tau for each "
+    text += "threshold, is itself off by "
     return "\n".join([f"{text}{own:.1e}; what is more than that is rounding.", "", *table])
 
 

@@ -92,6 +92,7 @@ def test_smoke_runs_every_kind_of_case():
 
 
 @pytest.mark.slow
-def test_gelu_k8_is_found_again_from_its_start():
+def test_gelu_with_one_tau_is_found_again_at_k_8():
     found = tg.fit(F.gelu, K=8, zero=False, starts=1, start=error_against_k.START)
-    assert found.sup <= 1.03 * tg.taxonomy.ROWS["gelu_k8"].sup
+    # 3 %: as for the rows of the taxonomy, tests/fitting
+    assert found.sup <= 1.03 * 1.28e-7

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from threshold_gating import TG
 from threshold_gating.theory.meanfield import (
     correlation_map,
     edge_of_chaos,
@@ -243,3 +244,20 @@ def test_an_unstable_variance_leaves_its_fixed_point():
         spread[f] = (last / 0.5).log().abs().max().exp().item()
     assert spread[torch.tanh] < 1.3
     assert spread[F.gelu] > 3
+
+
+@pytest.mark.parametrize("tau", [30.0, 1e3, 1e5])
+def test_moments_of_sharp_gates_follow_their_laws(tau):
+    """A gate of width 1/tau: its slope squared is tau/6, its curvature squared tau^3/30, times the
+    density at the threshold, up to terms of 1/tau^2."""
+    q, theta = 0.7, 0.1234
+    found = moments(TG(tau, theta, (0, 0), (0, 1)), q)
+    density = math.exp(-(theta**2) / (2 * q)) / math.sqrt(2 * math.pi * q)
+    near = 10 / tau**2 + 1e-8
+    assert found.slope == pytest.approx(tau / 6 * density, rel=near)
+    assert found.curvature == pytest.approx(tau**3 / 30 * density, rel=near)
+
+
+def test_moments_that_do_not_settle_say_so():
+    with pytest.warns(UserWarning, match="have not settled"):
+        moments(lambda x: torch.sin(3000 * x), 1.0)

@@ -152,7 +152,7 @@ def fit(
     fit that would go on with larger ones (ELU, K = 3) ends there. A function that is straight
     between its corners (Hardtanh) gives a hard instance.
 
-    On one core K = 2 takes 0.1 s, K = 3 0.3 s, K = 5 1.5 s (`own_tau` 3.5 s) and K = 8 5 s.
+    On one core K = 2 takes 0.1 s, K = 3 0.3 s, K = 5 1.5 s (`own_tau` 3 to 6 s) and K = 8 5 s.
 
     Args:
         f: any element-wise callable on float64 tensors.
@@ -172,7 +172,7 @@ def fit(
         recipe: "paper" for the appendix's own: Nelder-Mead on nine parameters, K = 3, product
             form, free tails. Slow; it takes samples, or 100,000 drawn from the density.
         start: an instance to begin from; the result is no worse than it, where it keeps to the
-            conditions above.
+            conditions above. Simpler tasks are then left out, which is three times as fast.
         starts, seed: how many new starts each task searches from, besides those of simpler tasks.
             Five times as many take half as long again, and seldom find more.
 

@@ -135,12 +135,22 @@ def _samples(over: Tensor) -> Inputs:
     return Inputs("samples", float(x[0]), float(x[-1]), float(x.mean()), values=x)
 
 
+def finite(f: Function, x: Tensor) -> Tensor:
+    """`values`, refused where one is NaN or infinite."""
+    y = values(f, x)
+    if not y.isfinite().all():
+        first = int((~y.isfinite()).nonzero()[0])
+        raise ValueError(
+            f"fit: f({float(x[first]):.6g}) = {float(y[first])}, and f must be finite on all "
+            "inputs. Fit over an interval where it is."
+        )
+    return y
+
+
 def check(f: Function, inputs: Inputs) -> None:
     """Refuse an f that is not element-wise, not the same twice, or NaN where it is fitted."""
     x = _span(inputs, 401)
-    y = values(f, x)
-    if not y.isfinite().all():
-        raise not_finite(x, y)
+    y = finite(f, x)
     again = torch.cat([values(f, x[:100].flip(0)).flip(0), values(f, x[100:])])
     if not torch.allclose(y, again, rtol=1e-9, atol=1e-9 * float(y.abs().max())):
         at = float(x[(y - again).abs().argmax()])
@@ -148,15 +158,6 @@ def check(f: Function, inputs: Inputs) -> None:
             f"fit: f is not element-wise: its value at {at:.6g} depends on the other elements or "
             "changes from call to call. Put a module into eval(), or fit one channel at a time."
         )
-
-
-def not_finite(x: Tensor, y: Tensor) -> ValueError:
-    """What to say of the first y = f(x) that is not finite."""
-    first = int((~y.isfinite()).nonzero()[0])
-    return ValueError(
-        f"fit: f({float(x[first]):.6g}) = {float(y[first])}, and f must be finite on all inputs. "
-        "Fit over an interval where it is."
-    )
 
 
 def _span(inputs: Inputs, n: int) -> Tensor:
@@ -259,13 +260,13 @@ def error(t: TG, f: Function, inputs: Inputs, tails: str, scale: Scale) -> Error
     """Errors of `t` itself, as `Inputs.describe` says; on the line and N(0, 1) as `measure` has."""
     everywhere = inputs.kind == "line" or (inputs.kind == "normal" and tails == "exact")
     x = all_points(Inputs("line", -math.inf, math.inf) if everywhere else inputs, scale)
-    sup = float((t(x) - values(f, x)).abs().max())
+    sup = float((t(x) - finite(f, x)).abs().max())
     if everywhere:
         out = torch.logspace(math.log10(60), 4, 1000, dtype=torch.float64)
         x = torch.cat([torch.linspace(-60, 60, 240_001, dtype=torch.float64), out, -out])
-        sup = max(sup, float((t(x) - values(f, x)).abs().max()))
+        sup = max(sup, float((t(x) - finite(f, x)).abs().max()))
     x, weight = _quadrature(inputs)
-    y = values(f, x)
+    y = finite(f, x)
     rms, size = (float((weight * z**2).sum().sqrt()) for z in (t(x) - y, y))
     return Error(sup, rms, rms / size if size else math.inf if rms else 0.0)
 

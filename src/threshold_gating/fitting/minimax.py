@@ -101,12 +101,13 @@ class _Space:
         return self.at(p)
 
 
-def _program(space: _Space, point: _Point, low: Array, high: Array, first: int) -> _Point | None:
-    """The step within [low, high], of parameters from `first` on, that is best by the linear model.
+def _program(space: _Space, point: _Point, reach: Array, first: int) -> _Point | None:
+    """The step within `reach`, of parameters from `first` on, that is best by the linear model.
 
     Returns the point the model predicts (its sup is the prediction), None if there is no step.
     """
-    low, high = low[first:], high[first:]
+    low = np.maximum(space.low - point.p, -reach)[first:]
+    high = np.minimum(space.high - point.p, reach)[first:]
     reach = np.maximum(np.maximum(-low, high), 1e-12)
     # in units of the current error and of the largest step, HiGHS' tolerances are relative
     a, b = point.jacobian[:, first:] * reach / point.sup, point.r / point.sup
@@ -150,25 +151,19 @@ def _rows(r: Array, reach: Array) -> NDArray[np.intp]:
 def polish(problem: Problem, start: Found, iterations: int) -> Found:
     """Lower the largest error on the grid from `start`; it never rises."""
     space = _Space.of(problem)
-    here = space.at(np.concatenate([start.q, start.coef[space.free]]))
+    here = mark = space.at(np.concatenate([start.q, start.coef[space.free]]))
     unit = np.ones(len(here.p))
     unit[space.nonlinear :] = 4.0  # by trial: 1 creeps, 10 is no faster
     radius = min(0.1, here.sup**0.5)  # where curvature of order one comes to as much as the error
-    for _ in range(iterations):
-        low = np.maximum(space.low - here.p, -radius * unit)
-        high = np.minimum(space.high - here.p, radius * unit)
+    for done in range(1, iterations + 1):
         if here.sup < 1e-14 or radius < 1e-9:
             break
-        if (aim := _program(space, here, low, high, 0)) is None:
+        if (aim := _program(space, here, radius * unit, 0)) is None:
             radius /= 4
             continue
         there = space.restored(space.at(aim.p))
-        if len(space.free) and there.sup > here.sup - 0.9 * (here.sup - aim.sup):
-            low = np.maximum(space.low - there.p, -radius * unit)
-            high = np.minimum(space.high - there.p, radius * unit)
-            again = _program(space, there, low, high, space.nonlinear)
-            if again is not None and (next_ := space.restored(space.at(again.p))).sup < there.sup:
-                there = next_
+        if there.sup > here.sup - 0.9 * (here.sup - aim.sup):
+            there = _balanced(space, there, radius * unit)
         gain, hoped = here.sup - there.sup, here.sup - aim.sup
         if gain > 0.5 * hoped:
             radius = min(2 * radius, 1.0)
@@ -177,7 +172,33 @@ def polish(problem: Problem, start: Found, iterations: int) -> Found:
         here = there if gain > 0 else here
         if hoped < 1e-4 * here.sup:
             break
+        if done % 3 == 0:
+            here = mark = _further(space, here, here.p - mark.p, unit)
     return Found(here.p[: space.nonlinear], space.coef(here.p), here.sup)
+
+
+def _balanced(space: _Space, point: _Point, reach: Array) -> _Point:
+    """The best s and c within `reach` at these gates, where the linear model is exact."""
+    if not len(space.free):
+        return point
+    aim = _program(space, point, reach, space.nonlinear)
+    found = point if aim is None else space.restored(space.at(aim.p))
+    return found if found.sup < point.sup else point
+
+
+def _further(space: _Space, here: _Point, step: Array, unit: Array) -> _Point:
+    """On along the last few steps while that helps: valleys are long where branches are nearly one.
+
+    Steps of the linear model alone creep there.
+    """
+    begin, size, factor = here.p, float(np.abs(step).max()), 2.0
+    while size and factor < 1000:
+        there = space.restored(space.at(np.clip(begin + factor * step, space.low, space.high)))
+        there = _balanced(space, there, max(1e-3, 10 * factor * size) * unit)
+        if there.sup >= here.sup:
+            break
+        here, factor = there, 3 * factor
+    return here
 
 
 def search(
@@ -198,8 +219,8 @@ def search(
         return sorted(found, key=_error)
     # Least squares ranks the candidates badly. A start may be better than the minimum it led to.
     level = levelled(problem, np.concatenate([state.q, *(each.q[None] for each in begin[:8])]))
-    found = [Found(*each) for each in zip(level.q, level.coef, level.cost, strict=True)]
-    found = sorted((polish(problem, f, 8) for f in _apart(found)[:4]), key=_error)
+    found = _apart([Found(*each) for each in zip(level.q, level.coef, level.cost, strict=True)])
+    found = sorted((polish(problem, f, 8) for f in found[:4]), key=_error)
     found = [_exchange(problem, polish(problem, f, 40), *check) for f in found[:2]]
     return sorted(found, key=_error)
 

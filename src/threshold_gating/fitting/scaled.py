@@ -85,10 +85,8 @@ class Scaled:
         condition = condition_of(task, K, scale)
         units = _units(task, scale, condition)
         x = _inputs.all_points(task.inputs, scale)
-        y = values(task.f, x)
-        if not y.isfinite().all():
-            raise _inputs.not_finite(x, y)
-        return cls(task, units, condition, _problem(task, K, units, condition), (x, y))
+        problem = _problem(task, K, units, condition)
+        return cls(task, units, condition, problem, (x, _inputs.finite(task.f, x)))
 
     @property
     def dense(self) -> tuple[Array, Array]:

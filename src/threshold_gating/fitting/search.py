@@ -7,6 +7,7 @@ these can make a fit worse, however the search for it goes.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -62,9 +63,14 @@ class Search:
             task = replace(task, own_tau=False, ordered=True)
         key = (K, task.own_tau, task.ordered, task.zero, task.tails)
         if key not in self._found:
-            same = [self._solved(less, K) for less in self._simpler(task, K)]
-            fewer = self._solved(task, K - 1) if K > 2 else []
-            self._found[key] = _solve(task, K, self._closed, same, fewer)
+            own = [t for t in (*self._closed, task.start) if t is not None and t.K == K]
+            node = _Node(Scaled.of(task, K), own)
+            if not node.exact and task.start is None:  # about a start: it alone, and quickly
+                for less in self._simpler(task, K):
+                    node.take(self._solved(less, K))
+                if K > 2:
+                    node.take_fewer(self._solved(task, K - 1))
+            self._found[key] = node.solved()
         return self._found[key]
 
     def _simpler(self, task: Task, K: int) -> Iterator[Task]:
@@ -83,32 +89,48 @@ class Search:
                 break
 
 
-def _solve(
-    task: Task,
-    K: int,
-    closed: Sequence[TG],
-    same: Sequence[Sequence[Candidate]],
-    fewer: Sequence[Candidate],
-) -> list[Candidate]:
-    """The best few with K branches, given those of simpler tasks and of one branch fewer."""
-    scaled = Scaled.of(task, K)
-    own = [t for t in (task.start,) if t is not None and t.K == K]
-    given = [t for t in (*closed, *own) if t.K == K]
-    given += [each.t for found in same for each in found[:1]]
-    more = [embed.with_one_more(each.t) for each in fewer]
-    given += [found[0] for found in more[:1]]
-    known = [Candidate(t, scaled.error(t)) for t in given if scaled.keeps(t)]
-    known.sort(key=lambda each: each.error)
-    if known and known[0].error <= _EXACT * scaled.units.scale.height:
-        return known[:1]
-    warm = [*own, *(t for found in more for t in found), *(e.t for found in same for e in found)]
-    begin = [scaled.start(t) for t in warm if not t.hard]
-    problem = scaled.problem
-    q = starts(problem, task.starts, np.random.default_rng(task.seed))
-    found = search(problem, task.objective, scaled.dense, q, begin)
-    made = [scaled.instance(each) for each in found]
-    every = known[:1] + [Candidate(t, scaled.error(t)) for t in made]
-    return sorted(every, key=lambda each: each.error)[:3]  # stable: what was given wins ties
+class _Node:
+    """One task with K branches: what is given, what to begin from, and then the search."""
+
+    def __init__(self, scaled: Scaled, given: Sequence[TG]) -> None:
+        self._scaled = scaled
+        self._begin = list(given)
+        self._known: list[Candidate] = []
+        self._know(given)
+
+    @property
+    def exact(self) -> bool:
+        """Whether an instance that is f itself is known."""
+        limit = _EXACT * self._scaled.units.scale.height
+        return bool(self._known) and self._known[0].error <= limit
+
+    def take(self, found: Sequence[Candidate]) -> None:
+        """The best few of a simpler task."""
+        self._know([each.t for each in found[:1]])
+        self._begin += [each.t for each in found]
+
+    def take_fewer(self, found: Sequence[Candidate]) -> None:
+        """The best few with one branch fewer."""
+        more = [embed.with_one_more(each.t) for each in found]
+        self._know(more[0][:1])
+        self._begin = [*itertools.chain(*more), *self._begin]
+
+    def _know(self, given: Sequence[TG]) -> None:
+        scaled = self._scaled
+        self._known += [Candidate(t, scaled.error(t)) for t in given if scaled.keeps(t)]
+        self._known.sort(key=lambda each: each.error)
+
+    def solved(self) -> list[Candidate]:
+        """The best few, best first; what was given wins ties."""
+        if self.exact:
+            return self._known[:1]
+        scaled, task = self._scaled, self._scaled.task
+        begin = [scaled.start(t) for t in self._begin if not t.hard]
+        q = starts(scaled.problem, task.starts, np.random.default_rng(task.seed))
+        found = search(scaled.problem, task.objective, scaled.dense, q, begin)
+        made = [scaled.instance(each) for each in found]
+        every = self._known[:1] + [Candidate(t, scaled.error(t)) for t in made]
+        return sorted(every, key=lambda each: each.error)[:3]
 
 
 def _least(errors: Sequence[Error], objective: str, height: float) -> int:

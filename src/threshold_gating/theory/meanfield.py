@@ -18,6 +18,7 @@ place of E[phi''^2]; nothing here does.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -27,6 +28,7 @@ import torch
 from torch import Tensor
 
 from threshold_gating.fitting.shape import curve, discontinuities
+from threshold_gating.instance import TG
 
 _DEVIATIONS = 13.0  # the normal density beyond is under 1e-37
 _TERMS = 1000  # Hermite coefficients of the correlation map
@@ -126,7 +128,9 @@ def moments(f: Any, q: float, mean: float = 0.0) -> Moments:
     """E[phi^2], E[phi'^2], E[phi''^2] under N(mean, q), to about ten digits.
 
     Gauss-Legendre on panels that are cut where phi, phi' or phi'' jump: the same rule serves
-    smooth and kinked functions, and the panels are halved until nothing moves.
+    smooth and kinked functions, and the panels are halved until nothing moves. Around the
+    thresholds of an instance they are as narrow as its gates are sharp. If something still moves
+    after the last halving, a warning says so.
 
     >>> round(moments(torch.relu, 1.0).slope, 12)
     0.5
@@ -136,13 +140,20 @@ def moments(f: Any, q: float, mean: float = 0.0) -> Moments:
     if not q > 0:
         raise ValueError(f"moments: the variance q must be positive; got {q}.")
     settled = torch.full((4,), math.nan, dtype=torch.float64)
+    places = (*(a for found in cuts for a in found), *_around_gates(f))
     for halvings in range(6):
-        u, weight = gaussian_rule(q, mean, tuple(a for found in cuts for a in found), halvings)
+        u, weight = gaussian_rule(q, mean, places, halvings)
         phi, slope = c(u), c(u, 1)
         integrands = torch.stack([phi**2, slope**2, c(u, 2) ** 2, (u - mean) * phi * slope / q])
         last, settled = settled, integrands @ weight
         if bool(((settled - last).abs() <= 1e-11 * (1 + settled.abs())).all()):
             break
+    else:
+        warnings.warn(
+            f"moments of {getattr(f, '__name__', type(f).__name__)} at q = {q:g} have not settled: "
+            "it bends too sharply somewhere; give an instance (tg.TG), or take fewer digits.",
+            stacklevel=2,
+        )
     value, first, second, growth = settled.tolist()
     steps, kinks, _ = cuts
     return Moments(
@@ -153,6 +164,17 @@ def moments(f: Any, q: float, mean: float = 0.0) -> Moments:
         math.inf if steps or kinks else second,
         growth,
     )
+
+
+def _around_gates(f: Any) -> list[float]:
+    """Where the soft gates of an instance open and close, in steps of their own width."""
+    if not isinstance(f, TG) or f.hard:
+        return []
+    taus = f.tau if isinstance(f.tau, tuple) else (f.tau,) * len(f.theta)
+    widths = [side * w for w in (1, 4, 16, 64) for side in (-1, 1)]
+    return [
+        theta + w / tau for theta, tau in zip(f.theta, taus, strict=True) for w in (0, *widths)
+    ]
 
 
 def edge_of_chaos(f: Any, q: float) -> EdgeOfChaos:
