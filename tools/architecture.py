@@ -34,6 +34,8 @@ HELD_BY = {
     "cli/spice_tables.py": "cli/test_spice_command.py",
     "conversion/answering.py": "conversion/test_intercept.py",
     "conversion/aten_ops.py": "conversion/test_audit.py",
+    "fitting/options.py": "fitting/test_fitting.py",
+    "fitting/scaled.py": "fitting/test_search.py",
     "kernels/blend/kept.py": "export/test_graph.py",
     "primitive/graphs.py": "export/test_graph.py",
     "conversion/checkpoint/beside.py": "conversion/test_pretrained.py",
