@@ -66,7 +66,6 @@ HELD_BY = {
     "insight/text.py": "insight/test_reading.py",
     "fitting/inputs.py": "fitting/test_fitting.py",
     "fitting/minimax.py": "fitting/test_fitting.py",
-    "fitting/search.py": "fitting/test_fitting.py",
     "fitting/varpro.py": "fitting/test_fitting.py",
     "hardware/assumptions.py": "hardware/test_energy.py",
     "hardware/crossbar_layers.py": "hardware/test_crossbar.py",
