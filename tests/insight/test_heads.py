@@ -9,6 +9,7 @@ from torch import nn
 
 import threshold_gating as tg
 from threshold_gating.insight import read
+from threshold_gating.insight.attention import HeadTally
 
 
 class Attention(nn.Module):
@@ -84,6 +85,25 @@ def test_masks_count(shape):
     x = torch.randn(2, 7, 12)
     (found,) = read(tg.convert(model, inputs=x), x).heads
     check(found, logits(model, x, mask=mask))
+
+
+def test_without_heads_each_of_a_batch_has_its_own_mask():
+    class Bare(nn.Module):
+        def forward(self, q, mask):
+            return F.scaled_dot_product_attention(q, q, q, attn_mask=mask)
+
+    q, mask = torch.randn(3, 5, 6), torch.randn(3, 5, 5)
+    (found,) = read(tg.convert(Bare(), inputs=(q, mask)), q, mask).heads
+    check(found, (q @ q.transpose(1, 2) / math.sqrt(6) + mask).unsqueeze(1))
+
+
+def test_the_thresholds_that_are_kept_are_of_all_queries_and_keys():
+    z = torch.randn(128, 64) + torch.arange(64) / 8 + torch.arange(128).unsqueeze(1) / 16
+    tally = HeadTally(1, None)
+    tally.add([z])
+    theta = expected(z.view(1, 1, 128, 64))[0]
+    # 4,096 of 8,192, whose quantiles are off by about 0.01 of the order, here below 0.1
+    torch.testing.assert_close(tally.reading("a").theta, theta, rtol=0, atol=0.15)
 
 
 def test_a_learned_temperature_is_read_and_multiplies_the_logits():

@@ -78,6 +78,28 @@ def test_a_run_is_not_written_over_another_but_continued(run):
     assert history(folder).steps == (0, 5, 10, 15, 20)
 
 
+def test_a_run_that_goes_back_leaves_out_what_it_undoes(run):
+    folder, model = run
+    optimizer = torch.optim.SGD(tg.training.param_groups(model, 0.1))
+    with record(model, optimizer, folder, every=3, start=4):
+        trained(model, optimizer, 3)
+    with pytest.warns(UserWarning, match="go back.* of steps 10 to 12 is left out"):
+        found = history(folder)
+    assert found.steps == (0, 5, 6)
+    assert {step for step, _ in found.texts} == {7}
+
+
+def test_a_run_that_resumes_after_half_a_line_loses_no_record_of_its_own(run):
+    folder, model = run
+    path = folder / "gates.jsonl"
+    path.write_bytes(path.read_bytes()[:-20])
+    optimizer = torch.optim.SGD(tg.training.param_groups(model, 0.1))
+    with record(model, optimizer, folder, every=5, start=12):
+        trained(model, optimizer, 4)
+    with pytest.warns(UserWarning, match="is damaged and left out"):
+        assert history(folder).steps[-1] == 15
+
+
 def test_a_channel_that_dies_is_warned_of_and_in_the_history(tmp_path):
     model = network()
     with torch.no_grad():

@@ -17,7 +17,7 @@ from torch import Tensor
 from threshold_gating import logits
 from threshold_gating.conversion import sites
 from threshold_gating.conversion.learned_calls import heads_of
-from threshold_gating.insight.tally import CLOSED
+from threshold_gating.insight.tally import CLOSED, spread
 
 QUANTILES = (0.1, 0.5, 0.9)
 _KEPT = 4096  # thresholds of a head that are kept from a call
@@ -71,8 +71,7 @@ class HeadTally:
             own = [torch.ones(len(z)), entropy.exp(), live.sum(1), p.amax(1) >= CLOSED]
             self.sums[:, h] += torch.stack([w.double().sum().cpu() for w in own])
             seen = theta[live & theta.isfinite()]  # a row's only key has no threshold
-            some = seen[:: max(1, len(seen) // _KEPT)][:_KEPT]
-            self.thetas[h].append(some.double().cpu())
+            self.thetas[h].append(spread(seen, _KEPT).double().cpu())
         self.queries = int(self.sums[0].max())
 
     def reading(self, name: str) -> Heads:
@@ -125,13 +124,13 @@ def _softmax_arguments(
 
 
 def _of_attention(call: logits.AttentionCall, tau: Any) -> tuple[int, Iterable[Tensor]]:
-    q, k = call.query, call.key
+    q, k, mask = call.query, call.key, call.attn_mask
     if q.dim() < 4:
         q, k = q.view(1, -1, *q.shape[-2:]), k.view(1, -1, *k.shape[-2:])
         if q.shape[1] > 1:  # without an axis of heads: these are the batch
             q, k = q.transpose(0, 1), k.transpose(0, 1)
+            mask = mask.unsqueeze(1) if mask is not None and mask.dim() == 3 else mask
     heads, groups = q.shape[-3], q.shape[-3] // k.shape[-3]
-    mask = call.attn_mask
 
     def each() -> Iterable[Tensor]:
         # one by one: the logits of all heads of a long sequence would not fit

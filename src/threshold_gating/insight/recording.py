@@ -129,7 +129,8 @@ def history(path: str | Path) -> History:
     """What `record` wrote: of its folder, or of the file gates.jsonl.
 
     A line that is damaged, as the last one of a run that was killed may be, is left out and warned
-    of by its number; the others are read.
+    of by its number; the others are read. Where the steps go back, as in a run that resumes from an
+    earlier checkpoint, what was written of later steps before is left out, and warned of.
     """
     path = Path(path)
     path = path / FILE if path.is_dir() else path
@@ -141,9 +142,10 @@ def history(path: str | Path) -> History:
         ) from error
     rows: dict[int, dict[str, Any]] = {}
     damaged = []
+    undone: set[int] = set()
     for number, line in enumerate(lines, start=1):
         try:
-            _merge(rows, json.loads(line))
+            undone |= _merge(rows, json.loads(line))
         except (ValueError, TypeError, KeyError, AttributeError):
             damaged.append(number)
     steps = sorted(step for step, row in rows.items() if "histograms" in row)
@@ -159,6 +161,12 @@ def history(path: str | Path) -> History:
             "are read.",
             stacklevel=2,
         )
+    if undone:
+        warnings.warn(
+            f"{path}: the steps go back: what was written before of steps {min(undone)} to "
+            f"{max(undone)} is left out, and the run that was written last is read.",
+            stacklevel=2,
+        )
     texts = [(step, text) for step in sorted(rows) for text in rows[step].get("texts", {}).values()]
     return History(
         str(path),
@@ -170,16 +178,21 @@ def history(path: str | Path) -> History:
     )
 
 
-def _merge(rows: dict[int, dict[str, Any]], row: Any) -> None:
-    """Add what one line says of a step; a step may have several."""
+def _merge(rows: dict[int, dict[str, Any]], row: Any) -> set[int]:
+    """Add what one line says of a step; a step may have several. Those that it undoes are told."""
     step = row["step"]
     if not isinstance(step, int):
         raise TypeError(f"a step is a whole number, not {step!r}.")
     parts = {part: dict(row[part]) for part in ("scalars", "histograms", "texts") if part in row}
     for histogram in parts.get("histograms", {}).values():
         histogram["low"], histogram["high"], histogram["counts"]  # or the line is damaged
+    goes_back = bool(parts and rows) and step < max(rows)
+    undone = {old for old in rows if goes_back and old >= step}
+    for old in undone:
+        del rows[old]
     for part, values in parts.items():
         rows.setdefault(step, {}).setdefault(part, {}).update(values)
+    return undone
 
 
 def _by_name(rows: Mapping[int, Mapping[str, Any]], part: str) -> dict[str, dict[int, Any]]:
