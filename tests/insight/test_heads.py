@@ -97,13 +97,32 @@ def test_without_heads_each_of_a_batch_has_its_own_mask():
     check(found, (q @ q.transpose(1, 2) / math.sqrt(6) + mask).unsqueeze(1))
 
 
-def test_the_thresholds_that_are_kept_are_of_all_queries_and_keys():
-    z = torch.randn(128, 64) + torch.arange(64) / 8 + torch.arange(128).unsqueeze(1) / 16
+def test_the_thresholds_that_are_kept_are_of_all_keys():
+    z = torch.tensor([5.0, 0.0, 0.0, 0.0]).expand(4096, 4)
     tally = HeadTally(1, None)
-    tally.add([z])
-    theta = expected(z.view(1, 1, 128, 64))[0]
-    # 4,096 of 8,192, whose quantiles are off by about 0.01 of the order, here below 0.1
-    torch.testing.assert_close(tally.reading("a").theta, theta, rtol=0, atol=0.15)
+    tally.add([z])  # one threshold in four is kept, and one in four is low
+    low, high = math.log(3), math.log(math.exp(5) + 2)
+    assert tally.reading("a").theta.flatten().tolist() == pytest.approx([low, high, high])
+
+
+def test_queries_with_a_logit_that_is_nan_are_left_out_and_said():
+    model, x = Attention(), torch.randn(2, 7, 12)
+    gated = tg.convert(model, inputs=x)
+    x[1, 3] = math.nan  # a key of all seven queries
+    reading = read(gated, x)
+    (found,) = reading.heads
+    check(found, logits(model, x[:1]))
+    assert (found.lost, found.queries) == (28, 7)
+    assert any("28 queries of its heads have a logit that is NaN" in n for n in reading.notes)
+
+
+def test_a_temperature_that_is_not_finite_is_said():
+    x = torch.randn(2, 7, 12)
+    model = tg.convert(Attention(), train=("tau",), share="channel", inputs=x)
+    with torch.no_grad():
+        next(iter(tg.training.gate_parameters(model).values()))[..., 2] = math.nan
+    for reading in (read(model), read(model, x)):
+        assert any("tau of head 2 is not finite" in note for note in reading.notes)
 
 
 def test_a_learned_temperature_is_read_and_multiplies_the_logits():

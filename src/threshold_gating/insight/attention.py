@@ -30,7 +30,8 @@ class Heads:
     `theta` are the quantiles 10, 50 and 90 % of the thresholds [3, heads], `keys` how many keys a
     query weighs, the mean of exp(entropy), of `live` that it can see, and `decided` the share of
     queries of which one key has 0.99 or more. `tau` are the learned temperatures, 1 without any.
-    All but `tau` is NaN where nothing ran.
+    All but `tau` is NaN where nothing ran. `lost` counts queries of all heads with a logit that is
+    NaN or inf, whose weights are NaN: they are left out.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Heads:
     keys: Tensor
     live: Tensor
     decided: Tensor
+    lost: int = 0
 
     @property
     def heads(self) -> int:
@@ -52,7 +54,7 @@ class HeadTally:
 
     def __init__(self, heads: int, tau: Any) -> None:
         self.heads, self.tau = heads, tau
-        self.queries = 0
+        self.queries = self.lost = 0
         self.thetas: list[list[Tensor]] = [[] for _ in range(heads)]
         self.sums = torch.zeros(4, heads, dtype=torch.float64)  # rows, keys, live, decided
 
@@ -62,7 +64,10 @@ class HeadTally:
         for h, z in enumerate(each):
             lowest = torch.finfo(z.dtype).min  # which some masks are, in the place of -inf
             z = z.detach().float() if z.dtype != torch.float64 else z.detach()
-            live = (z > lowest / 2) & z.isfinite()
+            broken = (z.isnan() | (z == torch.inf)).any(1)
+            self.lost += int(broken.sum())
+            z = z[~broken]
+            live = z > lowest / 2
             z, live = z[live.any(1)], live[live.any(1)]
             z = z.masked_fill(~live, -torch.inf)
             theta = logits.thresholds(z)
@@ -93,6 +98,7 @@ class HeadTally:
             keys,
             live,
             decided,
+            self.lost,
         )
 
 
