@@ -133,7 +133,9 @@ def test_a_line_that_was_cut_off_is_left_out_and_the_others_are_read(run):
         b'{"histograms": {}}',
         b'{"step": "5", "scalars": {}}',
         b'{"step": 7, "histograms": {"gates/1/tau": {"low": 1.0}}}',
+        b'{"step": 7, "histograms": {"gates/1/tau": {"low": "x", "high": 2, "counts": [1]}}}',
         b'{"step": 7, "scalars": 3}',
+        b'{"step": 7, "scalars": {"gates/1/tau/mean": null}}',
     ],
 )
 def test_whatever_a_damaged_line_holds_nothing_else_is_lost(run, line):
@@ -145,6 +147,19 @@ def test_whatever_a_damaged_line_holds_nothing_else_is_lost(run, line):
         found = history(path)
     assert found.histograms == whole.histograms
     assert found.scalars == whole.scalars
+
+
+def test_a_tau_that_became_0_by_rounding_is_what_moved_furthest(tmp_path):
+    ends = {
+        0: {"tau": (1.0, 2.0), "theta": (0.0, 0.0)},
+        1: {"tau": (0.0, 0.0), "theta": (9.0, 9.0)},
+    }
+    lines = []
+    for step, rows in ends.items():
+        made = {f"gates/a/{w}": {"low": a, "high": b, "counts": []} for w, (a, b) in rows.items()}
+        lines.append(json.dumps({"step": step, "histograms": made}) + "\n")
+    (tmp_path / "gates.jsonl").write_text("".join(lines))
+    assert history(tmp_path).table().splitlines()[2].split() == ["a/tau", "1", "to", "2", "0"]
 
 
 @pytest.mark.parametrize("content", ["", "{}\n", "hello\nworld\n", '{"step": 1, "scalars": {}}\n'])

@@ -113,8 +113,8 @@ class History:
         )
         pairs = [(first.get(end), last.get(end)) for end in ("low", "high")]
         known = [(float(a), float(b)) for a, b in pairs if a is not None and b is not None]
-        if "/tau" in name:
-            known = [(math.log(a), math.log(b)) for a, b in known]
+        if "/tau" in name:  # one that is 0 by rounding has moved furthest
+            known = [(math.log(a), math.log(b)) for a, b in known if min(a, b) > 0]
         return max((abs(b - a) for a, b in known), default=math.inf)
 
 
@@ -184,8 +184,10 @@ def _merge(rows: dict[int, dict[str, Any]], row: Any) -> set[int]:
     if not isinstance(step, int):
         raise TypeError(f"a step is a whole number, not {step!r}.")
     parts = {part: dict(row[part]) for part in ("scalars", "histograms", "texts") if part in row}
+    for name, value in parts.get("scalars", {}).items():
+        parts["scalars"][name] = float(value)  # or the line is damaged, as below
     for histogram in parts.get("histograms", {}).values():
-        histogram["low"], histogram["high"], histogram["counts"]  # or the line is damaged
+        _known(histogram["low"], histogram["high"], *histogram["counts"])
     goes_back = bool(parts and rows) and step < max(rows)
     undone = {old for old in rows if goes_back and old >= step}
     for old in undone:
@@ -195,10 +197,14 @@ def _merge(rows: dict[int, dict[str, Any]], row: Any) -> set[int]:
     return undone
 
 
+def _known(*numbers: Any) -> list[float]:
+    """The numbers that are there, of which a histogram of NaN alone has no ends."""
+    return [float(n) for n in numbers if n is not None]
+
+
 def _by_name(rows: Mapping[int, Mapping[str, Any]], part: str) -> dict[str, dict[int, Any]]:
     found: dict[str, dict[int, Any]] = {}
     for step in sorted(rows):
         for name, value in rows[step].get(part, {}).items():
-            value = float(value) if part == "scalars" else value
             found.setdefault(name.removeprefix("gates/"), {})[step] = value
     return found
