@@ -73,6 +73,8 @@ def test_a_run_is_not_written_over_another_but_continued(run):
     optimizer = torch.optim.SGD(tg.training.param_groups(model, 0.1))
     with pytest.raises(ValueError, match="holds a run already; give another folder, or start="):
         record(model, optimizer, folder)
+    with pytest.raises(ValueError, match="start is the steps made before, 0 or more; got -1"):
+        record(model, optimizer, folder, start=-1)
     with record(model, optimizer, folder, every=5, start=12):
         trained(model, optimizer, 8)
     assert history(folder).steps == (0, 5, 10, 15, 20)

@@ -50,6 +50,8 @@ def record(
         rule: when a channel counts as dead or saturated.
         start: steps that were made before, of a run that resumes: then the file is continued.
     """
+    if start < 0:
+        raise ValueError(f"record: start is the steps made before, 0 or more; got {start}.")
     config = WatchConfig(every=every, out=out, figures=0, rule=rule or Rule())
     path = Path(out) / FILE
     if start == 0 and path.exists() and path.stat().st_size:
