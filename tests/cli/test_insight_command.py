@@ -110,6 +110,7 @@ def test_a_recorded_run_is_shown_and_drawn_damaged_or_not(folder, tg):
             ("insight", "after", "--inputs", "5,4"),
             "whose network does not run; it takes no --inputs",
         ),
+        (("insight", "after", "--pretrained"), "does not run; it takes no --pretrained"),
         (("insight", "run", "--against", "before"), "is a recorded run; it takes no --against"),
         (("insight", "after", "--plot", "net.py"), "--plot net.py is a file"),
         (("insight", "after", "--against", "run"), "tg_config.json cannot be read"),

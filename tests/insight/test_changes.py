@@ -102,6 +102,31 @@ def test_temperatures_of_heads_are_compared():
     assert "moved by 0.5" in found.table()
 
 
+def test_a_temperature_that_only_the_second_learns_has_changed():
+    class Attention(nn.Module):
+        def forward(self, q):
+            return nn.functional.scaled_dot_product_attention(q, q, q)
+
+    q = torch.randn(1, 2, 4, 8)
+    one = tg.convert(Attention(), inputs=q)
+    two = tg.convert(Attention(), train=("tau",), share="channel", inputs=q)
+    with torch.no_grad():
+        next(iter(tg.training.gate_parameters(two).values())).add_(0.5)
+    for pair in ((one, two), (two, one)):
+        (moved,) = compare(*(read(model, q) for model in pair)).heads.values()
+        assert moved == pytest.approx(0.5)
+
+
+def test_a_hard_gate_that_is_soft_now_has_moved_its_tau():
+    hard, soft = (
+        tg.convert(nn.Sequential(nn.Linear(3, 2), act), inputs=torch.randn(4, 3))
+        for act in (nn.ReLU(), nn.SiLU())
+    )
+    for pair in ((hard, soft), (soft, hard)):
+        assert compare(*pair).sites[0].moved["log tau"] == math.inf
+    assert compare(hard, hard).sites[0].moved["log tau"] == 0
+
+
 def test_two_networks_are_refused(before):
     other = nn.Sequential(tg.Activation("relu"))
     with pytest.raises(ValueError, match="only the first has 1, 3; only the second has 0"):

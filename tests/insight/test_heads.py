@@ -9,6 +9,7 @@ from torch import nn
 
 import threshold_gating as tg
 from threshold_gating.insight import read
+from threshold_gating.insight.attention import HeadTally
 
 
 class Attention(nn.Module):
@@ -84,6 +85,44 @@ def test_masks_count(shape):
     x = torch.randn(2, 7, 12)
     (found,) = read(tg.convert(model, inputs=x), x).heads
     check(found, logits(model, x, mask=mask))
+
+
+def test_without_heads_each_of_a_batch_has_its_own_mask():
+    class Bare(nn.Module):
+        def forward(self, q, mask):
+            return F.scaled_dot_product_attention(q, q, q, attn_mask=mask)
+
+    q, mask = torch.randn(3, 5, 6), torch.randn(3, 5, 5)
+    (found,) = read(tg.convert(Bare(), inputs=(q, mask)), q, mask).heads
+    check(found, (q @ q.transpose(1, 2) / math.sqrt(6) + mask).unsqueeze(1))
+
+
+def test_the_thresholds_that_are_kept_are_of_all_keys():
+    z = torch.tensor([5.0, 0.0, 0.0, 0.0]).expand(4096, 4)
+    tally = HeadTally(1, None)
+    tally.add([z])  # one threshold in four is kept, and one in four is low
+    low, high = math.log(3), math.log(math.exp(5) + 2)
+    assert tally.reading("a").theta.flatten().tolist() == pytest.approx([low, high, high])
+
+
+def test_queries_with_a_logit_that_is_nan_are_left_out_and_said():
+    model, x = Attention(), torch.randn(2, 7, 12)
+    gated = tg.convert(model, inputs=x)
+    x[1, 3] = math.nan  # a key of all seven queries
+    reading = read(gated, x)
+    (found,) = reading.heads
+    check(found, logits(model, x[:1]))
+    assert (found.lost, found.queries) == (28, 7)
+    assert any("28 queries of its heads have a logit that is NaN" in n for n in reading.notes)
+
+
+def test_a_temperature_that_is_not_finite_is_said():
+    x = torch.randn(2, 7, 12)
+    model = tg.convert(Attention(), train=("tau",), share="channel", inputs=x)
+    with torch.no_grad():
+        next(iter(tg.training.gate_parameters(model).values()))[..., 2] = math.nan
+    for reading in (read(model), read(model, x)):
+        assert any("tau of head 2 is not finite" in note for note in reading.notes)
 
 
 def test_a_learned_temperature_is_read_and_multiplies_the_logits():

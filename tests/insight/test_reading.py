@@ -272,6 +272,15 @@ def test_a_folder_with_a_learning_lstm_of_ours_says_that_it_needs_the_network(tm
     reading = read(tmp_path)
     assert [s.name for s in reading.sites] == ["1"]
     assert "read the network, not its folder" in " ".join(reading.notes)
+    tg.conversion.save(tg.LSTM(3, 4, train=("tau",)), tmp_path / "alone")
+    with pytest.raises(ValueError, match="lstm: a recurrent layer with learned gates"):
+        read(tmp_path / "alone")
+
+
+def test_a_folder_of_one_gate_has_the_name_that_the_gate_has(tmp_path):
+    gate = tg.Activation("silu", train=("tau",))
+    tg.conversion.save(gate, tmp_path)
+    assert [s.name for s in read(tmp_path).sites] == [s.name for s in read(gate).sites]
 
 
 @pytest.mark.parametrize(

@@ -73,9 +73,33 @@ def test_a_run_is_not_written_over_another_but_continued(run):
     optimizer = torch.optim.SGD(tg.training.param_groups(model, 0.1))
     with pytest.raises(ValueError, match="holds a run already; give another folder, or start="):
         record(model, optimizer, folder)
+    with pytest.raises(ValueError, match="start is the steps made before, 0 or more; got -1"):
+        record(model, optimizer, folder, start=-1)
     with record(model, optimizer, folder, every=5, start=12):
         trained(model, optimizer, 8)
     assert history(folder).steps == (0, 5, 10, 15, 20)
+
+
+def test_a_run_that_goes_back_leaves_out_what_it_undoes(run):
+    folder, model = run
+    optimizer = torch.optim.SGD(tg.training.param_groups(model, 0.1))
+    with record(model, optimizer, folder, every=3, start=4):
+        trained(model, optimizer, 3)
+    with pytest.warns(UserWarning, match="go back.* of steps 10 to 12 is left out"):
+        found = history(folder)
+    assert found.steps == (0, 5, 6)
+    assert {step for step, _ in found.texts} == {7}
+
+
+def test_a_run_that_resumes_after_half_a_line_loses_no_record_of_its_own(run):
+    folder, model = run
+    path = folder / "gates.jsonl"
+    path.write_bytes(path.read_bytes()[:-20])
+    optimizer = torch.optim.SGD(tg.training.param_groups(model, 0.1))
+    with record(model, optimizer, folder, every=5, start=12):
+        trained(model, optimizer, 4)
+    with pytest.warns(UserWarning, match="is damaged and left out"):
+        assert history(folder).steps[-1] == 15
 
 
 def test_a_channel_that_dies_is_warned_of_and_in_the_history(tmp_path):
@@ -111,7 +135,9 @@ def test_a_line_that_was_cut_off_is_left_out_and_the_others_are_read(run):
         b'{"histograms": {}}',
         b'{"step": "5", "scalars": {}}',
         b'{"step": 7, "histograms": {"gates/1/tau": {"low": 1.0}}}',
+        b'{"step": 7, "histograms": {"gates/1/tau": {"low": "x", "high": 2, "counts": [1]}}}',
         b'{"step": 7, "scalars": 3}',
+        b'{"step": 7, "scalars": {"gates/1/tau/mean": null}}',
     ],
 )
 def test_whatever_a_damaged_line_holds_nothing_else_is_lost(run, line):
@@ -123,6 +149,19 @@ def test_whatever_a_damaged_line_holds_nothing_else_is_lost(run, line):
         found = history(path)
     assert found.histograms == whole.histograms
     assert found.scalars == whole.scalars
+
+
+def test_a_tau_that_became_0_by_rounding_is_what_moved_furthest(tmp_path):
+    ends = {
+        0: {"tau": (1.0, 2.0), "theta": (0.0, 0.0)},
+        1: {"tau": (0.0, 0.0), "theta": (9.0, 9.0)},
+    }
+    lines = []
+    for step, rows in ends.items():
+        made = {f"gates/a/{w}": {"low": a, "high": b, "counts": []} for w, (a, b) in rows.items()}
+        lines.append(json.dumps({"step": step, "histograms": made}) + "\n")
+    (tmp_path / "gates.jsonl").write_text("".join(lines))
+    assert history(tmp_path).table().splitlines()[2].split() == ["a/tau", "1", "to", "2", "0"]
 
 
 @pytest.mark.parametrize("content", ["", "{}\n", "hello\nworld\n", '{"step": 1, "scalars": {}}\n'])

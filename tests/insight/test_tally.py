@@ -100,7 +100,37 @@ def test_values_that_are_not_finite_are_counted_and_left_out():
     assert v.lost == 6
     assert v.mean[0] == 2.0
     assert v.sample.isfinite().all()
-    assert v.state == ("alive", "alive")  # nothing is known of a channel without values
+    assert v.state == ("alive", "")  # nothing is known of a channel without values
+    assert all(w[..., 1].isnan().all() for w in (v.mean, v.std, v.open, v.saturation, v.flat))
+
+
+@pytest.mark.parametrize("t", ["relu", "step"])
+def test_a_dead_channel_is_dead_also_where_some_of_its_inputs_are_nan(t):
+    t = tg.TG(math.inf, 0.0, (0, 0), (0, 1)) if t == "step" else tg.TAXONOMY[t]
+    z = torch.full((2, 100), -3.0)
+    z[0, :20] = math.nan
+    for values, state in ((80, ("dead", "dead")), (81, ("unknown", "dead"))):
+        made = tally.Tally(frozen("act", t), Rule(values=values))
+        made.add(z)
+        assert made.values().state == state
+        assert made.values().flat.tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("shape", [(8, 1000), (16, 4096), (4, 64 * 64 * 8)])
+def test_the_sample_has_every_channel_and_no_place_alone(shape):
+    channel = torch.arange(shape[0]).unsqueeze(1).expand(shape)
+    place = torch.arange(shape[1]).expand(shape)
+    of_channels = tallied("silu", channel.double()).sample
+    shares = torch.bincount(of_channels.long(), minlength=shape[0]) / len(of_channels)
+    # one value of each of 4,096 equal parts: a channel has its share up to a part at either end
+    torch.testing.assert_close(shares, torch.full_like(shares, 1 / shape[0]), rtol=0, atol=2 / 4096)
+    columns = tallied("silu", (place % 8).double()).sample.long().bincount(minlength=8)
+    assert columns.min() > 4096 / 8 - 6 * math.sqrt(4096 / 8)  # six standard deviations
+
+
+def test_of_a_long_loop_the_sample_has_calls_from_start_to_end():
+    v = tallied("silu", *(torch.full((2, 3), float(k)) for k in range(200)))
+    assert v.sample.unique().tolist() == list(range(0, 200, 16))
 
 
 def test_no_values_are_no_reading():

@@ -62,7 +62,8 @@ def _film(found: gates.History, what: str) -> Callable[[Path], Any]:
 
 def _folder(args: argparse.Namespace) -> int:
     """A saved network, by its numbers; nothing runs."""
-    _refuse(args, "a folder, whose network does not run", "inputs", "gates", "checkpoint")
+    options = ("inputs", "gates", "checkpoint", "pretrained")
+    _refuse(args, "a folder, whose network does not run", *options)
     reading = gates.read(args.network)
     _show(args, reading, None if args.against is None else gates.compare(args.against, reading))
     _draw(args.plot, {"ridges": lambda path: gates.ridges(reading, path)})

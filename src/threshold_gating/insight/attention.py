@@ -17,7 +17,7 @@ from torch import Tensor
 from threshold_gating import logits
 from threshold_gating.conversion import sites
 from threshold_gating.conversion.learned_calls import heads_of
-from threshold_gating.insight.tally import CLOSED
+from threshold_gating.insight.tally import CLOSED, spread
 
 QUANTILES = (0.1, 0.5, 0.9)
 _KEPT = 4096  # thresholds of a head that are kept from a call
@@ -30,7 +30,8 @@ class Heads:
     `theta` are the quantiles 10, 50 and 90 % of the thresholds [3, heads], `keys` how many keys a
     query weighs, the mean of exp(entropy), of `live` that it can see, and `decided` the share of
     queries of which one key has 0.99 or more. `tau` are the learned temperatures, 1 without any.
-    All but `tau` is NaN where nothing ran.
+    All but `tau` is NaN where nothing ran. `lost` counts queries of all heads with a logit that is
+    NaN or inf, whose weights are NaN: they are left out.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Heads:
     keys: Tensor
     live: Tensor
     decided: Tensor
+    lost: int = 0
 
     @property
     def heads(self) -> int:
@@ -52,7 +54,7 @@ class HeadTally:
 
     def __init__(self, heads: int, tau: Any) -> None:
         self.heads, self.tau = heads, tau
-        self.queries = 0
+        self.queries = self.lost = 0
         self.thetas: list[list[Tensor]] = [[] for _ in range(heads)]
         self.sums = torch.zeros(4, heads, dtype=torch.float64)  # rows, keys, live, decided
 
@@ -62,7 +64,10 @@ class HeadTally:
         for h, z in enumerate(each):
             lowest = torch.finfo(z.dtype).min  # which some masks are, in the place of -inf
             z = z.detach().float() if z.dtype != torch.float64 else z.detach()
-            live = (z > lowest / 2) & z.isfinite()
+            broken = (z.isnan() | (z == torch.inf)).any(1)
+            self.lost += int(broken.sum())
+            z = z[~broken]
+            live = z > lowest / 2
             z, live = z[live.any(1)], live[live.any(1)]
             z = z.masked_fill(~live, -torch.inf)
             theta = logits.thresholds(z)
@@ -71,8 +76,7 @@ class HeadTally:
             own = [torch.ones(len(z)), entropy.exp(), live.sum(1), p.amax(1) >= CLOSED]
             self.sums[:, h] += torch.stack([w.double().sum().cpu() for w in own])
             seen = theta[live & theta.isfinite()]  # a row's only key has no threshold
-            some = seen[:: max(1, len(seen) // _KEPT)][:_KEPT]
-            self.thetas[h].append(some.double().cpu())
+            self.thetas[h].append(spread(seen, _KEPT).double().cpu())
         self.queries = int(self.sums[0].max())
 
     def reading(self, name: str) -> Heads:
@@ -94,6 +98,7 @@ class HeadTally:
             keys,
             live,
             decided,
+            self.lost,
         )
 
 
@@ -125,13 +130,13 @@ def _softmax_arguments(
 
 
 def _of_attention(call: logits.AttentionCall, tau: Any) -> tuple[int, Iterable[Tensor]]:
-    q, k = call.query, call.key
+    q, k, mask = call.query, call.key, call.attn_mask
     if q.dim() < 4:
         q, k = q.view(1, -1, *q.shape[-2:]), k.view(1, -1, *k.shape[-2:])
         if q.shape[1] > 1:  # without an axis of heads: these are the batch
             q, k = q.transpose(0, 1), k.transpose(0, 1)
+            mask = mask.unsqueeze(1) if mask is not None and mask.dim() == 3 else mask
     heads, groups = q.shape[-3], q.shape[-3] // k.shape[-3]
-    mask = call.attn_mask
 
     def each() -> Iterable[Tensor]:
         # one by one: the logits of all heads of a long sequence would not fit

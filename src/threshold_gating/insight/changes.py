@@ -101,9 +101,11 @@ def compare(
     others = {site.name: site for site in two.sites}
     found = [_change(site, others[site.name]) for site in one.sites]
     found.sort(key=lambda c: -math.inf if math.isnan(c.distance) else -c.distance)
-    taus = {a.name: a.tau for a in two.heads}
+    now = {a.name: a for a in two.heads}
     heads = {
-        a.name: float((taus[a.name] / a.tau).log().abs().max()) for a in one.heads if a.learned
+        a.name: float((now[a.name].tau / a.tau).log().abs().max())
+        for a in one.heads
+        if a.learned or now[a.name].learned
     }
     where = f"on the first's inputs ({one.inputs})" if one.inputs else "at x from N(0, 1)"
     return Changes(tuple(found), heads, where)
@@ -153,7 +155,7 @@ def _change(a: SiteReading, b: SiteReading) -> Change:
 
 def _moved(a: SiteReading, b: SiteReading, what: str) -> float:
     if what == "log tau":
-        return 0.0 if a.start.hard else _largest(a.tau.log(), b.tau.log())
+        return 0.0 if a.start.hard and b.start.hard else _largest(a.tau.log(), b.tau.log())
     return _largest(getattr(a, what), getattr(b, what))
 
 

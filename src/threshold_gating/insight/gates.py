@@ -96,11 +96,13 @@ class Saved(NamedTuple):
 def saved_sites(folder: str | Path) -> Saved:
     """The gates of a saved network, read from its folder, which is checked to be whole."""
     saved, _, tensors = save_load.read(Path(folder), strict=True)
+    model = saved.model.rpartition(".")[2]
     found: dict[str, LearnedSite] = {}
     unread: dict[str, str] = {}
     for entry in saved.modules:
         for k, (site, make) in enumerate(entry.holds):
-            name = f"{entry.names[0]}#{k}" if k else entry.names[0]
+            name = entry.names[0] or model.lower()
+            name = f"{name}#{k}" if k else name
             if site is not None:
                 prefix = prefix_of_call(k) if len(entry.holds) > 1 else ""
                 own = _under(tensors, entry.names[0], prefix)
@@ -111,13 +113,13 @@ def saved_sites(folder: str | Path) -> Saved:
                 own = _under(tensors, entry.names[0], site.prefix)
                 found |= _of_call(f"{entry.names[0]}:{call}", site, own)
     for entry in saved.recurrent:
-        name = entry.names[0]
-        if any(key.startswith(f"{name}.gate_") for key in tensors):
+        name = entry.names[0] or model.lower()
+        if _under(tensors, entry.names[0], "gate_"):
             unread[name] = "a recurrent layer with learned gates; read the network, not its folder"
             continue
         for gate, t in entry.holds.items():
             found[f"{name}.{gate}"] = frozen(f"{name}.{gate}", t)
-    return Saved(saved.model.rpartition(".")[2], found, unread)
+    return Saved(model, found, unread)
 
 
 def _under(tensors: Mapping[str, Tensor], path: str, prefix: str) -> dict[str, Tensor]:

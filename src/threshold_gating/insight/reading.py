@@ -14,7 +14,7 @@ from threshold_gating.conversion.aten_ops import tensors
 from threshold_gating.conversion.checkpoint.save_load import inner
 from threshold_gating.conversion.text import some
 from threshold_gating.conversion.watch import check_weights
-from threshold_gating.insight.attention import HeadTally
+from threshold_gating.insight.attention import Heads, HeadTally
 from threshold_gating.insight.gates import behind_weights, gate_sites, saved_sites
 from threshold_gating.insight.looking import Look
 from threshold_gating.insight.nearest import Nearest, nearest, points
@@ -104,7 +104,7 @@ def _made(
             f"read: {model} has no gate to read" + (f" ({others}). " if others else ". ") + "Make "
             "its nonlinearities gates first: tg.insight.read(tg.convert(model, inputs=x), x)."
         )
-    notes = tuple(_notes(sites, gates, look, unread, rule))
+    notes = (*_notes(sites, gates, look, unread, rule), *_notes_of_heads(heads))
     return Reading(model, inputs, tuple(sites), tuple(heads), notes, rule)
 
 
@@ -182,6 +182,16 @@ def _notes(
         yield f"Not read at {some([n for n, w in whys.items() if w == why], 8)}: {why}."
     if look is not None:
         yield from _notes_of_run(sites, look, rule)
+
+
+def _notes_of_heads(attentions: Iterable[Heads]) -> Iterable[str]:
+    for a in attentions:
+        broken = [str(h) for h, tau in enumerate(a.tau.tolist()) if not math.isfinite(tau)]
+        if broken:
+            yield f"{a.name}: tau of head {some(broken, 8)} is not finite."
+        if a.lost:
+            said = "queries of its heads have a logit that is NaN or infinite, and are left out"
+            yield f"{a.name}: {a.lost:,} {said}."
 
 
 def _notes_of_run(sites: list[SiteReading], look: Look, rule: Rule) -> Iterable[str]:

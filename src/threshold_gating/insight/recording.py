@@ -50,6 +50,8 @@ def record(
         rule: when a channel counts as dead or saturated.
         start: steps that were made before, of a run that resumes: then the file is continued.
     """
+    if start < 0:
+        raise ValueError(f"record: start is the steps made before, 0 or more; got {start}.")
     config = WatchConfig(every=every, out=out, figures=0, rule=rule or Rule())
     path = Path(out) / FILE
     if start == 0 and path.exists() and path.stat().st_size:
@@ -113,8 +115,8 @@ class History:
         )
         pairs = [(first.get(end), last.get(end)) for end in ("low", "high")]
         known = [(float(a), float(b)) for a, b in pairs if a is not None and b is not None]
-        if "/tau" in name:
-            known = [(math.log(a), math.log(b)) for a, b in known]
+        if "/tau" in name:  # one that is 0 by rounding has moved furthest
+            known = [(math.log(a), math.log(b)) for a, b in known if min(a, b) > 0]
         return max((abs(b - a) for a, b in known), default=math.inf)
 
 
@@ -129,7 +131,8 @@ def history(path: str | Path) -> History:
     """What `record` wrote: of its folder, or of the file gates.jsonl.
 
     A line that is damaged, as the last one of a run that was killed may be, is left out and warned
-    of by its number; the others are read.
+    of by its number; the others are read. Where the steps go back, as in a run that resumes from an
+    earlier checkpoint, what was written of later steps before is left out, and warned of.
     """
     path = Path(path)
     path = path / FILE if path.is_dir() else path
@@ -141,9 +144,10 @@ def history(path: str | Path) -> History:
         ) from error
     rows: dict[int, dict[str, Any]] = {}
     damaged = []
+    undone: set[int] = set()
     for number, line in enumerate(lines, start=1):
         try:
-            _merge(rows, json.loads(line))
+            undone |= _merge(rows, json.loads(line))
         except (ValueError, TypeError, KeyError, AttributeError):
             damaged.append(number)
     steps = sorted(step for step, row in rows.items() if "histograms" in row)
@@ -159,6 +163,12 @@ def history(path: str | Path) -> History:
             "are read.",
             stacklevel=2,
         )
+    if undone:
+        warnings.warn(
+            f"{path}: the steps go back: what was written before of steps {min(undone)} to "
+            f"{max(undone)} is left out, and the run that was written last is read.",
+            stacklevel=2,
+        )
     texts = [(step, text) for step in sorted(rows) for text in rows[step].get("texts", {}).values()]
     return History(
         str(path),
@@ -170,22 +180,33 @@ def history(path: str | Path) -> History:
     )
 
 
-def _merge(rows: dict[int, dict[str, Any]], row: Any) -> None:
-    """Add what one line says of a step; a step may have several."""
+def _merge(rows: dict[int, dict[str, Any]], row: Any) -> set[int]:
+    """Add what one line says of a step; a step may have several. Those that it undoes are told."""
     step = row["step"]
     if not isinstance(step, int):
         raise TypeError(f"a step is a whole number, not {step!r}.")
     parts = {part: dict(row[part]) for part in ("scalars", "histograms", "texts") if part in row}
+    for name, value in parts.get("scalars", {}).items():
+        parts["scalars"][name] = float(value)  # or the line is damaged, as below
     for histogram in parts.get("histograms", {}).values():
-        histogram["low"], histogram["high"], histogram["counts"]  # or the line is damaged
+        _known(histogram["low"], histogram["high"], *histogram["counts"])
+    goes_back = bool(parts and rows) and step < max(rows)
+    undone = {old for old in rows if goes_back and old >= step}
+    for old in undone:
+        del rows[old]
     for part, values in parts.items():
         rows.setdefault(step, {}).setdefault(part, {}).update(values)
+    return undone
+
+
+def _known(*numbers: Any) -> list[float]:
+    """The numbers that are there, of which a histogram of NaN alone has no ends."""
+    return [float(n) for n in numbers if n is not None]
 
 
 def _by_name(rows: Mapping[int, Mapping[str, Any]], part: str) -> dict[str, dict[int, Any]]:
     found: dict[str, dict[int, Any]] = {}
     for step in sorted(rows):
         for name, value in rows[step].get(part, {}).items():
-            value = float(value) if part == "scalars" else value
             found.setdefault(name.removeprefix("gates/"), {})[step] = value
     return found

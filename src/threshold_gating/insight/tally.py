@@ -17,7 +17,8 @@ from threshold_gating.training.health import Rule, is_step, look, scale_of
 from threshold_gating.training.telemetry import LearnedSite
 
 CLOSED = 0.99  # of a gate that has decided: the others have 1 % together
-SAMPLE = 4096  # values of a site that are kept
+SAMPLE = 4096  # values of a call that are kept
+_CALLS = 16  # of which values are kept, at most
 _AT_ONCE = 1 << 20  # values that are evaluated together
 
 
@@ -29,12 +30,12 @@ class Values:
     gate has 0.99 or more, `flat` the share at which |dy/dx| is at most `rule.flat` of the steepest
     slope of the start. `state` is "alive", "dead" (flat nearly everywhere, its output 0),
     "saturated" (flat, its output not 0), or "unknown" where too few values were seen to say so; ""
-    where the branches are in the weights, or its numbers are not finite. `lost` counts values that
-    are NaN or infinite.
+    where the branches are in the weights, its numbers are not finite, or none of its values is.
+    `lost` counts values that are NaN or infinite; all figures are of the others.
     """
 
     calls: int
-    count: int  # of each channel
+    count: int  # of each channel, with those that are lost
     axis: int | None
     guessed: bool  # the axis
     mean: Tensor
@@ -74,7 +75,8 @@ class Tally:
         self.calls = self.count = self.lost = 0
         self.axis: int | None = None
         self.guessed = False
-        self.kept: list[Tensor] = []
+        self.kept: list[Tensor] = []  # of one call in `stride`
+        self.stride = 1
         self.sums: Tensor | None = (
             None  # rows: finite, x, x^2, decided, flat, |y| where flat, gates
         )
@@ -87,12 +89,13 @@ class Tally:
 
     def add(self, z: Tensor) -> None:
         """The values of one call, [channels, values]."""
+        if self.calls % self.stride == 0:
+            some = spread(z.detach().flatten(), SAMPLE).double().cpu()
+            self.kept.append(some[some.isfinite()])
+            if len(self.kept) > _CALLS:  # of a loop, calls from its start to its end
+                self.kept, self.stride = self.kept[::2], 2 * self.stride
         self.calls += 1
         self.count += z.shape[1]
-        if self.calls * SAMPLE <= 16 * SAMPLE:  # of a loop the first calls are enough
-            flat = z.flatten()
-            some = flat[:: max(1, len(flat) // SAMPLE)][:SAMPLE].detach().double().cpu()
-            self.kept.append(some[some.isfinite()])
         wide = z.detach() if z.dtype == torch.float64 else z.detach().float()
         for part in torch.split(wide, max(1, _AT_ONCE // max(1, len(z))), 1):
             found = self._figures(part).double().cpu()
@@ -110,14 +113,15 @@ class Tally:
             flat = seen.flat * z.shape[1]
             level = seen.level * flat
             if self.step:
-                self._widen(self.site.blend(x))
+                self._widen(self.site.blend(x), finite)
         wide = x.double()
         rows = [finite, wide, wide.square(), decided]
         sums = [row.sum(1, dtype=torch.float64) for row in rows]
         return torch.stack([*sums, flat.double(), level.double(), *gates.double().sum(-1)])
 
-    def _widen(self, y: Tensor) -> None:
-        ends = torch.stack([y.amin(1), y.amax(1)]).cpu()
+    def _widen(self, y: Tensor, finite: Tensor) -> None:
+        low, high = (torch.where(finite, y, end) for end in (math.inf, -math.inf))
+        ends = torch.stack([low.amin(1), high.amax(1)]).cpu()
         if self.ends is not None:
             ends = torch.stack(
                 [torch.minimum(ends[0], self.ends[0]), torch.maximum(ends[1], self.ends[1])]
@@ -129,11 +133,11 @@ class Tally:
         if self.sums is None or not self.count:
             return None
         finite, x, squares, decided, flat, level, *gates = self.sums
-        n = finite.clamp_min(1)
+        n = torch.where(finite > 0, finite, math.nan)  # nothing is known of no value
         level = torch.where(flat > 0, level / flat.clamp_min(1), math.nan)
-        share = flat / self.count
+        share = flat / n
         if self.step and self.ends is not None:  # flat everywhere: whether it moves is the question
-            share = (self.ends[0] == self.ends[1]).double()
+            share = torch.where(finite > 0, (self.ends[0] == self.ends[1]).double(), math.nan)
             level = torch.where(share > 0, self.ends.abs().amax(0).double(), math.nan)
         return Values(
             calls=self.calls,
@@ -146,20 +150,38 @@ class Tally:
             saturation=decided / n,
             flat=share if self.function else torch.full_like(share, math.nan),
             level=level,
-            state=self._state(share, level),
+            state=self._state(share, level, finite),
             lost=self.lost,
             sample=torch.cat(self.kept),
         )
 
-    def _state(self, share: Tensor, level: Tensor) -> tuple[str, ...]:
-        rule, enough = self.rule, self.count >= self.rule.values
+    def _state(self, share: Tensor, level: Tensor, count: Tensor) -> tuple[str, ...]:
+        rule = self.rule
         if not self.function:
             return ("",) * len(share)
 
-        def word(flat: float, size: float) -> str:
+        def word(flat: float, size: float, seen: float) -> str:
+            if not seen:
+                return ""
             if flat < rule.share:
                 return "alive"
-            return ("dead" if size <= rule.zero else "saturated") if enough else "unknown"
+            if seen < rule.values:
+                return "unknown"
+            return "dead" if size <= rule.zero else "saturated"
 
-        pairs = zip(share.tolist(), level.tolist(), strict=True)
-        return tuple(word(*pair) for pair in pairs)
+        each = zip(share.tolist(), level.tolist(), count.tolist(), strict=True)
+        return tuple(word(*one) for one in each)
+
+
+def spread(values: Tensor, most: int) -> Tensor:
+    """At most so many of the values [n], one from each of equal parts, at a place drawn in it.
+
+    Equal steps would meet the same column of every image, or the same key of every query.
+    """
+    n = len(values)
+    if n <= most:
+        return values
+    draw = torch.Generator(device="cpu").manual_seed(0)
+    within = torch.rand(most, generator=draw, dtype=torch.float64)
+    at = (torch.arange(most) + within) * (n / most)
+    return values[at.long().clamp_max(n - 1).to(values.device)]

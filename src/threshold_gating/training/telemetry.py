@@ -245,8 +245,11 @@ class JsonLines:
     def flush(self) -> None:
         """Write what there is; a step that goes on later has a second line."""
         if self._row:
-            with self.path.open("a") as file:
-                file.write(json.dumps(self._row) + "\n")
+            with self.path.open("a+b") as file:
+                if file.tell():  # a run that was killed may have left half a line
+                    file.seek(-1, 2)
+                    file.write(b"" if file.read() == b"\n" else b"\n")
+                file.write(json.dumps(self._row).encode() + b"\n")
         self._row = {}
 
     close = flush
