@@ -17,7 +17,8 @@ from threshold_gating.training.health import Rule, is_step, look, scale_of
 from threshold_gating.training.telemetry import LearnedSite
 
 CLOSED = 0.99  # of a gate that has decided: the others have 1 % together
-SAMPLE = 4096  # values of a site that are kept
+SAMPLE = 4096  # values of a call that are kept
+_SAMPLED = 16  # calls of which values are kept: of a loop the first are enough
 _AT_ONCE = 1 << 20  # values that are evaluated together
 
 
@@ -75,9 +76,8 @@ class Tally:
         self.axis: int | None = None
         self.guessed = False
         self.kept: list[Tensor] = []
-        self.sums: Tensor | None = (
-            None  # rows: finite, x, x^2, decided, flat, |y| where flat, gates
-        )
+        # rows: finite, x, x^2, decided, flat, |y| where flat, gates
+        self.sums: Tensor | None = None
         self.ends: Tensor | None = None  # of y, for a step
 
     @property
@@ -89,7 +89,7 @@ class Tally:
         """The values of one call, [channels, values]."""
         self.calls += 1
         self.count += z.shape[1]
-        if self.calls * SAMPLE <= 16 * SAMPLE:  # of a loop the first calls are enough
+        if self.calls <= _SAMPLED:
             flat = z.flatten()
             some = flat[:: max(1, len(flat) // SAMPLE)][:SAMPLE].detach().double().cpu()
             self.kept.append(some[some.isfinite()])
