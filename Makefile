@@ -78,7 +78,7 @@ wheel: | $(BIN)/pip  ## build the wheel into dist/
 
 clean:  ## remove .venv and everything that was built
 	rm -rf $(VENV) site dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find src tests tools benchmarks -type d -name __pycache__ -prune -exec rm -rf {} +
+	find src tests tools benchmarks experiments -type d -name __pycache__ -prune -exec rm -rf {} +
 
 # pip comes last when a virtual environment is made, so it stands for a complete one.
 $(BIN)/pip:

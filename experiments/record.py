@@ -37,11 +37,12 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 import threshold_gating as tg
+from experiments.spread import Word
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "experiments" / "results"
@@ -68,12 +69,12 @@ class Verdict(NamedTuple):
     claim: str
     paper: str
     ours: str
-    verdict: Literal["reproduced", "partly", "not", "no data here", "not run"]
+    verdict: Word
 
 
 def options(name: str, about: str | None) -> argparse.ArgumentParser:
     """The options that every experiment has; an experiment adds its own."""
-    first = (about or "").strip().splitlines()[0] if about else None
+    first = about.strip().splitlines()[0] if about else None
     parser = argparse.ArgumentParser(prog=f"python -m experiments.{name}", description=first)
     parser.add_argument(
         "--data",
@@ -212,9 +213,8 @@ def complete(
         done[key(case)] = row
         if first_process():
             file.parent.mkdir(parents=True, exist_ok=True)
-            with file.open(
-                "a", encoding="utf-8"
-            ) as out:  # one write a line: processes may share it
+            with file.open("a", encoding="utf-8") as out:
+                # one write a line: processes may share it
                 out.write(json.dumps(row._asdict()) + "\n")
         shown = {n: v for n, v in row.figures.items() if isinstance(v, int | float | str)}
         print(f"[{count}/{len(left)}] {_said(case)}: {_said(shown)} ({seconds:.0f} s)", flush=True)

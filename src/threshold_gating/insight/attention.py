@@ -5,8 +5,6 @@ A key j has the weight sigma(z_j - theta_j), theta_j the log-sum-exp of the row'
 
 from __future__ import annotations
 
-import functools
-import types
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -168,13 +166,9 @@ def _of_multi_head(
         p: Tensor = sites.WHOLE["softmax"](z, dim)
         return p
 
-    @functools.wraps(torch.nn.functional.scaled_dot_product_attention)
     def attend(*args: Any, **kwargs: Any) -> Any:
         heard.extend(_of_attention(logits.AttentionCall(*args, **kwargs), None)[1])
         return sites.WHOLE["scaled_dot_product_attention"](*args, **kwargs)
 
-    plain = sites.multi_head_attention
-    globals_ = {**plain.__globals__, "softmax": softmax, "scaled_dot_product_attention": attend}
-    run = types.FunctionType(plain.__code__, globals_, plain.__name__, plain.__defaults__)
-    run(*args, **kwargs)
+    sites.multi_head(softmax, attend)(*args, **kwargs)
     return heads, (z.reshape(-1, z.shape[-1]) for z in heard)

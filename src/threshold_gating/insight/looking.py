@@ -163,9 +163,8 @@ class Look:
         if learns is not None:
             now = learns.now(owner, visit.gate.prefix, step.units)
         gates = [self._listening(own, f"{name}.{{}}_{k}") for k, own in enumerate(now)]
-        functions = {f.__name__: gated for f, gated in rnn.FUNCTIONS.items()}
-        cell = visit.kind.endswith("_cell")
-        functions[visit.kind](*visit.args, gates=gates[0] if cell else gates)
+        function = rnn.FUNCTIONS[getattr(torch, visit.kind)]
+        function(*visit.args, gates=gates[0] if visit.kind.endswith("_cell") else gates)
 
     def _see_attention(self, name: str, visit: Visit) -> None:
         learned = self.gates.get(name)

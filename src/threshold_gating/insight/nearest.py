@@ -36,6 +36,9 @@ class Nearest(NamedTuple):
         return f"= {self.name}" if self.distance <= _SAME else f"{self.name} {self.distance:.2g}"
 
 
+NONE = Nearest("", math.nan)
+
+
 def points(values: Tensor | None) -> Tensor:
     """1,024 quantiles, at the middle of equal shares: of `values`, or of N(0, 1) without any."""
     at = (torch.arange(POINTS, dtype=torch.float64) + 0.5) / POINTS
@@ -62,11 +65,8 @@ def nearest(site: LearnedSite, x: Tensor) -> tuple[Nearest, ...]:
             best.tolist(), size.flatten().tolist(), exact.tolist(), strict=True
         ):
             known = total > 0 and math.isfinite(total)
-            found.append(Nearest(names[k], math.sqrt(off / total)) if known else _NONE)
+            found.append(Nearest(names[k], math.sqrt(off / total)) if known else NONE)
     return tuple(found)
-
-
-_NONE = Nearest("", math.nan)
 
 
 def _values(x: Tensor) -> tuple[list[str], Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from threshold_gating.conversion.watch import check_weights
 from threshold_gating.insight.attention import Heads, HeadTally
 from threshold_gating.insight.gates import behind_weights, gate_sites, saved_sites
 from threshold_gating.insight.looking import Look
-from threshold_gating.insight.nearest import Nearest, nearest, points
+from threshold_gating.insight.nearest import NONE, nearest, points
 from threshold_gating.insight.records import BROKEN, Reading, SiteReading, broken_groups, mended
 from threshold_gating.primitive import Value
 from threshold_gating.training.families import families_of
@@ -31,9 +30,8 @@ def read(
     """Read the gates of a network, and with inputs what they do there.
 
     With inputs the network runs once, as in evaluation and with the gates evaluated (`reference`),
-    and is left as it was. Without, and of a
-    folder that `tg.conversion.save` wrote, the numbers of the gates alone are read. What cannot be
-    read is named in `notes`, with the reason.
+    and is left as it was. Without, and of a folder that `tg.conversion.save` wrote, the numbers of
+    the gates alone are read. What cannot be read is named in `notes`, with the reason.
 
     Args:
         model: a network with gates, as of `tg.convert`, or the folder of a saved one.
@@ -116,11 +114,11 @@ def _site(site: LearnedSite, look: Look | None, weighted: bool, unread: str) -> 
     broken, whole = broken_groups(site), _on_cpu(mended(site))
     words = families_of(whole)
     at = points(None if values is None else values.sample)
-    near = (Nearest("", math.nan),) * site.groups if weighted else nearest(whole, at)
+    near = (NONE,) * site.groups if weighted else nearest(whole, at)
     if broken.any():
         lost = broken.expand(site.groups).tolist()
         words = [BROKEN if off else word for off, word in zip(lost, words, strict=True)]
-        near = tuple(Nearest("", math.nan) if off else n for off, n in zip(lost, near, strict=True))
+        near = tuple(NONE if off else n for off, n in zip(lost, near, strict=True))
         values = values and values.without(broken)
     if look is not None and values is None and not unread:
         unread = "never called on these inputs"

@@ -77,9 +77,8 @@ class Tally:
         self.guessed = False
         self.kept: list[Tensor] = []  # of one call in `stride`
         self.stride = 1
-        self.sums: Tensor | None = (
-            None  # rows: finite, x, x^2, decided, flat, |y| where flat, gates
-        )
+        # rows: finite, x, x^2, decided, flat, |y| where flat, gates
+        self.sums: Tensor | None = None
         self.ends: Tensor | None = None  # of y, for a step
 
     @property

@@ -41,7 +41,8 @@ class Writer(Protocol):
 
 
 class LearnedSite(NamedTuple):
-    """A learned gate as it is: tensors [G] for what is learned or held, numbers where known.
+    """A gate as it is: tensors [G] for what is learned or held, numbers where known. `learned` is
+    empty for a frozen one, as `insight` reads them beside those that learn.
 
     `start` is None for a temperature of attention, which is no function of one number. The groups
     have the shape `group`, from `axis` of the input on.

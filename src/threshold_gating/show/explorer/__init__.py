@@ -30,9 +30,8 @@ PARTS = (
 )
 BRANCHES = 8  # the most that the page shows, as in gates.js
 CHIPS = 32
-CHIP_SITE = (
-    "explorer"  # chips of the page are those of `simulate` with seed 0 at a site of that name
-)
+# Chips of the page are those of `simulate` with seed 0 at a site of this name.
+CHIP_SITE = "explorer"
 _MARK = '<meta name="generator" content="threshold-gating explorer">'  # as in index.html
 _DATA = '<script type="application/json" id="data">{}</script>'
 
