@@ -3,7 +3,7 @@
 import torch
 
 from benchmarks import attention, elementwise, host, llm, sections, synapse, tier_w, timing
-from benchmarks.networks import Network
+from benchmarks.networks import ATTENTION, HARD, SOFT, Network
 
 
 def small_resnet():
@@ -31,7 +31,10 @@ SMALL = sections.Sizes(
     range(2, 4),
     host.Sizes((6, 4), (2, 3, 4), 2),
     (2, 3, 32, 32),
-    {"resnet": Network(small_resnet, 1.02), "vit": Network(small_vit, 1.10)},
+    {
+        "resnet": Network(small_resnet, HARD, None, 1.02),
+        "vit": Network(small_vit, SOFT, ATTENTION, 1.10),
+    },
     attention.Sizes({(1, 2, 9, 8): 2.0}, 2, (32, 64)),
     llm.Sizes(tuple(LLAMA.items()), torch.float32, 64, 2),
     (3, 2, 5),

@@ -2,13 +2,14 @@
 
 import sys
 
+import pytest
 import torch
-from small import FAKE
-from torch import nn
+from small import FAKE, SMALL
 
 from benchmarks import sections, timing
 from benchmarks.networks import with_learned_gates
 from benchmarks.timing import Place
+from threshold_gating.training import gate_parameters
 
 
 def test_networks_are_compiled_after_all_have_run_as_they_are_called():
@@ -30,6 +31,16 @@ def test_a_network_that_cannot_be_made_is_a_line(monkeypatch):
     assert all("torchvision" in row.failed for row in rows)
 
 
-def test_learned_gates_take_the_place_of_activations():
-    model = with_learned_gates(nn.Sequential(nn.ReLU(), nn.Sequential(nn.GELU())))
-    assert [m.learned for m in (model[0], model[1][0])] == [("theta", "s"), ("tau", "theta")]
+@pytest.mark.parametrize("name", ["resnet", "vit"])
+def test_a_training_step_learns_gates_for_each_channel(name):
+    network = SMALL.networks[name]
+    model = network.make()
+    gated = with_learned_gates(model, torch.randn(2, 3, 32, 32), network)
+    learned = gate_parameters(gated)
+    assert learned
+    assert {p.shape[-1] for p in learned.values()} <= CHANNELS[name]
+    assert not any("attention" in key for key in learned)
+    assert not gate_parameters(model)
+
+
+CHANNELS = {"resnet": {64, 128, 256, 512}, "vit": {64}}

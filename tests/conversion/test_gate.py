@@ -39,6 +39,15 @@ class Overwriting(nn.Module):
         return x
 
 
+class Twice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.act, self.second = nn.Linear(5, 5), nn.ReLU(), nn.Linear(5, 5)
+
+    def forward(self, x):
+        return self.act(self.second(self.act(self.first(x))))
+
+
 X = torch.linspace(-2, 2, 25)
 
 
@@ -80,6 +89,19 @@ def test_so_it_can_where_each_call_has_an_instance(act):
 def test_so_it_can_in_a_graph():
     net = Overwriting(Mask()).eval()
     same(net, torch.compile(convert(net, inputs=X), backend="aot_eager"))
+
+
+@pytest.mark.compile
+def test_an_activation_used_twice_learns_in_a_graph_without_a_warning():
+    x = torch.randn(3, 5)
+    gated = convert(Twice(), inputs=x, train=("theta", "s"), share="channel")
+    assert isinstance(gated.act, PerCall)
+    torch.compile(gated, backend="aot_eager", fullgraph=True)(x).sum().backward()
+    found = {name: p.grad for name, p in gated.named_parameters()}
+    gated.zero_grad()
+    gated(x).sum().backward()
+    for name, p in gated.named_parameters():
+        torch.testing.assert_close(found[name], p.grad)
 
 
 def test_a_result_that_torch_keeps_is_not_copied():

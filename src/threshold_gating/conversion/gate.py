@@ -266,8 +266,11 @@ def _restart(model: nn.Module, args: Any) -> None:
             _counts.calls[id(module)] = 0
 
 
-def _finish(model: nn.Module, args: Any, output: Any) -> None:
-    """A run ends: fewer calls than there were may have had each other's instances."""
+def _finish(model: nn.Module, *_: Any) -> None:
+    """A run ends: fewer calls than there were may have had each other's instances.
+
+    Its other arguments have no names, or Dynamo asks the output for its `grad`, which warns.
+    """
     for module in model.modules():
         if isinstance(module, PerCall):
             made = _counts.calls.pop(id(module), 0)
