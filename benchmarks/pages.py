@@ -1,8 +1,9 @@
 """From what `python -m benchmarks --json` wrote to a page and a picture; nothing is typed by hand.
 
-    PYTHONPATH=src python -m benchmarks.pages [FOLDER]
+    PYTHONPATH=src python -m benchmarks.pages [FOLDER ...]
 
-Every JSON of the folder (default: benchmarks/h200) is a part of RESULTS.md, bench.json the first.
+Each folder is a machine (default: benchmarks/h200, then benchmarks/cpu), and every JSON of it a
+part of RESULTS.md, bench.json the first.
 """
 
 from __future__ import annotations
@@ -36,14 +37,15 @@ def report(data: dict[str, Any]) -> str:
     parts = [data["how"], "", of, "", *filter(None, (agreed, data.get("unchecked")))]
     for section in dict.fromkeys(row.section for row in rows):
         own = [row for row in rows if row.section == section]
-        parts += ["", f"## {section}", "", table(own)]
+        parts += ["", f"### {section}", "", table(own)]
         if said := remarks(own):
             parts += ["", *(f"- {line}" for line in said)]
         if times := times_table(own):
             parts += ["", times]
     if (slope := data.get("slope")) is not None:
         parts += ["", f"Time grows as the {slope:.3f}th power of the work from 2^25 elements on."]
-        parts += ["", "![Cost as the work grows](growth.svg)"]
+        if data["machine"]["gpu"] != "none":
+            parts += ["", "![Cost as the work grows](growth.svg)"]
     return "\n".join(parts) + "\n"
 
 
@@ -62,25 +64,32 @@ def picture(data: dict[str, Any], path: Path) -> None:
                 axes.loglog(*zip(*points, strict=True), style, label=what, base=2)
     axes.set(xlabel="elements", ylabel="milliseconds", title=data["machine"]["gpu"])
     axes.legend()
-    figure.savefig(path)
+    figure.savefig(path, metadata={"Date": None})
 
 
-def main(folder: Path = HERE / "h200", out: Path = HERE) -> None:
-    """Write RESULTS.md and growth.svg."""
-    files = sorted(Path(folder).glob("*.json"), key=lambda p: (p.stem != "bench", p.stem))
-    head, parts = (
-        "# Results\n\nWritten from the JSON of `python -m benchmarks`, nothing by hand.",
-        [],
-    )
-    for path in files:
-        try:
-            parts.append(report(data := json.loads(path.read_text())))
-        except ValueError as error:
-            raise SystemExit(f"benchmarks.pages: {path}: {error}") from None
-        if any(row.power for row in rows_of(data)):
-            picture(data, out / "growth.svg")
-    (out / "RESULTS.md").write_text("\n".join((f"{head}\n", *parts)))
+def main(*folders: Path, out: Path = HERE) -> None:
+    """Write RESULTS.md and growth.svg; the picture is of the first folder that has one."""
+    parts = ["# Results\n\nWritten from the JSON of `python -m benchmarks`, nothing by hand.\n"]
+    drawn = False
+    for folder in folders or (HERE / "h200", HERE / "cpu"):
+        files = sorted(folder.glob("*.json"), key=lambda p: (p.stem != "bench", p.stem))
+        for path in files:
+            data = json.loads(path.read_text())
+            try:
+                part = report(data)
+            except ValueError as error:
+                raise SystemExit(f"benchmarks.pages: {path}: {error}") from None
+            parts += [f"## {_place(data['machine'])}\n"] if path == files[0] else []
+            parts.append(part)
+            if not drawn and any(row.power for row in rows_of(data)):
+                picture(data, out / "growth.svg")
+                drawn = True
+    (out / "RESULTS.md").write_text("\n".join(parts))
+
+
+def _place(machine: dict[str, str]) -> str:
+    return "On a CPU" if machine["gpu"] == "none" else f"On an {machine['gpu']}"
 
 
 if __name__ == "__main__":
-    main(*map(Path, sys.argv[1:2]))
+    main(*map(Path, sys.argv[1:]))

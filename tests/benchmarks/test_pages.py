@@ -39,9 +39,21 @@ def test_a_page_and_a_picture_are_made_from_what_was_written(tmp_path):
         "rows": [vars(r) for r in found],
     }
     (tmp_path / "bench.json").write_text(json.dumps(data))
-    pages.main(tmp_path, tmp_path)
+    pages.main(tmp_path, out=tmp_path)
     assert "| 2^3 fp32 | 2 | copy | 1.000 | 1.000 |" in (tmp_path / "RESULTS.md").read_text()
     assert "<svg" in (tmp_path / "growth.svg").read_text()
+
+
+def test_each_folder_is_a_machine_with_a_heading_of_its_own(tmp_path):
+    for name, gpu in (("fast", "NVIDIA H200"), ("slow", "none")):
+        row = Row("frozen", f"silu {name}", {"native": 1.0, "ours": 1.5}, "native", 2.0)
+        data = {"machine": {"gpu": gpu}, "how": "once", "wrong": [], "rows": [vars(row)]}
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "bench.json").write_text(json.dumps(data))
+    pages.main(tmp_path / "fast", tmp_path / "slow", out=tmp_path)
+    page = (tmp_path / "RESULTS.md").read_text()
+    fast, slow = page.index("## On an NVIDIA H200"), page.index("## On a CPU")
+    assert fast < page.index("silu fast") < slow < page.index("silu slow")
 
 
 def test_times_of_an_older_format_are_refused(tmp_path):
@@ -49,5 +61,5 @@ def test_times_of_an_older_format_are_refused(tmp_path):
     with pytest.raises(
         SystemExit, match=r"an older benchmark.*run `python -m benchmarks --json FILE` again"
     ):
-        pages.main(tmp_path, tmp_path)
+        pages.main(tmp_path, out=tmp_path)
     assert not (tmp_path / "RESULTS.md").exists()
