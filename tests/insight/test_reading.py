@@ -283,6 +283,37 @@ def test_a_folder_of_one_gate_has_the_name_that_the_gate_has(tmp_path):
     assert [s.name for s in read(tmp_path).sites] == [s.name for s in read(gate).sites]
 
 
+class Steps(nn.Module):
+    def __init__(self, cell):
+        super().__init__()
+        self.cell = cell
+
+    def forward(self, x):
+        state = self.cell(x)
+        return self.cell(x, state)[0]
+
+
+@pytest.mark.parametrize("kind", [nn.LSTMCell, nn.GRUCell, nn.RNNCell])
+def test_a_cell_is_read_without_a_run_by_the_names_that_a_run_gives(kind):
+    x = torch.randn(3, 2)
+    gated = tg.convert(Steps(kind(2, 4)).eval(), inputs=x)
+    alone, seen = read(gated), read(gated, x)
+    assert alone.sites
+    assert {s.name for s in alone.sites} == {s.name for s in seen.sites}
+
+
+def test_attention_that_only_a_run_shows_is_not_called_a_network_without_gates():
+    class Attend(nn.Module):
+        def forward(self, x):
+            return nn.functional.scaled_dot_product_attention(x, x, x)
+
+    x = torch.randn(1, 2, 3, 4)
+    gated = tg.convert(Attend(), inputs=x)
+    with pytest.raises(ValueError, match=r"#0: its gates show in a run; give inputs.*\)\.$"):
+        read(gated)
+    assert read(gated, x).heads
+
+
 @pytest.mark.parametrize(
     ("model", "inputs", "error", "says"),
     [

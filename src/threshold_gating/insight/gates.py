@@ -6,7 +6,7 @@ saved network, which are read from its folder without the network.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,6 +37,15 @@ def gate_sites(model: nn.Module) -> dict[str, LearnedSite]:
         for site in _frozen(name_of(path, module), module):
             found.setdefault(site.name, site)
     return found
+
+
+def unopened(model: nn.Module, known: Collection[str]) -> dict[str, str]:
+    """The calls of torch whose gates only a run shows, as those of attention; not those `known`."""
+    plans = (vars(module).get("tg_sites") or {} for module in model.modules())
+    names = [site.name for plan in plans for site in plan.values() if site is not None]
+    seen = {name.rpartition(".")[0] for name in known} | set(known)
+    why = "its gates show in a run; give inputs, as in read(model, x)"
+    return {name: why for name in names if name not in seen}
 
 
 def behind_weights(model: nn.Module) -> set[str]:
@@ -81,8 +90,11 @@ def _frozen(name: str, module: Any) -> Iterator[LearnedSite]:
     for site in (vars(module).get("tg_sites") or {}).values():
         if site is not None and site.t is not None:
             yield frozen(site.name, site.t)
-        elif site is not None and site.kind in RECURRENT and isinstance(module, nn.RNNBase):
-            yield from recurrent(site.name, site.kind, len(module._all_weights))
+        elif site is not None and site.kind in RECURRENT:
+            if isinstance(module, nn.RNNBase):
+                yield from recurrent(site.name, site.kind, len(module._all_weights))
+            elif site.kind.endswith("_cell"):
+                yield from recurrent(site.name, site.kind, 1)
 
 
 class Saved(NamedTuple):

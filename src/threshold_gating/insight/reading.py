@@ -15,7 +15,7 @@ from threshold_gating.conversion.checkpoint.save_load import inner
 from threshold_gating.conversion.text import some
 from threshold_gating.conversion.watch import check_weights
 from threshold_gating.insight.attention import Heads, HeadTally
-from threshold_gating.insight.gates import behind_weights, gate_sites, saved_sites
+from threshold_gating.insight.gates import behind_weights, gate_sites, saved_sites, unopened
 from threshold_gating.insight.looking import Look
 from threshold_gating.insight.nearest import NONE, nearest, points
 from threshold_gating.insight.records import BROKEN, Reading, SiteReading, broken_groups, mended
@@ -59,7 +59,7 @@ def read(
     gates = gate_sites(model)
     kind, weighted = type(model).__name__, behind_weights(model)
     if not (inputs or named):
-        return _made(kind, gates, weighted, None, rule, {})
+        return _made(kind, gates, weighted, None, rule, unopened(model, gates))
     look = Look(model, gates, rule)
     look.run(inputs, named)
     shapes = ", ".join("x".join(map(str, t.shape)) for t in tensors((inputs, named)))
@@ -99,10 +99,11 @@ def _made(
     heads = [tally.reading(name) for name, tally in tallies.items()]
     if not sites and not heads:
         others = "; ".join(f"{name}: {why}" for name, why in unread.items())
-        raise ValueError(
-            f"read: {model} has no gate to read" + (f" ({others}). " if others else ". ") + "Make "
-            "its nonlinearities gates first: tg.insight.read(tg.convert(model, inputs=x), x)."
+        first = (
+            "Make its nonlinearities gates first: tg.insight.read(tg.convert(model, inputs=x), x)"
         )
+        why = f" ({others})" if others else f". {first}"
+        raise ValueError(f"read: {model} has no gate to read{why}.")
     notes = (*_notes(sites, gates, look, unread, rule), *_notes_of_heads(heads))
     return Reading(model, inputs, tuple(sites), tuple(heads), notes, rule)
 
