@@ -1,7 +1,7 @@
 """How everything here is timed: contenders in turn, so that clocks and noise hit all alike.
 
 On a GPU a contender's time is the median of `triton.testing.do_bench`, the call as a user makes it
-with the L2 cache emptied before, and of five rounds the least: the noise of a machine that others
+with the L2 cache emptied before, and of a few rounds the least: the noise of a machine that others
 use only ever adds to it. A row says so where the slowest round took far more. All threads of the
 process are on one core meanwhile, the one that is quickest just then: torch's thread for backward
 passes otherwise wakes on another one, which on a shared host takes longer than the kernels. The
@@ -32,9 +32,9 @@ from benchmarks.rows import Row, Times
 
 Contenders = dict[str, Callable[[], Any]]
 Rounds = dict[str, list[float]]  # milliseconds of each contender
-ROUNDS, CORES = 5, 16
-# By whether the work is slow: milliseconds of a round on a GPU, least runs on a CPU.
-REP, RUNS = {False: 20, True: 400}, {False: 40, True: 9}
+CORES = 16
+# By whether the work is slow: rounds, milliseconds of a round on a GPU, least runs on a CPU.
+ROUNDS, REP, RUNS = {False: 5, True: 3}, {False: 20, True: 400}, {False: 40, True: 9}
 AT_LEAST_MS, MOST_RUNS = 300, 4000  # of a contender on a CPU
 FAMILIES = {pair.family for pair in PAIRS.values()}
 
@@ -170,7 +170,7 @@ def _in_rounds(contenders: Contenders, slow: bool, pinned: bool = True) -> Round
     for f in contenders.values():
         f()  # what has to be compiled is, by all cores
     with _on_one_core() if pinned else contextlib.nullcontext():
-        for i in range(ROUNDS):
+        for i in range(ROUNDS[slow]):
             for name, f in _in_turn(contenders, i):
                 taken[name].append(do_bench(f, warmup=5, rep=REP[slow], return_mode="median"))
     return taken
@@ -239,7 +239,7 @@ def host_times(contenders: Contenders, device: str, calls: int) -> Times:
     """Microseconds that the host takes for a call of each, least of several rounds in turn, on
     whatever cores: what the device does goes on beside it."""
     taken: Rounds = {name: [] for name in contenders}
-    for i in range(2 * ROUNDS):
+    for i in range(2 * ROUNDS[False]):
         for name, f in _in_turn(contenders, i):
             if device == "cuda":
                 torch.cuda.synchronize()
@@ -309,9 +309,9 @@ def _each_once(contenders: Contenders, slow: bool) -> Rounds:
 
 _ONCE = Clock("", _each_once, None)
 ON_GPU = Clock(
-    f"Medians of triton.testing.do_bench, contenders in turn, least of {ROUNDS} rounds, all "
-    "threads on the quickest core; 'replayed' is the ratio of recorded graphs, without what Python "
-    "costs, and decides nothing.",
+    f"Medians of triton.testing.do_bench, contenders in turn, least of {ROUNDS[False]} "
+    f"rounds ({ROUNDS[True]} where a call is slow), all threads on the quickest core; 'replayed' is "
+    "the ratio of recorded graphs, without what Python costs, and decides nothing.",
     _in_rounds,
     _replayed,
     partial(_in_rounds, pinned=False),
