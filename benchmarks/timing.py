@@ -310,8 +310,8 @@ def _each_once(contenders: Contenders, slow: bool) -> Rounds:
 _ONCE = Clock("", _each_once, None)
 ON_GPU = Clock(
     f"Medians of triton.testing.do_bench, contenders in turn, least of {ROUNDS[False]} "
-    f"rounds ({ROUNDS[True]} where a call is slow), all threads on the quickest core; 'replayed' is "
-    "the ratio of recorded graphs, without what Python costs, and decides nothing.",
+    f"rounds ({ROUNDS[True]} where a call is slow), all threads on the quickest core; 'replayed' "
+    "is the ratio of recorded graphs, without what Python costs, and decides nothing.",
     _in_rounds,
     _replayed,
     partial(_in_rounds, pinned=False),
