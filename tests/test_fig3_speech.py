@@ -1,5 +1,6 @@
 """Fig. 3(c) on AN4: the reader, the loss, the contenders, the lanes, and what the page says."""
 
+import argparse
 import json
 import math
 import os
@@ -220,6 +221,21 @@ def test_a_smoke_run_has_every_stage(tmp_path, monkeypatch):
     first = [r.figures["curve_test"][0] for r in rows if r.case["kind"] == "continued"]
     assert first[0] == first[1]  # converted, it computes the same
     assert all(row.smoke for row in rows)
+
+
+def test_runs_that_fail_together_stop_none_behind_them(monkeypatch):
+    def failing(kind, group, asked, data):
+        if group[0]["hidden"] == 8:
+            raise ValueError("no memory")
+        yield 0, {"wer": 1.0}
+
+    monkeypatch.setattr(fig3_speech, "together", failing)
+    cases = [
+        {"kind": "train", "hidden": hidden, "seed": seed} for hidden in (8, 16) for seed in (0, 1)
+    ]
+    found = list(fig3_speech.run(cases, argparse.Namespace(jobs=1), None))
+    assert [case for case, _, _ in found] == cases
+    assert ["no memory" in str(figures) for _, figures, _ in found] == [True, True, False, False]
 
 
 def test_a_stage_without_rates_says_what_to_run_first(tmp_path):
