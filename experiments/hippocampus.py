@@ -310,7 +310,8 @@ def page(rows: list[Row]) -> str:
 
 def _beside(rows: list[Row]) -> str:
     most = max(row.figures["side by side"] for row in rows)
-    return f"up to {most} runs" if most > 1 else "one run"
+    own = f"up to {most} runs of it" if most > 1 else "one run of it"
+    return f"{own} and whatever else ran on the device"
 
 
 def cut(rows: list[Row]) -> str:

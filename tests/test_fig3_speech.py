@@ -296,8 +296,8 @@ def made_rows(better=0.0, widths=(128, 256), seeds=(0, 1, 2)):
 def test_the_page_has_intervals_and_says_what_was_cut():
     text = speech_page.page(made_rows(0.3))
     assert "constant - control" in text
-    assert "Not run: standard at H = 192 (0 of 3 seeds)" in text
-    assert "H = 1024" in text
+    assert "Not run: standard at H = 192 (3 of 3 seeds)" in text
+    assert "control at H = 1024 (3 of 3 seeds)" in text
     assert "0.0008" in text
     assert "| 128 | constant |" in text
     words = {v.claim[:20]: v.verdict for v in speech_page.verdicts(made_rows(0.3))}
