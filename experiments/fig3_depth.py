@@ -109,6 +109,11 @@ def rate_of(arm: str, rows: list[Row], rates: tuple[float, ...] = RATES) -> floa
     return best
 
 
+def work(case: Case) -> float:
+    """About how long a case takes: its MACs, which gates are part of by their branches."""
+    return float(case["epochs"] * cost(ARMS[case["arm"]], case["depth"], case["width"]).macs)
+
+
 def run(case: Case, asked: argparse.Namespace) -> dict[str, Any]:
     return trained(NAME, ARMS[case["arm"]], case, asked)
 
@@ -182,30 +187,32 @@ def main(argv: list[str] | None = None) -> list[Row]:
     parser = record.options(NAME, __doc__)
     parser.add_argument("--images", choices=sorted(READ), default="cifar10", help="the data set")
     asked = parser.parse_args(argv)
-    return in_parts(NAME, cases(asked.images, asked.smoke), run, asked)
+    return in_parts(NAME, cases(asked.images, asked.smoke), run, asked, work)
 
 
-def in_parts(name: str, every: list[Case], run: record.Run, asked: argparse.Namespace) -> list[Row]:
-    """Times alone on the device, then the sweep, whose rates the grid takes.
-
-    What fails in one part stops no other; all of it is raised in the end.
-    """
+def in_parts(
+    name: str,
+    every: list[Case],
+    run: record.Run,
+    asked: argparse.Namespace,
+    work: record.Cost | None = None,
+) -> list[Row]:
+    """Times alone on the device, then the sweep, whose rates the grid takes."""
     chosen = record.matching(every, asked.only)
     asked.only = []
     if asked.list:
         return record.complete(name, chosen, run, asked)
     sha = _data(chosen[0]["images"], asked.data, asked.smoke).sha256
-    rows, failed = [], []
-    for part in ("time", "sweep", "grid"):
+    rows: list[Row] = []
+
+    def run_part(part: str) -> None:
         given = copy.copy(asked)
         given.jobs = 1 if part == "time" else asked.jobs
-        own = [case for case in chosen if case["part"] == part]
-        try:
-            rows += record.complete(name, own, run, given, data=sha) if own else []
-        except RuntimeError as error:
-            failed.append(f"{part}: {error}")
-    if failed:
-        raise RuntimeError("; ".join(failed))
+        if own := [case for case in chosen if case["part"] == part]:
+            rows.extend(record.complete(name, own, run, given, data=sha, cost=work))
+
+    parts = ("time", "sweep", "grid")
+    record.in_turn({part: functools.partial(run_part, part) for part in parts})
     return rows
 
 

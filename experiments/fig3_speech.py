@@ -35,6 +35,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import groupby
@@ -105,26 +106,41 @@ def cases(stage: str, asked: argparse.Namespace, rows: Sequence[Row]) -> list[Ca
 
 def run(
     left: list[Case], asked: argparse.Namespace, data: Corpus
-) -> Iterator[tuple[Case, dict[str, Any], float]]:
-    """The cases as they end: those of one kind and width side by side, but times alone."""
+) -> Iterator[tuple[Case, Any, float]]:
+    """The cases as they end: those of one kind and width side by side, but times alone.
+
+    Where some that are side by side fail, those behind them are still to run.
+    """
     for (kind, _), same in groupby(left, lambda case: (case["kind"], case["hidden"])):
         own, size = list(same), 1 if kind == "time" else max(1, asked.jobs)
         for k in range(0, len(own), size):
             group, begun = own[k : k + size], time.perf_counter()
-            lanes = [lane(case, asked, data) for case in group]
-            how = f"{sum(own.recorded for own in lanes)} of {len(lanes)} recorded"
-            print(f"{kind}: {how}, ready in {time.perf_counter() - begun:.0f} s", flush=True)
-            if kind == "time":
-                figures = milliseconds(lanes[0], rounds=2 if asked.smoke else 5)
-                yield group[0], figures, time.perf_counter() - begun
-                continue
-            for ended in side_by_side(lanes):
-                seconds = time.perf_counter() - begun
-                if kind == "start":
-                    file = start_file(group[ended])
-                    file.parent.mkdir(parents=True, exist_ok=True)
-                    torch.save(lanes[ended].model.state_dict(), file)
-                yield group[ended], {**lanes[ended].figures(), "beside": len(group)}, seconds
+            going = dict(enumerate(group))
+            try:
+                for ended, figures in together(kind, group, asked, data):
+                    yield going.pop(ended), figures, time.perf_counter() - begun
+            except Exception:
+                error = traceback.format_exc()
+                yield from ((case, error, time.perf_counter() - begun) for case in going.values())
+
+
+def together(
+    kind: str, group: list[Case], asked: argparse.Namespace, data: Corpus
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The numbers of the cases as they end, with their figures."""
+    begun = time.perf_counter()
+    lanes = [lane(case, asked, data) for case in group]
+    how = f"{sum(own.recorded for own in lanes)} of {len(lanes)} recorded"
+    print(f"{kind}: {how}, ready in {time.perf_counter() - begun:.0f} s", flush=True)
+    if kind == "time":
+        yield 0, milliseconds(lanes[0], rounds=2 if asked.smoke else 5)
+        return
+    for ended in side_by_side(lanes):
+        if kind == "start":
+            file = start_file(group[ended])
+            file.parent.mkdir(parents=True, exist_ok=True)
+            torch.save(lanes[ended].model.state_dict(), file)
+        yield ended, {**lanes[ended].figures(), "beside": len(group)}
 
 
 def lane(case: Case, asked: argparse.Namespace, data: Corpus) -> Lane:
@@ -148,7 +164,7 @@ def start_file(case: Case) -> Path:
 def begin(model: Listener, file: Path) -> None:
     """The weights of a trained standard network; gates start where they compute the same."""
     if not file.exists():
-        raise SystemExit(f"{file} is missing: the case kind=start of the same seed makes it")
+        raise FileNotFoundError(f"{file} is missing: kind=start of the same seed makes it")
     found = model.load_state_dict(torch.load(file, weights_only=True), strict=False)
     strangers = [n for n in found.missing_keys if ".gate_" not in n] + found.unexpected_keys
     if strangers:

@@ -15,8 +15,8 @@ tier W's as well. The page prints both.
     python -m experiments.neighbours --data DIR --jobs 8
     python -m experiments.neighbours --smoke
 
-Rows of tier W, SiLU and ReLU are those of `fig3_depth`. On a GPU the steps of pau and kan are
-compiled in training (TORCHDYNAMO_DISABLE=1 leaves that out, and takes several times as long).
+Rows of tier W, SiLU and ReLU are those of `fig3_depth`. On a GPU all but prelu are compiled in
+training (TORCHDYNAMO_DISABLE=1 leaves that out, and takes several times as long).
 
 Last result: docs/results.md, Gates beside other learned activations.
 """
@@ -59,8 +59,12 @@ class ACON(nn.Module):
         self.beta = channels(count, 1.0)
 
     def forward(self, x: Tensor) -> Tensor:
-        d = each(self.p1 - self.p2) * x
-        return (d * torch.sigmoid(each(self.beta) * d) + each(self.p2) * x).to(x.dtype)
+        return compiled(acon, x)(x, self.p1, self.p2, self.beta)
+
+
+def acon(x: Tensor, p1: Tensor, p2: Tensor, beta: Tensor) -> Tensor:
+    d = each(p1 - p2) * x
+    return (d * torch.sigmoid(each(beta) * d) + each(p2) * x).to(x.dtype)
 
 
 class APL(nn.Module):
@@ -72,10 +76,12 @@ class APL(nn.Module):
         self.b = nn.ParameterList([channels(count, at) for at in (-0.5, 0.5)])
 
     def forward(self, x: Tensor) -> Tensor:
-        y = F.relu(x)
-        for a, b in zip(self.a, self.b, strict=True):
-            y = y + each(a) * F.relu(each(b) - x)
-        return y.to(x.dtype)
+        return compiled(apl, x)(x, *self.a, *self.b)
+
+
+def apl(x: Tensor, a0: Tensor, a1: Tensor, b0: Tensor, b1: Tensor) -> Tensor:
+    hinges = (each(a) * F.relu(each(b) - x) for a, b in ((a0, b0), (a1, b1)))
+    return (F.relu(x) + sum(hinges)).to(x.dtype)
 
 
 # As their authors start: near leaky ReLU (0.01) on [-3, 3].

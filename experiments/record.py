@@ -50,6 +50,7 @@ CHECKPOINTS = ROOT / "results" / "checkpoints"  # ignored by git
 
 Case = dict[str, Any]
 Run = Callable[[Case, argparse.Namespace], dict[str, Any]]
+Cost = Callable[[Case], float]  # how long a case takes beside others; in any unit
 RunAll = Callable[[list[Case], argparse.Namespace], Iterator[tuple[Case, Any, float]]]
 
 
@@ -182,18 +183,22 @@ def complete(
     asked: argparse.Namespace,
     *,
     data: str = "",
+    cost: Cost | None = None,
     run_all: RunAll | None = None,
 ) -> list[Row]:
     """Run what the file does not hold yet; return the rows of all the chosen cases.
 
-    `data` is the hash of the data that the cases read. `run_all`, instead of `run`, is an
-    experiment's own way to run all that are left; it gives each with figures and seconds.
+    `data` is the hash of the data that the cases read. With `--jobs` the cases of the highest
+    `cost` begin first, so that no long one is left alone in the end. `run_all`, instead of `run`,
+    is an experiment's own way to run all that are left; it gives each with figures and seconds.
     """
     chosen = matching(cases, asked.only)
     file = file_of(name, asked)
     found = rows(file)
     done = {key(row.case): row for row in found}
     left = [case for case in chosen if key(case) not in done]
+    if cost is not None and asked.jobs > 1:
+        left.sort(key=cost, reverse=True)  # equal ones stay in their order
     if asked.list:
         for case in chosen:
             print("done" if key(case) in done else "    ", _said(case))
@@ -221,6 +226,18 @@ def complete(
     if failed:
         raise RuntimeError(f"{len(failed)} of {len(left)} cases failed: {'; '.join(failed)}")
     return [done[key(case)] for case in chosen]
+
+
+def in_turn(parts: dict[str, Callable[[], None]]) -> None:
+    """Call one after the other. What fails in one stops no other; all is raised in the end."""
+    failed = []
+    for name, part in parts.items():
+        try:
+            part()
+        except RuntimeError as error:
+            failed.append(f"{name}: {error}")
+    if failed:
+        raise RuntimeError("; ".join(failed))
 
 
 def first_process() -> bool:

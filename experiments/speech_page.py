@@ -300,14 +300,14 @@ def _sweep(rows: Sequence[Row], runs: Runs) -> str:
 
 def _cut(rows: Sequence[Row], runs: Runs) -> str:
     """What is missing of the plan, and how this setting differs from the paper's."""
+    count = {(arm, hidden): len(runs.of(arm, hidden)) for hidden in sorted(HIDDEN) for arm in ARMS}
+    later = ("standard", "constant", "control")
+    count |= {(arm, STARTED): len(_with(rows, kind="continued", arm=arm)) for arm in later}
     short = [
-        f"{arm} at H = {hidden} ({len(runs.of(arm, hidden))} of {len(SEEDS)} seeds)"
-        for hidden in sorted(HIDDEN)
-        for arm in ARMS
-        if len(runs.of(arm, hidden)) < len(SEEDS)
+        f"{arm} at H = {hidden} ({len(SEEDS) - n} of {len(SEEDS)} seeds)"
+        for (arm, hidden), n in count.items()
+        if n < len(SEEDS)
     ]
-    if not _with(rows, kind="continued"):
-        short.append(f"H = {STARTED}")
     called = sum(not r.figures.get("recorded", True) for r in rows)
     lost = [
         f"{r.case['arm']} at H = {r.case['hidden']}, rate {r.case['rate']:g}, seed {r.case['seed']}"

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 
 from experiments import record
-from experiments.record import Case, Row, Run
+from experiments.record import Case, Cost, Row, Run
 
 Rates = dict[str, float]
 
@@ -51,19 +51,43 @@ def complete(
     *,
     metric: str,
     data: str,
+    cost: Cost | None = None,
 ) -> list[Row]:
     """Sweep for the arms that were asked for, run the cases with the best rates; return all rows.
 
-    `--only` chooses among the cases, never among the rates.
+    `--only` chooses among the cases, never among the rates. Where a run of the sweep fails, the
+    arms that have all of their rates are run nevertheless, and the error is raised in the end.
     """
     file = record.file_of(name, asked)
-    rates = best_rates(record.rows(file), metric)
-    if not asked.list:
-        arms = {case["arm"] for case in record.matching(cases(rates), asked.only)}
-        every = argparse.Namespace(**{**vars(asked), "only": []})
-        rates = best_rates(record.complete(name, sweeps(arms), run, every, data=data), metric)
-    record.complete(name, cases(rates), run, asked, data=data)
+    known = cases(best_rates(record.rows(file), metric))
+    if asked.list:
+        return record.complete(name, known, run, asked)
+    chosen = record.matching(known, asked.only)
+    wanted, tried = {_of_any_rate(case) for case in chosen}, sweeps({c["arm"] for c in chosen})
+    every = argparse.Namespace(**{**vars(asked), "only": []})
+
+    def swept() -> None:
+        record.complete(name, tried, run, every, data=data, cost=cost)
+
+    def rest() -> None:
+        ready = cases(best_rates(_whole(tried, record.rows(file)), metric))
+        own = [c for c in ready if _of_any_rate(c) in wanted and None not in c.values()]
+        if own:
+            record.complete(name, own, run, every, data=data, cost=cost)
+
+    record.in_turn({"sweep": swept, "main": rest})
     return record.rows(file)
+
+
+def _whole(tried: list[Case], rows: list[Row]) -> list[Row]:
+    """The sweep's rows of the arms of which no run is missing."""
+    found = {record.key(row.case): row for row in rows}
+    lost = {case["arm"] for case in tried if record.key(case) not in found}
+    return [found[record.key(case)] for case in tried if case["arm"] not in lost]
+
+
+def _of_any_rate(case: Case) -> str:
+    return record.key({n: value for n, value in case.items() if not n.startswith("rate")})
 
 
 def said(rates: Rates, tried: Iterable[float], titles: dict[str, str]) -> str:

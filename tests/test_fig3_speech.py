@@ -1,5 +1,6 @@
 """Fig. 3(c) on AN4: the reader, the loss, the contenders, the lanes, and what the page says."""
 
+import argparse
 import json
 import math
 import os
@@ -222,6 +223,21 @@ def test_a_smoke_run_has_every_stage(tmp_path, monkeypatch):
     assert all(row.smoke for row in rows)
 
 
+def test_runs_that_fail_together_stop_none_behind_them(monkeypatch):
+    def failing(kind, group, asked, data):
+        if group[0]["hidden"] == 8:
+            raise ValueError("no memory")
+        yield 0, {"wer": 1.0}
+
+    monkeypatch.setattr(fig3_speech, "together", failing)
+    cases = [
+        {"kind": "train", "hidden": hidden, "seed": seed} for hidden in (8, 16) for seed in (0, 1)
+    ]
+    found = list(fig3_speech.run(cases, argparse.Namespace(jobs=1), None))
+    assert [case for case, _, _ in found] == cases
+    assert ["no memory" in str(figures) for _, figures, _ in found] == [True, True, False, False]
+
+
 def test_a_stage_without_rates_says_what_to_run_first(tmp_path):
     with pytest.raises(SystemExit, match="--stage sweep first"):
         fig3_speech.main(["--smoke", "--stage", "runs", "--out", str(tmp_path / "rows.jsonl")])
@@ -280,8 +296,8 @@ def made_rows(better=0.0, widths=(128, 256), seeds=(0, 1, 2)):
 def test_the_page_has_intervals_and_says_what_was_cut():
     text = speech_page.page(made_rows(0.3))
     assert "constant - control" in text
-    assert "Not run: standard at H = 192 (0 of 3 seeds)" in text
-    assert "H = 1024" in text
+    assert "Not run: standard at H = 192 (3 of 3 seeds)" in text
+    assert "control at H = 1024 (3 of 3 seeds)" in text
     assert "0.0008" in text
     assert "| 128 | constant |" in text
     words = {v.claim[:20]: v.verdict for v in speech_page.verdicts(made_rows(0.3))}

@@ -52,6 +52,21 @@ def test_a_case_that_fails_stops_no_other_and_is_an_error_in_the_end(tmp_path, c
     assert "Traceback" in capsys.readouterr().out
 
 
+def test_of_several_at_once_the_longest_begin_first(tmp_path, monkeypatch):
+    begun = []
+
+    def side_by_side(cases, run, given):
+        begun.append([case["seed"] for case in cases])
+        return ((case, double(case, given), 0.0) for case in cases)
+
+    monkeypatch.setattr(record, "_run_all", side_by_side)
+    for jobs in ("1", "2"):
+        given = asked(tmp_path, "--jobs", jobs, "--out", str(tmp_path / jobs))
+        rows = record.complete("name", CASES, double, given, cost=lambda case: case["seed"])
+        assert [row.case for row in rows] == CASES
+    assert begun == [[0, 1, 0, 1], [1, 1, 0, 0]]
+
+
 def test_only_chooses_cases_and_says_what_there_is(tmp_path):
     given = asked(tmp_path, "--only", "arm=gates", "seed=0,1")
     assert [row.case for row in record.complete("name", CASES, double, given)] == CASES[2:]

@@ -266,6 +266,8 @@ def features(
 
 def beside(parts: Sequence[Tensor], axis: int, groups: int) -> Tensor:
     """Gated inputs in the order of `features`."""
+    if groups == 1:  # images in channels_last stay so
+        return torch.cat(list(parts), axis)
     known = parts[0].shape
     axis = axis % len(known)
     shape = (*known[:axis], groups, known[axis] // groups, *known[axis + 1 :])

@@ -406,8 +406,12 @@ def _of_data(grad: Tensor | None, structure: Structure, name: str) -> Tensor | N
     """A gradient for the rows that are read: of those that structure knows it is 0."""
     if grad is None or name in structure.learned:
         return grad
-    known = [k for k, number in enumerate(getattr(structure, name)) if number is not None]
-    return grad.index_fill(0, torch.tensor(known, device=grad.device), 0.0) if known else grad
+    known = [number is not None for number in getattr(structure, name)]
+    if not any(known):
+        return grad
+    # row by row: a tensor of their numbers would be a copy from the host, which no CUDA graph takes
+    rows = zip(known, grad.unbind(0), strict=True)
+    return torch.stack([torch.zeros_like(row) if zero else row for zero, row in rows])
 
 
 # `_Blend.apply` without its care for functorch, whose tensors do not come here: `backend.is_memory`

@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from threshold_gating import primitive
+from threshold_gating.kernels.backend import backend, engine
+from threshold_gating.kernels.blend.function import blend
 from threshold_gating.kernels.blend.kept import kept
 from threshold_gating.kernels.structure import Rows, Shape, Structure, Tensors, viewed
 from threshold_gating.primitive.graphs import keeps_gates
@@ -65,6 +67,8 @@ class Formula(NamedTuple):
         axis, groups = (-1, 1) if self.conv is None else (1, self.conv.groups)
         if keeps_gates():
             phi = primitive.beside(self._nodes(x, rows), axis, groups)
+        elif self._has_kernel(x):
+            phi = primitive.beside(self._launched(x, rows), axis, groups).to(x.dtype)
         else:
             tau, theta, s, c = rows
             phi = primitive.features(
@@ -90,15 +94,23 @@ class Formula(NamedTuple):
         return F.pad(phi, self.conv.pad, self.conv.mode)
 
     def _nodes(self, x: Tensor, rows: Rows) -> list[Tensor]:
-        """The gated inputs in a graph that keeps gates: each is the gate whose other branches are
-        0."""
+        """The gated inputs in a graph that keeps gates."""
+        known = self.structure._replace(q=None, anchor=None, clamp=None)
+        return [kept(x, None, known, each) for each in _one_by_one(rows)]
 
-        def only(row: Sequence[Any], k: int) -> list[Any]:
-            return [w if j == k else 0.0 for j, w in enumerate(row)]
+    def _has_kernel(self, x: Tensor) -> bool:
+        """Whether soft gates of x are one launch of Triton: in torch they are dozens of passes."""
+        known = self.structure
+        soft = known.K > 1 and known.fused and not known.hard
+        return soft and not torch.compiler.is_compiling() and engine(x, backend()) == "triton"
 
-        known, (tau, theta, s, c) = self.structure._replace(q=None, anchor=None, clamp=None), rows
+    def _launched(self, x: Tensor, rows: Rows) -> list[Tensor]:
+        # the gradients of 16-bit inputs are sums over branches, to be rounded once
+        z = primitive.wide(x) if torch.is_grad_enabled() else x
+        form = self.structure.form
         return [
-            kept(x, None, known, Rows(tau, theta, only(s, k), only(c, k))) for k in range(len(s))
+            blend(z, tau if len(tau) > 1 else tau[0], theta, s, c, form=form, known=True)
+            for tau, theta, s, c in _one_by_one(rows)
         ]
 
     def product(self, phi: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -147,6 +159,16 @@ class Formula(NamedTuple):
         axis = dim - 1 if self.conv is None else 1
         varies = [dim - len(self.shape) + d for d, n in enumerate(self.shape) if n > 1]
         return varies in ([], [axis])
+
+
+def _one_by_one(rows: Rows) -> list[Rows]:
+    """Of each gated input the gate that it is: the other branches are 0."""
+
+    def only(row: Sequence[Any], k: int) -> list[Any]:
+        return [w if j == k else 0.0 for j, w in enumerate(row)]
+
+    tau, theta, s, c = rows
+    return [Rows(tau, theta, only(s, k), only(c, k)) for k in range(len(s))]
 
 
 class Plan(Protocol):
