@@ -356,8 +356,24 @@ def _store_sum(
 
 
 @triton.jit
+def _belongs(
+    k, tau_p, theta_p, s_p, c_p,
+    TAUS: tl.constexpr, THETAS: tl.constexpr, SLOPES: tl.constexpr,
+):
+    """Which gradient the k-th row of all sums is of, and which row of that."""
+    out_p, row = tau_p, k
+    if k >= TAUS + THETAS + SLOPES:
+        out_p, row = c_p, k - (TAUS + THETAS + SLOPES)
+    elif k >= TAUS + THETAS:
+        out_p, row = s_p, k - (TAUS + THETAS)
+    elif k >= TAUS:
+        out_p, row = theta_p, k - TAUS
+    return out_p, row
+
+
+@triton.jit
 def blend_backward(
-    x_p, other_p, dy_p, dx_p, dother_p, sums_p,
+    x_p, other_p, dy_p, dx_p, dother_p, dtau_p, dtheta_p, ds_p, dc_p,
     tau_p, rho_p, theta_p, shift_p, s_p, c_p,
     R, N, G, iters,
     TAU_CODE: tl.constexpr, THETA_CODE: tl.constexpr, S_CODE: tl.constexpr, C_CODE: tl.constexpr,
@@ -365,12 +381,14 @@ def blend_backward(
     SHARPENED: tl.constexpr, MOVED: tl.constexpr, ANCHORED: tl.constexpr, WEIGHTS: tl.constexpr,
     DX: tl.constexpr, DOTHER: tl.constexpr,
     DTAU: tl.constexpr, DTHETA: tl.constexpr, DS: tl.constexpr, DC: tl.constexpr,
+    APART: tl.constexpr,
     LAYOUT: tl.constexpr, RB: tl.constexpr, CB: tl.constexpr, STAGES: tl.constexpr,
 ):
     """Gradients of `blend_forward`; sums [part, row of a parameter, group] for the second stage.
 
-    The rows are those of the wanted among tau, theta, s, c, in this order. Constants anchored at a
-    threshold are summed even if only this or a slope is wanted, for these follow from them.
+    The rows are those of the wanted among tau, theta, s, c, in this order, all of them at dtau_p;
+    APART, if there is one part, each where it belongs. Constants anchored at a threshold are summed
+    even if only this or a slope is wanted, for these follow from them.
     """
     TAUS: tl.constexpr = DTAU * (K - 1 if GATE == OWN_TAUS else 1)
     CONSTANTS: tl.constexpr = K if DC or (ANCHORED and (DTHETA or DS)) else 0
@@ -401,7 +419,11 @@ def blend_backward(
         sums = _finished(sums, at, overflows, tau, theta, s, rho_p, G, S_CODE,
                          K, GATE, SHARPENED, ANCHORED, TAUS, DTHETA * (K - 1), DS * K, CONSTANTS)
         for k in tl.static_range(COUNT):
-            _store_sum(sums_p, k, sums[k], R, N, G, iters, COUNT, LAYOUT, RB, CB)
+            out_p, row = dtau_p, k
+            if APART:
+                out_p, row = _belongs(
+                    k, dtau_p, dtheta_p, ds_p, dc_p, TAUS, DTHETA * (K - 1), DS * K)
+            _store_sum(out_p, row, sums[k], R, N, G, iters, COUNT, LAYOUT, RB, CB)
 
 
 @triton.jit
@@ -420,11 +442,5 @@ def add_parts(
         place = along.to(tl.int64)[:, None] * part_step + k * row_step + columns[None, :]
         inside = (along < parts)[:, None] & (columns < G)[None, :]
         total += tl.load(sums_p + place, mask=inside, other=0.0)
-    row, out_p = k, tau_p
-    if k >= TAUS + THETAS + SLOPES:
-        row, out_p = k - (TAUS + THETAS + SLOPES), c_p
-    elif k >= TAUS + THETAS:
-        row, out_p = k - (TAUS + THETAS), s_p
-    elif k >= TAUS:
-        row, out_p = k - TAUS, theta_p
+    out_p, row = _belongs(k, tau_p, theta_p, s_p, c_p, TAUS, THETAS, SLOPES)
     tl.store(out_p + row * G + columns, tl.sum(total, 0), mask=columns < G)
