@@ -1,6 +1,6 @@
 """The kernels of synapses, step by step: they equal float64.
 
-`few`: odd numbers, second derivatives, steep gates, far inputs, unseen positions, memory, the ops and a compiled graph. `every`:
+`few`: odd numbers, second derivatives, constants of 16 bits, steep gates, far inputs, unseen positions, memory, the ops and a compiled graph. `every`:
 all kinds of layers, in 16 bits too.
 """
 
@@ -18,6 +18,7 @@ if sys.argv[1] == "few":
     t.check_values("cpu")
     t.check_ops("cpu")
     t.check_compiled("cpu", "aot_eager")
+    t.check_constants("cpu")
     t.check_extremes("cpu")
     t.check_far("cpu")
     t.check_unseen("cpu")

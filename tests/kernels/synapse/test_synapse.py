@@ -14,7 +14,7 @@ from threshold_gating.training import tiers
 
 # Over the largest true value. float32: sums of hundreds of terms in another order. 16 bits: the
 # arithmetic is float32; the sum, which the bias may take to a smaller number, and the result are
-# rounded, each by half a unit in the last place.
+# rounded, each by half a unit in the last place; a gradient is rounded once.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
 OWN_TAUS = tg.TG((1.3, 2.0), (-0.6, 0.8), (0.2, -0.5, 1.0), (0.1, 0.4, -0.3))
 EVERY = ("tau", "theta", "c")
@@ -114,6 +114,24 @@ def check_values(device):
             grads.append(torch.autograd.grad(dx.square().sum(), given))
     for ours, theirs in zip(*grads, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def check_constants(device):
+    """The K constants of a layer in 16 bits: their gradients, and those of the weights they go
+    with, are sums of float32 that are rounded once, those of the gates not at all."""
+    once = 2.0**-8 + TOLERANCE[torch.float32]
+    for seed in range(3):  # terms of either sign: rounded one by one they were up to 1e-2 off
+        torch.manual_seed(seed)
+        layer = moved(tg.Linear(9, 2, tier="S", init=OWN_TAUS, train=EVERY))
+        layer = layer.to(device, torch.bfloat16)
+        x = torch.randn(7, 9, device=device).bfloat16()
+        dy = torch.randn(7, 2, device=device).bfloat16()
+        have = results(layer, x, dy, "triton")
+        want = results(copy.deepcopy(layer).double(), x.double(), dy.double(), "reference")
+        for name in ("c", "weight", "gate.rho", "gate.dtheta"):
+            error = (have[name].double() - want[name]).abs().max() / want[name].abs().max()
+            allowed = TOLERANCE[torch.float32] if name.startswith("gate") else once
+            assert float(error) <= allowed, f"{seed} {name}: {float(error):.1e}"
 
 
 def check_extremes(device):
@@ -349,6 +367,7 @@ def test_the_kernels_equal_float64(dtype):
 def test_values_extremes_and_memory_on_a_gpu():
     check_values("cuda")
     check_ops("cuda")
+    check_constants("cuda")
     check_extremes("cuda")
     check_far("cuda")
     check_unseen("cuda")

@@ -21,6 +21,7 @@ from threshold_gating.kernels.blend.parameters import (
     MIRRORED,
     OVERFLOWING,
     OWN_TAUS,
+    READ,
     SMALL,
     TWO,
     ZERO,
@@ -66,9 +67,9 @@ def _polynomial(w, low, e, K: tl.constexpr):
 @triton.jit
 def by_powers(x, v, tau, middle, w, ws, wc, C_CODE: tl.constexpr, K: tl.constexpr):
     """(y, mean slope, dy/dx by way of the gates) for K >= 3 and one tau."""
-    t = (x - middle) * (tau[0] * LOG2E)
-    e = exp2(-tl.abs(t))
-    low = t < 0
+    away = x - middle
+    e = exp2(tl.abs(away) * (tau[0] * -LOG2E))
+    low = away < 0
     D, D1 = _polynomial(w, low, e, K)  # (RB, CB) each
     share = inverse(D)
     S, S1 = _polynomial(ws, low, e, K)
@@ -167,9 +168,9 @@ def turned_from_below(
 @triton.jit
 def _powers(x, tau, middle, w, K: tl.constexpr):
     """w_k a^k b^(K-1-k) from e = exp(-|t|), which is a or b; the other is 1."""
-    t = (x - middle) * (tau[0] * LOG2E)
-    e = exp2(-tl.abs(t))
-    low = t < 0
+    away = x - middle
+    e = exp2(tl.abs(away) * (tau[0] * -LOG2E))
+    low = away < 0
     powers = (e,)
     for k in tl.static_range(K - 2):
         powers = powers + (powers[k] * e,)
@@ -229,13 +230,37 @@ def soft_gates(
 
 
 @triton.jit
+def _odds(x, tau, theta):
+    """(whether x is above the threshold, what the other side weighs against its own)."""
+    away = x - theta[0]
+    return away > 0, exp2(tl.abs(away) * (tau[0] * -LOG2E))  # (RB, CB)
+
+
+@triton.jit
 def two_gates(x, tau, theta):
     """(lower gate, upper gate), neither as 1 minus the other."""
-    t = (x - theta[0]) * (tau[0] * LOG2E)
-    e = exp2(-tl.abs(t))
-    large = inverse(1.0 + e)  # (RB, CB)
+    above, e = _odds(x, tau, theta)
+    large = inverse(1.0 + e)
     small = e * large
-    return tl.where(t > 0, small, large), tl.where(t > 0, large, small)
+    return tl.where(above, small, large), tl.where(above, large, small)
+
+
+@triton.jit
+def _leaning(x, tau, theta):
+    """(whether x is above the threshold, twice the gate of the other side, negative if it is)."""
+    above, e = _odds(x, tau, theta)
+    small = e * inverse(0.5 + 0.5 * e)
+    return above, tl.where(above, -small, small)
+
+
+@triton.jit
+def _from_own_side(above, lean, w):
+    """The mean of two coefficients, in three steps: that of x's own side and what the other adds.
+
+    The other side's gate is at most 1/2, so nothing cancels but what the coefficients themselves
+    do. Halves, because the difference of two large ones may overflow.
+    """
+    return tl.where(above, w[1], w[0]) + lean * (0.5 * w[1] - 0.5 * w[0])
 
 
 @triton.jit
@@ -244,8 +269,11 @@ def two_means(x, tau, theta, w, lower, upper, CODE: tl.constexpr, GATE: tl.const
     if GATE == CENTRED:
         h = _tanh((x - theta[0]) * (tau[0] * 0.5))
         found = tl.where(h > 0, w[1] * h, -w[0] * h) + (w[0] + w[1]) * tl.minimum(lower, upper)
-    else:
+    elif CODE % 4 == ZERO or CODE // 4 == ZERO:  # one gate, or none
         found = mean((lower, upper), w, CODE, 2)
+    else:
+        above, lean = _leaning(x, tau, theta)
+        found = _from_own_side(above, lean, w)
     return found
 
 
@@ -293,7 +321,7 @@ def _branch(v, s, c, S_CODE: tl.constexpr, k: tl.constexpr):
 def value(
     x, v, tau, theta, s, c, middle, w, ws, wc,
     S_CODE: tl.constexpr, C_CODE: tl.constexpr, OWNERS: tl.constexpr,
-    K: tl.constexpr, GATE: tl.constexpr, WEIGHTS: tl.constexpr,
+    K: tl.constexpr, GATE: tl.constexpr, WEIGHTS: tl.constexpr, ROLE: tl.constexpr,
 ):  # fmt: skip
     """y at x; v is what the branches read."""
     if GATE == HARD:
@@ -301,9 +329,8 @@ def value(
         region = _region(x, theta, OWNERS, K)
         for k in tl.static_range(1, K):
             y = tl.where(region >= k, _branch(v, s, c, S_CODE, k), y)
-        y = tl.where(x != x, x, y)
-        for k in tl.static_range(K - 1):  # no x is above or below a threshold that is NaN
-            y = tl.where(theta[k] != theta[k], theta[k], y)
+        if ROLE == READ or S_CODE % 4 == ZERO:  # else the first branch of an x that is NaN is, too
+            y = tl.where(x != x, x, y)
     elif GATE == TWO or GATE == CENTRED:
         lower, upper = two_gates(x, tau, theta)
         slope = two_means(x, tau, theta, s, lower, upper, S_CODE, GATE)

@@ -195,8 +195,14 @@ class Prepared(NamedTuple):
 
 
 @functools.lru_cache(4096)
-def prepared(known: Constants, sizes: Sizes, size: int, wanted: Wanted | None = None) -> Prepared:
-    """The kernel for elements of `size` bytes: forward, or backward for the wanted gradients."""
+def prepared(
+    known: Constants, sizes: Sizes, size: int, wanted: Wanted | None = None, apart: bool = False
+) -> Prepared:
+    """The kernel for elements of `size` bytes: forward, or backward for the wanted gradients.
+
+    It takes four tensors for its sums, all of them the same; or, `apart`, a gradient's own each
+    where there is one part.
+    """
     from threshold_gating.kernels.blend import kernels
 
     m = Matrix.of(sizes)
@@ -206,9 +212,10 @@ def prepared(known: Constants, sizes: Sizes, size: int, wanted: Wanted | None = 
     tiles = (tiles_forward if light else tiles_backward)(m, size, known)
     if rows and m.along(tiles) <= FEW_TILES:
         tiles = tiles._replace(iters=max(1, m.along(tiles)))
-    rest = (m.R, m.N, m.G, tiles.iters, *known, *map(int, wanted or ()), int(m.layout))
     across, along = m.grid(tiles)
     parts = along * (m.R // m.G if m.layout == Layout.ROWS else 1)
+    back = () if wanted is None else (*map(int, wanted), int(apart and parts == 1))
+    rest = (m.R, m.N, m.G, tiles.iters, *known, *back, int(m.layout))
     sums, axis = ((rows, 1, parts), 2) if m.layout == Layout.ONE else ((parts, rows, m.G), 0)
     kernel = kernels.blend_forward if wanted is None else kernels.blend_backward
     cut = tiles.rows, tiles.columns, tiles.stages
@@ -218,8 +225,7 @@ def prepared(known: Constants, sizes: Sizes, size: int, wanted: Wanted | None = 
 def adding(sums: tuple[int, int, int], axis: int, rows: Sequence[int]) -> Launch | None:
     """A kernel for the second stage, from sums to four tensors that get these rows.
 
-    None for a single partial sum, of which slices are given: no second launch, no memory of their
-    own.
+    None for a single part: no second launch.
     """
     from threshold_gating.kernels.blend import kernels
 
@@ -241,7 +247,6 @@ class _Backward(NamedTuple):
     stride: tuple[int, int, int]
     add: Launch | None
     whose: list[int]  # of tau, theta, s, c
-    rows: list[int]
 
 
 class Plan:
@@ -280,38 +285,29 @@ class Plan:
         dy = like(dy, x)
         dx = torch.empty_like(x) if wanted.x else None
         dother = torch.empty_like(x) if wanted.other else None
-        sums = x
-        if found.whose:  # strided, because `new_empty` takes twice as long
-            sums = x.new_empty_strided(found.sums, found.stride, dtype=torch.float32)
         second = x if other is None else like(other, x)
+        _, rho, _, shift, s, c = given
+        grads: list[Tensor | None] = [None, None, None, None]
+        into = [rho, rho, rho, rho]  # of float32; nothing is written to what is not wanted
+        for k in found.whose:
+            grads[k] = into[k] = torch.empty_like((rho, shift, s, c)[k])
+        sums = into
+        if found.add is not None:  # strided, because `new_empty` takes twice as long
+            sums = [x.new_empty_strided(found.sums, found.stride, dtype=torch.float32)] * 4
         to = x if dx is None else dx, x if dother is None else dother
-        found.run((x, second, dy, *to, sums, *given), x.dtype)
-        return [dx, dother, *_added(found, sums, given)]
+        found.run((x, second, dy, *to, *sums, *given), x.dtype)
+        if found.add is not None:
+            found.add((sums[0], *into), torch.float32)
+        return [dx, dother, *grads]
 
     def _prepare(self, wanted: Wanted) -> _Backward:
-        run, sums, axis = prepared(self.known, self.sizes, self.size, wanted)
+        run, sums, axis = prepared(self.known, self.sizes, self.size, wanted, True)
         rows = self.known.rows(wanted)
         whose = [k for k in range(4) if rows[k]]
         add = adding(sums, axis, rows) if whose else None
         stride = sums[1] * sums[2], sums[2], 1
-        self._ready[wanted] = made = _Backward(run, sums, stride, add, whose, rows)
+        self._ready[wanted] = made = _Backward(run, sums, stride, add, whose)
         return made
-
-
-def _added(found: _Backward, sums: Tensor, given: tuple[Tensor, ...]) -> list[Tensor | None]:
-    """The second stage: the gradients of tau, theta, s and c."""
-    _, rho, _, shift, s, c = given
-    grads: list[Tensor | None] = [None, None, None, None]
-    if found.add is not None:
-        into = [sums] * 4
-        for k in found.whose:
-            grads[k] = into[k] = torch.empty_like((rho, shift, s, c)[k])
-        found.add((sums, *into), torch.float32)
-    elif found.whose:
-        parts = torch.unsafe_split_with_sizes(sums.view(sum(found.rows), -1), found.rows)
-        for k in found.whose:
-            grads[k] = parts[k].view_as((rho, shift, s, c)[k])
-    return grads
 
 
 @functools.lru_cache(4096)

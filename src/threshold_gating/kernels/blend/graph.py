@@ -129,7 +129,7 @@ def _backward(
     to = [g if w else x for g, w in zip(grads, wanted[:2], strict=True)]
     sums = x.new_empty(parts, dtype=torch.float32)
     second = x if other is None else like(other, x)
-    run((x, second, like(dy, x), *to, sums, *runtime.readable(tuple(parameters))))
+    run((x, second, like(dy, x), *to, *[sums] * 4, *runtime.readable(tuple(parameters))))
     return *grads, runtime.total(sums, axis)
 
 

@@ -50,6 +50,7 @@ from threshold_gating.kernels.blend.parameters import (
     added,
     anchored,
     folded,
+    known_at,
     middle_of,
     rows_of,
     sharpened,
@@ -81,12 +82,16 @@ def _tile(i, R, N, iters, LAYOUT: tl.constexpr, RB: tl.constexpr, CB: tl.constex
 
 @triton.jit
 def _group(R, N, G, iters, LAYOUT: tl.constexpr, RB: tl.constexpr, CB: tl.constexpr):
-    """Which parameters this program reads: one, a row or a column of indices."""
+    """Which parameters this program reads: one, a row or a column of indices.
+
+    Those beyond the last column are none, and masked where they are read: bounded by it they would
+    not be known to lie side by side, and each would be read by itself.
+    """
     rows, columns, _, _ = _tile(0, R, N, iters, LAYOUT, RB, CB)
     if LAYOUT == ONE:
         at = tl.zeros((1, 1), tl.int32)  # (1, 1)
     elif LAYOUT == COLUMNS:
-        at = tl.minimum(columns, N - 1).to(tl.int32)[None, :]  # (1, CB)
+        at = columns.to(tl.int32)[None, :]  # (1, CB)
     else:
         at = (tl.minimum(rows, R - 1) % G).to(tl.int32)[:, None]  # (RB, 1)
     return at
@@ -115,6 +120,8 @@ def _parameters(
     c = rows_of(c_p, G, at, C_CODE, K)
     if ANCHORED:
         c = anchored(c, s, theta, S_CODE, K)
+    if GATE == HARD:
+        c = known_at(c, theta, K)
     return tau, theta, s, c
 
 
@@ -134,7 +141,7 @@ def _forward_tiles(
             if ROLE == READ:
                 v = other
         y = value(x, v, tau, theta, s, c, middle, w, ws, wc,
-                  S_CODE, C_CODE, OWNERS, K, GATE, WEIGHTS)
+                  S_CODE, C_CODE, OWNERS, K, GATE, WEIGHTS, ROLE)
         if ROLE == TIMES:
             y = y * other
         tl.store(y_p + place, y.to(y_p.dtype.element_ty), mask=inside)
@@ -192,28 +199,27 @@ def _gradient(
     else:
         if GATE == HARD:
             g = hard_gates(x, theta, OWNERS, K)
-            turned = tl.zeros_like(x)
-            slope = mean(g, s, S_CODE, K)
         elif GATE == TWO or GATE == CENTRED:
             g = two_gates(x, tau, theta)
-            bump = dy * (g[0] * g[1])
-            found = (bump * v * (s[1] - s[0]) + bump * (c[1] - c[0]),)
-            turned = found[0] * tau[0]
-            slope = two_means(x, tau, theta, s, g[0], g[1], S_CODE, GATE)
         else:
             g = soft_gates(x, tau, theta, middle, w, K, GATE, WEIGHTS)
+        for k in tl.static_range(K):
+            weighted = weighted + (g[k] * dy,)
+        turned, slope = tl.zeros_like(x), mean(g, s, S_CODE, K)
+        if GATE == TWO or GATE == CENTRED:
+            bump = weighted[0] * g[1]
+            found = (bump * v * (s[1] - s[0]) + bump * (c[1] - c[0]),)
+            turned = found[0] * tau[0]
+        elif GATE != HARD:
             found = turns(g, v, dy, s, c, S_CODE, C_CODE, K)
-            slope = mean(g, s, S_CODE, K)
-            turned = tl.zeros_like(x)
             for k in tl.static_range(K - 1):
                 turned += found[k] * tau[k if GATE == OWN_TAUS else 0]
         if GATE == CENTRED:
+            slope = two_means(x, tau, theta, s, g[0], g[1], S_CODE, GATE)
             y = v * slope + two_means(x, tau, theta, c, g[0], g[1], C_CODE, GATE)
         else:
             y = v * slope + mean(g, c, C_CODE, K)
-        through = slope * dy
-        for k in tl.static_range(K):
-            weighted = weighted + (g[k] * dy,)
+        through = mean(weighted, s, S_CODE, K) if GATE == TWO else slope * dy
     return y, through, turned, weighted, found
 
 
@@ -306,7 +312,7 @@ def _finished(
                 far += (theta[m] - middle) * sums[TAUS + m]
             total = tl.where(overflows, total, total - far)
         if SHARPENED:  # d tau / d rho is tau, and 0 beyond the bound
-            rho = tl.load(rho_p + k * G + at)
+            rho = tl.load(rho_p + k * G + at, mask=at < G, other=0.0)
             total = total * tl.where(tl.abs(rho) <= BOUND, tau[k], 0.0)
         new = new + (total,)
     for k in tl.static_range(THETAS):
@@ -350,8 +356,24 @@ def _store_sum(
 
 
 @triton.jit
+def _belongs(
+    k, tau_p, theta_p, s_p, c_p,
+    TAUS: tl.constexpr, THETAS: tl.constexpr, SLOPES: tl.constexpr,
+):
+    """Which gradient the k-th row of all sums is of, and which row of that."""
+    out_p, row = tau_p, k
+    if k >= TAUS + THETAS + SLOPES:
+        out_p, row = c_p, k - (TAUS + THETAS + SLOPES)
+    elif k >= TAUS + THETAS:
+        out_p, row = s_p, k - (TAUS + THETAS)
+    elif k >= TAUS:
+        out_p, row = theta_p, k - TAUS
+    return out_p, row
+
+
+@triton.jit
 def blend_backward(
-    x_p, other_p, dy_p, dx_p, dother_p, sums_p,
+    x_p, other_p, dy_p, dx_p, dother_p, dtau_p, dtheta_p, ds_p, dc_p,
     tau_p, rho_p, theta_p, shift_p, s_p, c_p,
     R, N, G, iters,
     TAU_CODE: tl.constexpr, THETA_CODE: tl.constexpr, S_CODE: tl.constexpr, C_CODE: tl.constexpr,
@@ -359,12 +381,14 @@ def blend_backward(
     SHARPENED: tl.constexpr, MOVED: tl.constexpr, ANCHORED: tl.constexpr, WEIGHTS: tl.constexpr,
     DX: tl.constexpr, DOTHER: tl.constexpr,
     DTAU: tl.constexpr, DTHETA: tl.constexpr, DS: tl.constexpr, DC: tl.constexpr,
+    APART: tl.constexpr,
     LAYOUT: tl.constexpr, RB: tl.constexpr, CB: tl.constexpr, STAGES: tl.constexpr,
 ):
     """Gradients of `blend_forward`; sums [part, row of a parameter, group] for the second stage.
 
-    The rows are those of the wanted among tau, theta, s, c, in this order. Constants anchored at a
-    threshold are summed even if only this or a slope is wanted, for these follow from them.
+    The rows are those of the wanted among tau, theta, s, c, in this order, all of them at dtau_p;
+    APART, if there is one part, each where it belongs. Constants anchored at a threshold are summed
+    even if only this or a slope is wanted, for these follow from them.
     """
     TAUS: tl.constexpr = DTAU * (K - 1 if GATE == OWN_TAUS else 1)
     CONSTANTS: tl.constexpr = K if DC or (ANCHORED and (DTHETA or DS)) else 0
@@ -395,7 +419,11 @@ def blend_backward(
         sums = _finished(sums, at, overflows, tau, theta, s, rho_p, G, S_CODE,
                          K, GATE, SHARPENED, ANCHORED, TAUS, DTHETA * (K - 1), DS * K, CONSTANTS)
         for k in tl.static_range(COUNT):
-            _store_sum(sums_p, k, sums[k], R, N, G, iters, COUNT, LAYOUT, RB, CB)
+            out_p, row = dtau_p, k
+            if APART:
+                out_p, row = _belongs(
+                    k, dtau_p, dtheta_p, ds_p, dc_p, TAUS, DTHETA * (K - 1), DS * K)
+            _store_sum(out_p, row, sums[k], R, N, G, iters, COUNT, LAYOUT, RB, CB)
 
 
 @triton.jit
@@ -414,11 +442,5 @@ def add_parts(
         place = along.to(tl.int64)[:, None] * part_step + k * row_step + columns[None, :]
         inside = (along < parts)[:, None] & (columns < G)[None, :]
         total += tl.load(sums_p + place, mask=inside, other=0.0)
-    row, out_p = k, tau_p
-    if k >= TAUS + THETAS + SLOPES:
-        row, out_p = k - (TAUS + THETAS + SLOPES), c_p
-    elif k >= TAUS + THETAS:
-        row, out_p = k - (TAUS + THETAS), s_p
-    elif k >= TAUS:
-        row, out_p = k - TAUS, theta_p
+    out_p, row = _belongs(k, tau_p, theta_p, s_p, c_p, TAUS, THETAS, SLOPES)
     tl.store(out_p + row * G + columns, tl.sum(total, 0), mask=columns < G)

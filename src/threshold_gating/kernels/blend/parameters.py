@@ -34,7 +34,8 @@ def rows_of(pointer, G, at, CODE: tl.constexpr, COUNT: tl.constexpr):
     found = ()
     for k in tl.static_range(COUNT):
         if (CODE // (4**k)) % 4 == IN_MEMORY:
-            found = found + (tl.load(pointer + k * G + at),)  # as `at`: (1, 1), (1, CB) or (RB, 1)
+            row = tl.load(pointer + k * G + at, mask=at < G, other=0.0)
+            found = found + (row,)  # as `at`: (1, 1), (1, CB) or (RB, 1)
         elif (CODE // (4**k)) % 4 == ZERO:
             found = found + (tl.full(at.shape, 0.0, tl.float32),)
         elif (CODE // (4**k)) % 4 == PLUS_ONE:
@@ -71,6 +72,18 @@ def anchored(v, s, theta, S_CODE: tl.constexpr, K: tl.constexpr):
             found = found + (v[k],)
         else:
             found = found + (v[k] - s[k] * theta[k - 1 if k > 0 else 0],)
+    return found
+
+
+@triton.jit
+def known_at(c, theta, K: tl.constexpr):
+    """Constants of hard branches: NaN where a threshold is, for no x is above or below that."""
+    found = ()
+    for k in tl.static_range(K):
+        row = c[k]
+        for m in tl.static_range(K - 1):
+            row = tl.where(theta[m] != theta[m], theta[m], row)
+        found = found + (row,)
     return found
 
 
