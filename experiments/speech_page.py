@@ -190,14 +190,11 @@ def _about(rows: Sequence[Row], runs: Runs) -> str:
 
 
 def _trained(rows: Sequence[Row]) -> str:
-    stacked, all_of_them = (
-        sum(r.case["kind"] != "time" and own in r.figures for r in rows)
-        for own in ("stacked", "wer")
-    )
+    stacked, runs = (sum(name in r.figures for r in rows) for name in ("stacked", "wer"))
     if not stacked:
         return ""
     return (
-        f"Of {all_of_them} runs {stacked} were trained with the contenders of a seed stacked into "
+        f"Of {runs} runs {stacked} were trained with the contenders of a seed stacked into "
         "one network, its recurrence in plain torch formulas of the gates, and not by the "
         "library's kernel; every network was evaluated by the library's own LSTM. "
     )

@@ -90,13 +90,16 @@ def cell_backward(
 
 
 def gate_sums(x: Tensor, dy: Tensor, numbers: Tensor) -> Tensor:
-    """Slopes along the numbers of one site, [N, 6, H]: sums over T and B of [T, N, B, H]."""
+    """Slopes along the numbers of one site at [T, N, B, H]: sums over T, [N, 6, B, H].
+
+    Those of B come behind: all at once they are too few to fill a GPU.
+    """
     rows = numbers.unsqueeze(2).unbind(1)
     at = gate(x, rows)
     turned, low, high = dy * at.turned, dy * at.lower, dy * at.upper
     tau, theta = rows[:2]
     parts = ((x - theta) * turned, -tau * turned, low, high, low * x, high * x)
-    return torch.stack([part.sum((0, 2)) for part in parts], 1)
+    return torch.stack([part.sum(0) for part in parts], 1)
 
 
 @functools.cache
@@ -208,4 +211,4 @@ def _numbers(z: Tensor, cells: Tensor, along: Tensor, gates: Tensor) -> Tensor:
             for t in (x, dy):
                 torch._dynamo.maybe_mark_dynamic(t, 0)
         found.append(summed(x, dy, gates[:, k]))
-    return torch.stack(found, 1)
+    return torch.stack(found, 1).sum(3)

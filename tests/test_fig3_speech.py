@@ -20,9 +20,9 @@ from experiments.stacked_lstm import gate, recurrence
 SHARED = Path(os.environ.get("TG_DATA", Path(__file__).parents[2] / "shared" / "data"))
 
 
-def listener(arm, seed=0):
+def listener(arm, seed=0, hidden=6, channels=8):
     torch.manual_seed(seed)
-    return Listener(6, ARMS[arm], layers=2, channels=8)
+    return Listener(hidden, ARMS[arm], layers=2, channels=channels)
 
 
 def lane(*arms, seed=0, epochs=2, recipe=None, **more):
@@ -419,11 +419,7 @@ def test_recorded_steps_on_a_gpu_are_those_that_are_called(monkeypatch):
     def lanes():
         made, recipe = corpus(fig3_speech.made_up(), "cuda"), Recipe(4, 1e-2, batch=8)
         for arms, stacked in ((tuple(ARMS), True), *(((arm,), False) for arm in ARMS)):
-            torch.manual_seed(0)
-            start = Listener(16, {}, 2, 16).state_dict()
-            models = [Listener(16, ARMS[arm], 2, 16) for arm in arms]
-            for model in models:
-                model.load_state_dict(start, strict=False)
+            models = [listener(arm, hidden=16, channels=16) for arm in arms]
             yield Lane(models, made, recipe, seed=0, device="cuda", stacked=stacked)
 
     def losses(lanes):
@@ -494,6 +490,15 @@ def test_the_page_has_intervals_and_says_what_was_cut():
     one = speech_page.verdicts(made_rows(0.3, widths=speech_page.HIDDEN, seeds=(0,)))
     assert one[0].verdict == "not"  # one seed says nothing of others
     assert next(v.verdict for v in speech_page.verdicts(made_rows(0.0))) == "not"
+
+
+def test_the_page_says_how_networks_were_trained():
+    rows = made_rows(0.3)
+    assert "stacked" not in speech_page.page(rows)
+    for row in rows[:5]:
+        row.figures["stacked"] = 4
+    runs = sum("wer" in row.figures for row in rows)
+    assert f"Of {runs} runs 5 were trained with the contenders" in speech_page.page(rows)
 
 
 def test_a_run_that_diverged_is_named_and_counts_in_no_mean():
