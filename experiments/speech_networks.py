@@ -98,12 +98,12 @@ class Stack:
     def __init__(self, models: Sequence[Listener]) -> None:
         self.models = list(models)
         names = [name for name, _ in models[0].named_parameters() if ".gate_" not in name]
-        self.parts = {
+        parts = {
             name: [name, f"{name}_reverse"] if ".lstms." in f".{name}" else [name]
             for name in names
             if not name.endswith("_reverse")
         }
-        self.tensors = {name: self._joined(parts) for name, parts in self.parts.items()}
+        self.tensors = {name: self._joined(own) for name, own in parts.items()}
         self.gates = _Gates(models)
 
     def _joined(self, parts: Sequence[str]) -> nn.Parameter:
