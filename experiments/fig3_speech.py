@@ -17,11 +17,15 @@ minus "control" is what the one new function, the cell output's pair, is worth; 
 "standard" is what a re-parametrisation is worth to AdamW.
 
     python -m experiments.fig3_speech --smoke
-    python -m experiments.fig3_speech --data DIR --stage sweep --jobs 12      # the rates, then held
-    python -m experiments.fig3_speech --data DIR --stage runs time --jobs 12 --only hidden=128,256
+    python -m experiments.fig3_speech --data DIR --stage sweep --jobs 3       # the rates, then held
+    python -m experiments.fig3_speech --data DIR --stage runs time --jobs 3 --only hidden=128,256
     python -m experiments.fig3_speech --data DIR --stage continued --jobs 3   # H = 1024
 
-`--jobs` is how many runs share the GPU, in one process. The rate is swept at H = 128 with one seed
+The contenders of one seed and rate are trained as one network, a lane, whose recurrence is plain
+formulas of torch (`stacked_lstm`); each is then evaluated by itself, by the library's LSTM with
+its gates evaluated. Rows with `stacked` were made so; those without were trained one by one, by
+the library's LSTM. Its own step is what the stage `time` times. `--jobs` is how many lanes share
+the GPU, in one process. The rate is swept at H = 128 with one seed
 and chosen for each contender by the WER on 95 utterances for validation; the test's 130 choose
 nothing. As the paper has no audio to give and AN4 is here as 13 cepstra, the front end is two
 convolutions over time (25 frames a second, the paper's 50); batches have 16 utterances (8), the
@@ -47,6 +51,7 @@ import torch
 from experiments import record
 from experiments.data import Spoken, an4
 from experiments.record import Case, Row
+from experiments.speech_networks import ARMS, Listener
 from experiments.speech_page import (
     HIDDEN,
     NAME,
@@ -58,16 +63,7 @@ from experiments.speech_page import (
     page,
     verdicts,
 )
-from experiments.speech_training import (
-    ARMS,
-    Corpus,
-    Lane,
-    Listener,
-    Recipe,
-    corpus,
-    milliseconds,
-    side_by_side,
-)
+from experiments.speech_training import Corpus, Lane, Recipe, corpus, milliseconds, side_by_side
 
 __all__ = ["draw", "page", "verdicts"]
 
@@ -107,52 +103,81 @@ def cases(stage: str, asked: argparse.Namespace, rows: Sequence[Row]) -> list[Ca
 def run(
     left: list[Case], asked: argparse.Namespace, data: Corpus
 ) -> Iterator[tuple[Case, Any, float]]:
-    """The cases as they end: those of one kind and width side by side, but times alone.
+    """The cases as they end: lanes of one kind and width side by side, but times alone.
 
     Where some that are side by side fail, those behind them are still to run.
     """
-    for (kind, _), same in groupby(left, lambda case: (case["kind"], case["hidden"])):
-        own, size = list(same), 1 if kind == "time" else max(1, asked.jobs)
-        for k in range(0, len(own), size):
-            group, begun = own[k : k + size], time.perf_counter()
-            going = dict(enumerate(group))
-            try:
-                for ended, figures in together(kind, group, asked, data):
-                    yield going.pop(ended), figures, time.perf_counter() - begun
-            except Exception:
-                error = traceback.format_exc()
-                yield from ((case, error, time.perf_counter() - begun) for case in going.values())
+    for group in side_groups(lane_cases(left), max(1, asked.jobs)):
+        begun = time.perf_counter()
+        going = {record.key(case): case for cases in group for case in cases}
+        try:
+            for case, figures in together(group, asked, data):
+                yield going.pop(record.key(case)), figures, time.perf_counter() - begun
+        except Exception:
+            error = traceback.format_exc()
+            yield from ((case, error, time.perf_counter() - begun) for case in going.values())
 
 
 def together(
-    kind: str, group: list[Case], asked: argparse.Namespace, data: Corpus
-) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The numbers of the cases as they end, with their figures."""
-    begun = time.perf_counter()
-    lanes = [lane(case, asked, data) for case in group]
-    how = f"{sum(own.recorded for own in lanes)} of {len(lanes)} recorded"
+    group: list[list[Case]], asked: argparse.Namespace, data: Corpus
+) -> Iterator[tuple[Case, dict[str, Any]]]:
+    """The cases of lanes that run side by side, as they end, with their figures."""
+    kind, begun = group[0][0]["kind"], time.perf_counter()
+    lanes = [lane(cases, asked, data) for cases in group]
+    how = f"{sum(own.recorded for own in lanes)} of {len(lanes)} lanes recorded"
     print(f"{kind}: {how}, ready in {time.perf_counter() - begun:.0f} s", flush=True)
     if kind == "time":
-        yield 0, milliseconds(lanes[0], rounds=2 if asked.smoke else 5)
+        yield group[0][0], milliseconds(lanes[0], rounds=2 if asked.smoke else 5)
         return
     for ended in side_by_side(lanes):
-        if kind == "start":
-            file = start_file(group[ended])
-            file.parent.mkdir(parents=True, exist_ok=True)
-            torch.save(lanes[ended].model.state_dict(), file)
-        yield ended, {**lanes[ended].figures(), "beside": len(group)}
+        for k, case in enumerate(group[ended]):
+            if kind == "start":
+                keep(lanes[ended].models[k], start_file(case))
+            yield case, {**lanes[ended].figures(k), "beside": len(group)}
 
 
-def lane(case: Case, asked: argparse.Namespace, data: Corpus) -> Lane:
+def lane_cases(left: Sequence[Case]) -> list[list[Case]]:
+    """Cases that differ in the contender alone share a lane; one that is timed has its own."""
+    lanes: dict[str, list[Case]] = {}
+    for case in left:
+        shared = case if case["kind"] == "time" else {n: v for n, v in case.items() if n != "arm"}
+        lanes.setdefault(record.key(shared), []).append(case)
+    return list(lanes.values())
+
+
+def side_groups(lanes: Sequence[list[Case]], jobs: int) -> Iterator[list[list[Case]]]:
+    """Lanes of one kind and width, as many as run at the same time."""
+    for (kind, _), same in groupby(lanes, lambda own: (own[0]["kind"], own[0]["hidden"])):
+        own, size = list(same), 1 if kind == "time" else jobs
+        yield from (own[k : k + size] for k in range(0, len(own), size))
+
+
+def lane(cases: Sequence[Case], asked: argparse.Namespace, data: Corpus) -> Lane:
+    """For cases that differ in the contender alone."""
+    case, arms, timed = cases[0], [case["arm"] for case in cases], cases[0]["kind"] == "time"
+    recipe = Recipe(case.get("epochs", 1), case.get("rate", 1e-4))
+    together = {**case, "arm": arms}
+    kept = None if asked.smoke or timed else record.checkpoint(NAME, together)
+    shown = {**case, "arm": "+".join(arms)}
+    name = " ".join(str(shown[n]) for n in ("kind", "hidden", "arm", "seed", "rate") if n in shown)
+    more = {"seed": case.get("seed", 0), "before": case.get("before", 0), "stacked": not timed}
+    models = [first(case) for case in cases]
+    return Lane(models, data, recipe, device=asked.device, kept=kept, name=name, **more)
+
+
+def first(case: Case) -> Listener:
+    """The network that a run starts from."""
     torch.manual_seed(case.get("seed", 0))  # gates draw nothing: all contenders start alike
     model = Listener(case["hidden"], ARMS[case["arm"]])
     if case["kind"] == "continued":
         begin(model, start_file(case))
-    recipe = Recipe(case.get("epochs", 1), case.get("rate", 1e-4))
-    kept = None if asked.smoke or case["kind"] == "time" else record.checkpoint(NAME, case)
-    more = {"seed": case.get("seed", 0), "before": case.get("before", 0)}
-    name = " ".join(str(case[n]) for n in ("kind", "hidden", "arm", "seed", "rate") if n in case)
-    return Lane(model, data, recipe, device=asked.device, kept=kept, name=name, **more)
+    return model
+
+
+def keep(model: Listener, file: Path) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    # cloned, for a tensor that is part of a stack would take all of it along
+    torch.save({name: t.clone() for name, t in model.state_dict().items()}, file)
 
 
 def start_file(case: Case) -> Path:

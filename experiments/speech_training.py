@@ -1,14 +1,16 @@
 """Training of DeepSpeech2-type networks by CTC, several at once on one GPU.
 
-A step of a recurrent network is thousands of small kernels, one behind the other, which leave most
-of a GPU idle. So each run is a `Lane`: a network with a stream of its own and its steps recorded as
-CUDA graphs, one for each padded length; `side_by_side` replays the lanes in turn, in one process,
-and the GPU runs them at the same time. Where steps cannot be recorded they are called, and the
-figures say so (`recorded`). On a CPU they are called.
-
 Batches depend on (seed, epoch) alone, and so do the first weights on the seed: all contenders with
-one seed start from the same weights and see the same batches in the same order. Word error rates
-are taken with every gate evaluated (native ops off).
+one seed start from the same weights and see the same batches in the same order.
+
+A step of a recurrent network is thousands of small kernels, one behind the other, which leave most
+of a GPU idle. So the contenders of a seed are trained as one network (`speech_networks.Stack`, the
+recurrence in plain formulas of torch), each with a loss, a clipping and a curve of its own: a
+`Lane`, which has a stream and its steps recorded as CUDA graphs, one for each padded length.
+`side_by_side` replays lanes in turn, in one process, and the GPU runs them at the same time. Where
+steps cannot be recorded they are called, and the figures say so (`recorded`). On a CPU they are
+called. Word error rates are taken of each network by itself, by the library's LSTM with every gate
+evaluated (native ops off).
 """
 
 from __future__ import annotations
@@ -25,18 +27,11 @@ import torch
 from torch import Tensor, nn
 
 import threshold_gating as tg
-from experiments.ctc import ALPHABET, ctc_loss, decoded, encoded, word_errors
+from experiments.ctc import ctc_loss, decoded, encoded, word_errors
 from experiments.data import Spoken
+from experiments.speech_networks import Alone, Listener, Stack
 
 STRIDE = 4  # frames of the input for one of the LSTM: 25 a second
-# What each contender learns beside its weights; see `fig3_speech`.
-_PAIRS: dict[str, Any] = {"train": ("tau", "theta")}
-ARMS: dict[str, dict[str, Any]] = {
-    "standard": {},
-    "constant": _PAIRS,
-    "released": {**_PAIRS, "family": "free"},
-    "control": {**_PAIRS, "sites": ("i", "f", "g", "o")},
-}
 LENGTHS = (180, 252, 340, 432)  # in frames: quarters of the training set, nine tenths; then all
 
 
@@ -112,43 +107,6 @@ def parts(
     return found
 
 
-class Listener(nn.Module):
-    """Two convolutions over time, five bidirectional LSTMs, symbols: DeepSpeech2 for cepstra.
-
-    As in DeepSpeech2 the two directions are added and activations are clipped at 20; norms are over
-    the features of a frame, so that nothing depends on what else is in a batch. Frames behind the
-    end of an utterance are 0 at the input of every layer. `gates` goes to each `tg.LSTM`.
-    """
-
-    def __init__(self, hidden: int, gates: dict[str, Any], layers: int = 5, channels: int = 256):
-        super().__init__()
-        self.first = nn.Conv1d(13, channels, 11, stride=2, padding=5)
-        self.second = nn.Conv1d(channels, channels, 5, stride=2, padding=2)
-        self.norm = nn.LayerNorm(channels)
-        sizes = [channels, *[hidden] * (layers - 1)]
-        self.norms = nn.ModuleList(map(nn.LayerNorm, (*sizes, hidden)))
-        self.lstms = nn.ModuleList(
-            tg.LSTM(size, hidden, bidirectional=True, **gates) for size in sizes
-        )
-        self.symbols = nn.Linear(hidden, len(ALPHABET))
-
-    def forward(self, x: Tensor, frames: Tensor) -> Tensor:
-        """Log probabilities of symbols, [B, T / 4, K]."""
-        h = nn.functional.hardtanh(self.norm(self.first(x.mT).mT), 0, 20)
-        h = h * _inside(2 * frames, h.shape[1])
-        h = nn.functional.hardtanh(self.second(h.mT), 0, 20).permute(2, 0, 1)  # [T, B, C]
-        inside = _inside(frames, len(h)).transpose(0, 1)
-        for norm, lstm in zip(self.norms, self.lstms, strict=False):
-            both, _ = lstm(norm(h) * inside)
-            h = torch.add(*both.chunk(2, -1))
-        return self.symbols(self.norms[-1](h)).log_softmax(-1).transpose(0, 1)
-
-
-def _inside(frames: Tensor, steps: int) -> Tensor:
-    """[B, T, 1]: 1 up to the end of each utterance, then 0."""
-    return (torch.arange(steps, device=frames.device) < frames[:, None]).float().unsqueeze(-1)
-
-
 def planned(train: Sequence[Part], batch: int, seed: int, epoch: int) -> list[tuple[int, Tensor]]:
     """The batches of an epoch: which part, and which of its rows. What fills none is left out."""
     generator = torch.Generator().manual_seed(1_000_003 * seed + epoch)
@@ -177,44 +135,52 @@ class Point(NamedTuple):
 
 
 class Lane:
-    """One run. `course` does its steps as it is iterated, under `stream`; then `figures` has all.
+    """Runs with the same batches. `course` does their steps as it is iterated, under `stream`.
 
     Args:
-        kept: the file of the run's state, removed when it ends.
-        before: epochs that the network has behind it; the rate goes on falling from there.
-        name: what the run is called where it says how far it is, every tenth epoch.
+        models: the network of each run; then `figures` has what came of each, in this order.
+        stacked: train them as one. A single one can be trained by itself, by the library's LSTM.
+        kept: the file of the runs' state, removed when they end.
+        before: epochs that the networks have behind them; the rate goes on falling from there.
+        name: what the lane is called where it says how far it is, every tenth epoch.
     """
 
     def __init__(
         self,
-        model: Listener,
+        models: Sequence[Listener],
         data: Corpus,
         recipe: Recipe,
         *,
         seed: int,
         device: str,
+        stacked: bool = True,
         kept: Path | None = None,
         before: int = 0,
         name: str = "",
     ) -> None:
         on_gpu = device.startswith("cuda")
-        self.model, self.data, self.recipe, self.seed = model.to(device), data, recipe, seed
-        self.device, self.kept, self.before, self.name = device, kept, before, name
+        self.models, self.data, self.recipe = [m.to(device) for m in models], data, recipe
+        self.net = Stack(self.models) if stacked else Alone(*self.models)
+        self.seed, self.device, self.kept = seed, device, kept
+        self.before, self.name, self.stacked = before, name, stacked
         self.stream = torch.cuda.Stream(device) if on_gpu else None
-        groups = tg.training.param_groups(model, recipe.rate, recipe.gate_rate, recipe.decay)
+        groups = self.net.groups(recipe.rate, recipe.gate_rate, recipe.decay)
         self.optimiser = torch.optim.AdamW(groups, recipe.rate, fused=on_gpu, capturable=on_gpu)
         self.bases = [group["lr"] for group in self.optimiser.param_groups]
         for group in self.optimiser.param_groups:  # so that a recorded step reads today's rate
             group["lr"] = torch.tensor(0.0, device=device)
         self.rows = torch.zeros(recipe.batch, dtype=torch.long, device=device)
-        self.loss = torch.zeros((), device=device)  # since the last point
-        self.best = [p.targets.new_zeros(len(p.x), p.x.shape[1] // STRIDE) for p in data.judged]
+        self.losses = torch.zeros(len(models), device=device)  # since the last point
+        self.best = [
+            [p.targets.new_zeros(len(p.x), p.x.shape[1] // STRIDE) for p in data.judged]
+            for _ in models
+        ]
         self.step = self.epoch = self.started_at = 0
-        self.curve: list[Point] = []
-        self.errors: list[int] = []
-        self.recorded, self.diverged = False, False
+        self.curves: list[list[Point]] = [[] for _ in models]
+        self.errors: list[list[int]] = [[] for _ in models]
+        self.recorded = False
         self.learn: list[Callable[[], None]] = [partial(self._learn, p) for p in data.train]
-        self.hear: Callable[[], None] = self._hear
+        self.hear: list[Callable[[], None]] = [partial(self._hear, k) for k in range(len(models))]
         if on_gpu:
             torch.cuda.synchronize(device)
         with torch.cuda.stream(self.stream):
@@ -224,31 +190,36 @@ class Lane:
     def _learn(self, part: Part) -> None:
         self.optimiser.zero_grad(set_to_none=False)
         x, frames, targets, lengths = (t[self.rows] for t in part[:4])
-        loss = ctc_loss(self.model(x, frames), targets, frames, lengths).sum() / len(x)
-        loss.backward()
-        nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.clip)
+        count, batch = len(self.models), len(x)
+        logp = self.net(x, frames).flatten(0, 1)
+        about = targets.repeat(count, 1), frames.repeat(count), lengths.repeat(count)
+        losses = ctc_loss(logp, *about).view(count, batch).sum(1) / batch
+        losses.sum().backward()  # each goes back to its own network alone
+        for model in self.models:
+            nn.utils.clip_grad_norm_(model.parameters(), self.recipe.clip)
         self.optimiser.step()
-        self.loss += loss.detach()
+        self.losses += losses.detach()
 
     @torch.no_grad()
-    def _hear(self) -> None:
+    def _hear(self, k: int) -> None:
         """The likeliest symbols of all that is judged, every gate evaluated as a gate."""
         with tg.kernels.use("reference" if self.stream is None else "triton"):
-            for best, part in zip(self.best, self.data.judged, strict=True):
-                best.copy_(self.model(part.x, part.frames).argmax(-1))
+            for best, part in zip(self.best[k], self.data.judged, strict=True):
+                best.copy_(self.models[k](part.x, part.frames).argmax(-1))
 
     def _prepare(self) -> None:
         """One step of each kind makes all that is kept between steps; then it is put back."""
-        start = [p.detach().clone() for p in self.model.parameters()]
+        start = [p.detach().clone() for p in self.net.parameters()]
         for learn in self.learn if self.stream is not None else self.learn[:1]:
             learn()
         if self.stream is not None:
-            self._hear()
+            for hear in self.hear:
+                hear()
             self._record()
         with torch.no_grad():
-            for t in (*self._moments(), self.loss):
+            for t in (*self._moments(), self.losses):
                 t.zero_()
-            for p, first in zip(self.model.parameters(), start, strict=True):
+            for p, first in zip(self.net.parameters(), start, strict=True):
                 p.copy_(first)
         self._resume()
 
@@ -262,7 +233,7 @@ class Lane:
             return graph.replay
 
         try:
-            learn, hear = [recorded(call) for call in self.learn], recorded(self._hear)
+            learn, hear = ([recorded(call) for call in calls] for calls in (self.learn, self.hear))
         except RuntimeError as error:
             print(f"steps are called, not recorded: {str(error).splitlines()[0]}", flush=True)
             torch.cuda.synchronize()
@@ -270,11 +241,9 @@ class Lane:
             self.learn, self.hear, self.recorded = learn, hear, True
 
     def _course(self) -> Iterator[None]:
-        if self.before and not self.curve:
-            self.hear()
-            yield
-            self._judge()
-        while self.epoch < self.recipe.epochs and not self.diverged:
+        if self.before and not self.curves[0]:
+            yield from self._judge()
+        while self.epoch < self.recipe.epochs and not all(map(self.diverged, self.runs)):
             share = schedule(self.recipe, self.before + self.epoch)
             for group, base in zip(self.optimiser.param_groups, self.bases, strict=True):
                 group["lr"].fill_(base * share)
@@ -287,50 +256,65 @@ class Lane:
                 yield
             self.epoch += 1
             if self.epoch % self.recipe.every == 0 or self.epoch == self.recipe.epochs:
-                self.hear()
-                yield  # the other lanes are asked before this one is waited for
-                self._judge()
+                yield from self._judge()
                 if self.epoch % 10 == 0:
                     self._keep()
         if self.kept is not None:
             self.kept.unlink(missing_ok=True)
 
-    def _judge(self) -> None:
+    @property
+    def runs(self) -> range:
+        return range(len(self.models))
+
+    def diverged(self, k: int) -> bool:
+        """Whether a run has ended so; the others of its lane go on."""
+        return bool(self.curves[k]) and not math.isfinite(self.curves[k][-1].loss)
+
+    def _judge(self) -> Iterator[None]:
+        """A point more of the curve of each run that goes on."""
+        going = [k for k in self.runs if not self.diverged(k)]
+        for k in going:
+            self.hear[k]()
+        yield  # the other lanes are asked before this one is waited for
+        losses = self.losses.tolist()
+        self.losses.zero_()
+        for k in going:
+            since = self.step - (self.curves[k][-1].step if self.curves[k] else 0)
+            errors, n, words = self._word_errors(k), self.data.validation, self.words
+            rates = [
+                100 * sum(e) / sum(w) for e, w in ((errors[:n], words[:n]), (errors[n:], words[n:]))
+            ]
+            self.curves[k].append(Point(self.step, *rates, losses[k] / since if since else 0.0))
+            self.errors[k] = errors[n:]
+
+    def _word_errors(self, k: int) -> list[int]:
         heard = [""] * len(self.data.texts)
-        for best, part in zip(self.best, self.data.judged, strict=True):
-            for k, own, n in zip(part.which, best.tolist(), part.frames.tolist(), strict=True):
-                heard[k] = decoded(own[:n])
-        errors = [word_errors(a, b) for a, b in zip(self.data.texts, heard, strict=True)]
-        since = self.step - (self.curve[-1].step if self.curve else 0)
-        loss = self.loss.item() / since if since else 0.0
-        self.loss.zero_()
-        self.diverged = not math.isfinite(loss)
-        n, words = self.data.validation, self.words
-        rates = [
-            100 * sum(e) / sum(w) for e, w in ((errors[:n], words[:n]), (errors[n:], words[n:]))
-        ]
-        self.curve.append(Point(self.step, *rates, loss))
-        self.errors = errors[n:]
+        for best, part in zip(self.best[k], self.data.judged, strict=True):
+            for place, own, n in zip(part.which, best.tolist(), part.frames.tolist(), strict=True):
+                heard[place] = decoded(own[:n])
+        return [word_errors(a, b) for a, b in zip(self.data.texts, heard, strict=True)]
 
     @property
     def words(self) -> list[int]:
         return [len(text.split()) for text in self.data.texts]
 
-    def figures(self) -> dict[str, Any]:
-        """The run's; `wer` is the test's at the end, `validation` the mean of the last three."""
-        last = [point.validation for point in self.curve[-3:]]
-        gates = tg.training.gate_parameters(self.model).values()
+    def figures(self, k: int) -> dict[str, Any]:
+        """A run's; `wer` is the test's at the end, `validation` the mean of the last three."""
+        curve, diverged = self.curves[k], self.diverged(k)
+        last = [point.validation for point in curve[-3:]]
+        gates = tg.training.gate_parameters(self.models[k]).values()
         return {
-            "wer": math.inf if self.diverged else self.curve[-1].test,
-            "validation": math.inf if self.diverged else sum(last) / len(last),
-            **{f"curve_{n}": [getattr(p, n) for p in self.curve] for n in Point._fields},
-            "errors": self.errors,
+            "wer": math.inf if diverged else curve[-1].test,
+            "validation": math.inf if diverged else sum(last) / len(last),
+            **{f"curve_{n}": [getattr(p, n) for p in curve] for n in Point._fields},
+            "errors": self.errors[k],
             "words": self.words[self.data.validation :],
-            "parameters": sum(p.numel() for p in self.model.parameters()),
+            "parameters": sum(p.numel() for p in self.models[k].parameters()),
             "gate_parameters": sum(p.numel() for p in gates),
-            "moved": moved(self.model),
+            "moved": moved(self.models[k]),
             "recorded": self.recorded,
             "started_at": self.started_at,
+            **({"stacked": len(self.models)} if self.stacked else {}),
         }
 
     def _moments(self) -> list[Tensor]:
@@ -341,13 +325,16 @@ class Lane:
     def _keep(self) -> None:
         """Written beside and then moved, so that a stop in between leaves the old one."""
         if self.name:
-            print(f"{self.name}: epoch {self.epoch}, {self.curve[-1]}", flush=True)
+            ends = "; ".join(f"{c[-1].test:.1f} %, loss {c[-1].loss:.3g}" for c in self.curves)
+            print(f"{self.name}: epoch {self.epoch}, WER {ends}", flush=True)
         if self.kept is None:
             return
         self.kept.parent.mkdir(parents=True, exist_ok=True)
-        tensors = [t.detach().cpu() for t in (*self.model.parameters(), *self._moments())]
-        points, new = [list(point) for point in self.curve], self.kept.with_suffix(".new")
-        torch.save({"tensors": tensors, "epoch": self.epoch, "curve": points}, new)
+        tensors = [t.detach().cpu() for t in (*self.net.parameters(), *self._moments())]
+        state = {"tensors": tensors, "epoch": self.epoch, "step": self.step, "errors": self.errors}
+        state["curves"] = [[list(point) for point in curve] for curve in self.curves]
+        new = self.kept.with_suffix(".new")
+        torch.save(state, new)
         new.replace(self.kept)
 
     @torch.no_grad()
@@ -355,11 +342,12 @@ class Lane:
         if self.kept is None or not self.kept.exists():
             return
         state = torch.load(self.kept, map_location=self.device, weights_only=True)
-        own = (*self.model.parameters(), *self._moments())
+        own = (*self.net.parameters(), *self._moments())
         for t, then in zip(own, state["tensors"], strict=True):
             t.copy_(then)
-        self.epoch, self.curve = state["epoch"], [Point(*point) for point in state["curve"]]
-        self.step = self.started_at = self.curve[-1].step
+        self.curves = [[Point(*point) for point in curve] for curve in state["curves"]]
+        self.epoch, self.errors = state["epoch"], state["errors"]
+        self.step = self.started_at = state["step"]
 
 
 def moved(model: Listener) -> dict[str, float]:

@@ -4,6 +4,7 @@ import argparse
 import json
 import math
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,18 +12,30 @@ import torch
 import torch.nn.functional as F
 
 import threshold_gating as tg
-from experiments import ctc, data, fig3_speech, speech_page, speech_training
+from experiments import ctc, data, fig3_speech, speech_page, speech_training, stacked_lstm
 from experiments.record import Row
-from experiments.speech_training import ARMS, Lane, Listener, Recipe, corpus, planned, side_by_side
+from experiments.speech_networks import ARMS, Listener, Stack
+from experiments.speech_training import Lane, Recipe, corpus, planned, side_by_side
+from experiments.stacked_lstm import gate, recurrence
 
 SHARED = Path(os.environ.get("TG_DATA", Path(__file__).parents[2] / "shared" / "data"))
 
 
-def lane(arm, seed=0, epochs=2, **more):
+def listener(arm, seed=0, hidden=6, channels=8):
     torch.manual_seed(seed)
-    model = Listener(6, ARMS[arm], layers=2, channels=8)
+    return Listener(hidden, ARMS[arm], layers=2, channels=channels)
+
+
+def lane(*arms, seed=0, epochs=2, recipe=None, **more):
+    models = [listener(arm, seed) for arm in arms]
     made = corpus(fig3_speech.made_up(), "cpu")
-    return Lane(model, made, Recipe(epochs, 1e-2, batch=8), seed=seed, device="cpu", **more)
+    recipe = recipe or Recipe(epochs, 1e-2, batch=8)
+    return Lane(models, made, recipe, seed=seed, device="cpu", **more)
+
+
+def singles(**more):
+    """Each contender by itself, by the library's LSTM."""
+    return [lane(arm, stacked=False, **more) for arm in ARMS]
 
 
 def ended(*lanes):
@@ -126,7 +139,7 @@ def test_contenders_start_from_the_same_function_and_see_the_same_batches():
     made = {arm: lane(arm) for arm in ARMS}
     part = made["standard"].data.judged[0]
     with torch.no_grad(), tg.kernels.use("reference"):
-        outputs = {arm: own.model(part.x, part.frames) for arm, own in made.items()}
+        outputs = {arm: own.models[0](part.x, part.frames) for arm, own in made.items()}
     for arm, y in outputs.items():  # sums of the same numbers in another order
         assert (y - outputs["standard"]).abs().max() <= 2e-5, arm
     batches = [planned(own.data.train, 8, 0, 3) for own in made.values()]
@@ -134,13 +147,13 @@ def test_contenders_start_from_the_same_function_and_see_the_same_batches():
         assert all(torch.equal(a[1], b[1]) for a, b in zip(batches[0], other, strict=True))
     again = planned(made["standard"].data.train, 8, 1, 3)
     assert not all(torch.equal(a[1], b[1]) for a, b in zip(batches[0], again, strict=True))
-    gates = {a: len(tg.training.gate_parameters(own.model)) for a, own in made.items()}
+    gates = {a: len(tg.training.gate_parameters(own.models[0])) for a, own in made.items()}
     assert gates["standard"] == 0 < gates["control"] == gates["constant"] < gates["released"]
 
 
 def test_the_control_is_torchs_lstm_in_other_coordinates():
     (trained,) = ended(lane("control"))
-    model = trained.model
+    (model,) = trained.models
     moved = speech_training.moved(model)
     assert set(moved) == {f"{what} {site}" for what in ("rho", "dtheta") for site in "ifgo"}
     assert min(moved.values()) > 0
@@ -162,26 +175,162 @@ def test_what_is_behind_the_end_of_an_utterance_is_not_heard_at_the_front():
     assert torch.equal(a, b)
 
 
+def scrambled(*arms, hidden=5):
+    """LSTMs with gates away from their start, and numbers that no two of them share."""
+    torch.manual_seed(1)
+    layers = [tg.LSTM(4, hidden, bidirectional=True, **ARMS[arm]).double() for arm in arms]
+    for layer in layers:
+        for name, p in layer.named_parameters():
+            with torch.no_grad():
+                p.add_((0.3 if "gate_" in name else 0.1) * torch.randn_like(p))
+    return layers
+
+
+class Layers(torch.nn.Module):
+    """What a Stack needs of its networks to be asked for its LSTMs alone."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.lstms = torch.nn.ModuleList([layer])
+
+
+@pytest.mark.parametrize("arms", [tuple(ARMS), ("standard",), ("control", "constant")])
+def test_the_stacked_recurrence_and_its_slopes_are_those_of_the_librarys_lstm(arms):
+    layers = scrambled(*arms)
+    x = torch.randn(len(arms), 7, 3, 4, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(len(arms), 7, 3, 5, dtype=torch.float64)
+    with tg.kernels.use("reference"):
+        want = torch.stack([sum(own(h)[0].chunk(2, -1)) for own, h in zip(layers, x, strict=True)])
+    learned = [p for layer in layers for p in layer.parameters()]
+    slopes = torch.autograd.grad((want * weight).sum(), [x, *learned])
+
+    stack = Stack([Layers(layer) for layer in layers])
+    (gates,) = stack.gates.numbers()
+    again = x.detach().requires_grad_()
+    y = stack._lstm("lstms.0", again, gates)
+    (y * weight).sum().backward()
+    # float64: sums of the same 12 to 21 numbers in another order
+    assert (y - want).abs().max() <= 1e-14
+    for have, right in zip((again.grad, *(p.grad for p in learned)), slopes, strict=True):
+        assert (have - right).abs().max() <= 1e-12 * right.abs().max().clamp(min=1)
+
+
+def test_a_stacked_tanh_is_exact_near_0():
+    numbers = torch.tensor([[2.0, 0.0, -1.0, 1.0, 0.0, 0.0], [1.0, 0.0, 0.0, 1.0, 0.0, 0.0]])
+    x = torch.cat([torch.logspace(-30, 1.3, 200), -torch.logspace(-30, 1.3, 200)])
+    for own, function in zip(numbers, (torch.tanh, torch.sigmoid), strict=True):
+        right = function(x.double())  # four roundings of 6e-8 each
+        assert ((gate(x, own).y - right) / right).abs().max() <= 2.4e-7
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a compiler")
+def test_a_step_is_compiled_to_one_kernel_for_all_lengths():
+    from torch._dynamo.utils import counters
+    from torch._inductor import metrics
+
+    torch.manual_seed(0)
+    gates, four = torch.rand(2, 5, 6, 8), torch.rand(4, 2, 3, 8)
+    for name in ("cell_forward", "cell_backward"):
+        function = getattr(stacked_lstm, name)
+        metrics.reset()
+        counters.clear()
+        for steps in (4, 7):
+            z, c, dy = (torch.randn(steps, 2, 3, n)[1] for n in (32, 8, 8))
+            state = (z, c, gates) if name == "cell_forward" else (dy, four, c, z, c, dy, gates)
+            have, right = stacked_lstm._compiled(function)(*state), function(*state)
+            torch.testing.assert_close(have, right, rtol=1e-5, atol=1e-6)
+        assert metrics.generated_kernel_count == 1, name
+        assert counters["stats"]["unique_graphs"] == 1, name
+
+
+def test_a_stack_is_its_networks():
+    models = [listener(arm) for arm in ARMS]
+    made = corpus(fig3_speech.made_up(), "cpu")
+    part = made.judged[0]
+    with torch.no_grad(), tg.kernels.use("reference"):
+        want = torch.stack([model(part.x, part.frames) for model in models])
+        counts = [sum(p.numel() for p in model.parameters()) for model in models]
+        stack = Stack(models)
+        assert (stack(part.x, part.frames) - want).abs().max() <= 2e-5  # as contenders differ
+        assert all(
+            torch.equal(m(part.x, part.frames), y) for m, y in zip(models, want, strict=True)
+        )
+    assert counts == [sum(p.numel() for p in model.parameters()) for model in models]
+    for p in stack.parameters():
+        p.data.fill_(0.5)
+    assert all((p == 0.5).all() for model in models for p in model.parameters())
+
+
+@pytest.mark.parametrize("clip", [400.0, 1.0])  # the second clips all of them
+def test_a_step_of_a_stack_is_a_step_of_each(clip):
+    recipe = Recipe(2, 1e-2, batch=8, clip=clip)
+    together, apart = lane(*ARMS, recipe=recipe), singles(recipe=recipe)
+    for own in (together, *apart):
+        for group, base in zip(own.optimiser.param_groups, own.bases, strict=True):
+            group["lr"].fill_(base)
+        own.rows.copy_(torch.arange(8))
+        own.learn[0]()
+    for k, own in enumerate(apart):
+        assert together.losses[k] == pytest.approx(own.losses.item(), rel=1e-5)
+        pairs = zip(together.models[k].named_parameters(), own.models[0].parameters(), strict=True)
+        norms = []
+        for (name, ours), theirs in pairs:
+            # sums of hundreds of float32 numbers in another order
+            far = (ours.grad - theirs.grad).abs().max()
+            assert far <= 1e-4 * theirs.grad.abs().max().clamp(min=0.01), name
+            # the first step of AdamW is g / (|g| + 1e-8): of the size of the rate wherever g is
+            # more than its own rounding
+            sure = theirs.grad.abs() > 1e-4
+            assert ((ours - theirs).abs()[sure] <= 1e-5).all(), name
+            norms.append(ours.grad.norm())
+        whole = torch.stack(norms).norm()
+        assert whole == pytest.approx(1.0, rel=1e-4) if clip == 1.0 else whole > 1.0
+
+
+def test_stacked_runs_have_the_curves_of_single_ones():
+    (together,) = ended(lane(*ARMS))
+    for k, own in enumerate(ended(*singles())):
+        ours, theirs = together.figures(k), own.figures(0)
+        assert ours.pop("stacked") == 4
+        assert ours.keys() == theirs.keys()
+        # AdamW makes a step of a gradient that is mere rounding, so paths part slowly
+        assert ours["curve_loss"] == pytest.approx(theirs["curve_loss"], rel=2e-3)
+        for name in ("parameters", "gate_parameters", "words", "curve_step"):
+            assert ours[name] == theirs[name]
+        assert ours["moved"] == pytest.approx(theirs["moved"], rel=0.05)
+
+
+def test_what_a_contender_does_not_learn_stays_where_it_was():
+    (own,) = ended(lane(*ARMS))
+    first = Stack([listener(arm) for arm in ARMS]).gates
+    changed = torch.cat([*own.net.gates.numbers()]) != torch.cat([*first.numbers()])
+    changed = changed.unflatten(0, (2, 4, 2)).any(-1).any(2).any(0)  # [R, 5, 6]
+    assert torch.equal(changed, first.learns[:, 0, 0, :, :, 0].bool())
+
+
 def test_runs_side_by_side_are_the_runs_one_by_one():
-    together = ended(lane("standard"), lane("constant"), lane("standard", seed=1))
-    apart = [
-        ended(own)[0] for own in (lane("standard"), lane("constant"), lane("standard", seed=1))
-    ]
-    for a, b in zip(together, apart, strict=True):
-        assert a.curve == b.curve
-        assert a.figures()["errors"] == b.figures()["errors"]
-    assert together[0].curve != together[2].curve
+    def three():
+        yield from (lane("standard"), lane("constant"), lane("standard", seed=1))
+
+    together = ended(*three())
+    for a, own in zip(together, three(), strict=True):
+        (b,) = ended(own)
+        assert a.curves == b.curves
+        assert a.figures(0)["errors"] == b.figures(0)["errors"]
+    assert together[0].curves != together[2].curves
 
 
-def test_a_stopped_run_goes_on_to_the_same_curve(tmp_path, monkeypatch):
-    (whole,) = ended(lane("constant", epochs=12))
+def test_a_stopped_lane_goes_on_to_the_same_curves(tmp_path):
+    arms = ("standard", "released")
+    (whole,) = ended(lane(*arms, epochs=12))
     kept = tmp_path / "state.pt"
-    stopped = lane("constant", epochs=12, kept=kept)
+    stopped = lane(*arms, epochs=12, kept=kept)
     while stopped.epoch < 11:
         next(stopped.course)
-    (rest,) = ended(lane("constant", epochs=12, kept=kept))
+    (rest,) = ended(lane(*arms, epochs=12, kept=kept))
     assert rest.started_at > 0
-    assert rest.curve == whole.curve
+    assert rest.curves == whole.curves
     assert not kept.exists()
 
 
@@ -196,18 +345,48 @@ def test_it_learns_what_is_made_up():
     torch.manual_seed(0)
     model, made = Listener(24, ARMS["control"], layers=1, channels=24), fig3_speech.made_up()
     recipe = Recipe(60, 1e-2, batch=8, fall=0.98, every=20)
-    (own,) = ended(Lane(model, corpus(made, "cpu"), recipe, seed=0, device="cpu"))
-    assert own.curve[-1].loss < 0.1 * own.curve[0].loss
-    assert own.curve[-1].test < 50
+    (own,) = ended(Lane([model], corpus(made, "cpu"), recipe, seed=0, device="cpu"))
+    (curve,) = own.curves
+    assert curve[-1].loss < 0.1 * curve[0].loss
+    assert curve[-1].test < 50
 
 
 def test_a_run_that_diverges_ends_and_says_so():
     broken = lane("standard", epochs=8)
     with torch.no_grad():
-        broken.model.symbols.bias.fill_(math.nan)
+        broken.models[0].symbols.bias.fill_(math.nan)
     ended(broken)
     assert broken.epoch == 2
-    assert broken.figures()["wer"] == math.inf
+    assert broken.figures(0)["wer"] == math.inf
+
+
+def test_a_run_that_diverges_leaves_the_others_of_its_lane_unharmed(tmp_path):
+    arms, kept = ("released", "standard", "constant"), tmp_path / "state.pt"
+    (whole,) = ended(lane(*arms, epochs=12))
+    broken = lane(*arms, epochs=12, kept=kept)
+    with torch.no_grad():
+        broken.models[0].lstms[0].gate_s_l0.fill_(math.nan)
+    while broken.epoch < 11:
+        next(broken.course)
+    again = lane(*arms, epochs=12, kept=kept)  # goes on from a file with a broken run
+    ended(broken, again)
+    for own in (broken, again):
+        assert len(own.curves[0]) == 1
+        assert own.figures(0)["wer"] == math.inf
+        assert own.curves[1:] == whole.curves[1:]
+        assert own.figures(2)["errors"] == whole.figures(2)["errors"]
+
+
+def test_cases_that_differ_in_the_contender_alone_share_a_lane():
+    each = [(h, s, r, a) for h in (8, 16) for s in (0, 1) for r in (1e-3, 2e-3) for a in ARMS]
+    cases = [{"kind": "train", "hidden": h, "seed": s, "rate": r, "arm": a} for h, s, r, a in each]
+    lanes = fig3_speech.lane_cases(cases)
+    assert [len(own) for own in lanes] == [4] * 8
+    assert [case for own in lanes for case in own] == cases
+    groups = [[own[0]["hidden"] for own in group] for group in fig3_speech.side_groups(lanes, 3)]
+    assert groups == [[8] * 3, [8], [16] * 3, [16]]
+    times = [{"kind": "time", "hidden": 8, "arm": arm} for arm in ARMS]
+    assert [len(own) for own in fig3_speech.lane_cases(times)] == [1] * 4
 
 
 def test_a_smoke_run_has_every_stage(tmp_path, monkeypatch):
@@ -220,6 +399,8 @@ def test_a_smoke_run_has_every_stage(tmp_path, monkeypatch):
     }  # fmt: skip
     first = [r.figures["curve_test"][0] for r in rows if r.case["kind"] == "continued"]
     assert first[0] == first[1]  # converted, it computes the same
+    stacked = [row.figures.get("stacked") for row in rows if row.case["kind"] != "time"]
+    assert stacked == [2, 2, 2, 2, 1, 2, 2]
     assert all(row.smoke for row in rows)
 
 
@@ -252,18 +433,36 @@ def test_the_loss_on_a_gpu_equals_torchs():
 @pytest.mark.gpu
 def test_recorded_steps_on_a_gpu_are_those_that_are_called(monkeypatch):
     def lanes():
-        made = corpus(fig3_speech.made_up(), "cuda")
-        for arm in ARMS:
-            torch.manual_seed(0)
-            recipe = Recipe(4, 1e-2, batch=8)
-            yield Lane(Listener(16, ARMS[arm], 2, 16), made, recipe, seed=0, device="cuda")
+        made, recipe = corpus(fig3_speech.made_up(), "cuda"), Recipe(4, 1e-2, batch=8)
+        for arms, stacked in ((tuple(ARMS), True), *(((arm,), False) for arm in ARMS)):
+            models = [listener(arm, hidden=16, channels=16) for arm in arms]
+            yield Lane(models, made, recipe, seed=0, device="cuda", stacked=stacked)
+
+    def losses(lanes):
+        return [curve[-1].loss for own in lanes for curve in own.curves]
 
     recorded = ended(*lanes())
     assert all(own.recorded for own in recorded)
+    assert losses(recorded[:1]) == pytest.approx(losses(recorded[1:]), rel=1e-2)  # TF32
     monkeypatch.setattr(Lane, "_record", lambda lane: None)
-    for a, b in zip(recorded, ended(*lanes()), strict=True):
-        assert not b.recorded
-        assert a.curve[-1].loss == pytest.approx(b.curve[-1].loss, rel=1e-2)  # TF32
+    called = ended(*lanes())
+    assert not any(own.recorded for own in called)
+    assert losses(recorded) == pytest.approx(losses(called), rel=1e-2)
+
+
+@pytest.mark.gpu
+def test_the_stacked_recurrence_on_a_gpu_is_that_of_a_cpu():
+    def slopes(device):
+        torch.manual_seed(0)
+        shapes = (8, 20, 16, 64), (8, 256, 64), (8, 256, 64), (8, 256), (8, 5, 6, 64)
+        tensors = [0.3 * torch.randn(shape) for shape in shapes]
+        tensors[4][:, :, 0] = tensors[4][:, :, 0].exp()
+        tensors = [t.to(device).requires_grad_() for t in tensors]
+        y = recurrence(*tensors)
+        return [y, *torch.autograd.grad(y.square().sum(), tensors)]
+
+    for have, right in zip(slopes("cuda"), slopes("cpu"), strict=True):
+        assert (have.cpu() - right).norm() <= 1e-2 * right.norm()  # TF32
 
 
 def made_rows(better=0.0, widths=(128, 256), seeds=(0, 1, 2)):
@@ -307,6 +506,15 @@ def test_the_page_has_intervals_and_says_what_was_cut():
     one = speech_page.verdicts(made_rows(0.3, widths=speech_page.HIDDEN, seeds=(0,)))
     assert one[0].verdict == "not"  # one seed says nothing of others
     assert next(v.verdict for v in speech_page.verdicts(made_rows(0.0))) == "not"
+
+
+def test_the_page_says_how_networks_were_trained():
+    rows = made_rows(0.3)
+    assert "stacked" not in speech_page.page(rows)
+    for row in rows[:5]:
+        row.figures["stacked"] = 4
+    runs = sum("wer" in row.figures for row in rows)
+    assert f"Of {runs} runs 5 were trained with the contenders" in speech_page.page(rows)
 
 
 def test_a_run_that_diverged_is_named_and_counts_in_no_mean():
