@@ -154,9 +154,11 @@ def tiles_forward(m: Matrix, size: int, known: Constants) -> Tiles:
         if K == 2 and once:
             return m.tiles(8, 256, 2, 4, 1)
         if K == 2 and narrow:
-            # Long programs need enough to do, and hard gates are done before memory is read anyway.
-            long = m.R * m.N >= 2**25 and known.gate != Gate.HARD
-            return m.tiles(32, 256, 4, 3, 32 * 132) if long else m.tiles(8, 256, 1, 1, every)
+            # Hard gates are done before memory is read, and long programs need enough to do.
+            if known.gate == Gate.HARD:
+                return m.tiles(16, 256, 4, 1, every)
+            long = m.R * m.N >= 2**25
+            return m.tiles(16, 256, 2, 3, 32 * 132) if long else m.tiles(8, 256, 1, 1, every)
         if K == 2:
             return m.tiles(4, 512, 4, 1, every)
         every = 1 if once else every
@@ -175,9 +177,11 @@ def tiles_backward(m: Matrix, size: int, known: Constants) -> Tiles:
     narrow = size == 2
     if m.layout == Layout.COLUMNS:
         if K == 2 and narrow:
-            return m.tiles(2, 256, 1, 5, 8 * 132)
+            return m.tiles(1, 256, 1, 5, 12 * 132)
         if K == 2:
             return m.tiles(2, 128, 1, 5, 8 * 132)
+        if narrow:
+            return m.tiles(2 if K == 3 else 1, 128, 1, 5, 8 * 132)
         return m.tiles(2, 128, 2, 5, (16 if K < 4 else 8) * 132)
     if frozen:
         return m.tiles(1, 1024, 4, 1, 128 * 132)
