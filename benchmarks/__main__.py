@@ -2,7 +2,7 @@
 
 Nothing is timed that disagrees with the reference, and nothing that has no pair in the table of
 kernels. A limit that is missed is printed as MISSED, and so is a row that fails. Exit status: 0, 1
-if a kernel is wrong, 2 if there is no such section.
+if a kernel is wrong, 2 if there is no such section or row.
 """
 
 from __future__ import annotations
@@ -26,13 +26,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--warm", action="store_true", help="compile what the sections need, and time nothing"
     )
+    parser.add_argument("--match", metavar="TEXT", default="", help="rows with this in their name")
     parser.add_argument("--json", metavar="FILE|-", help="write the rows there as JSON")
     args = parser.parse_args(argv)
+    options = {"warm": args.warm, "match": args.match}
     if args.json != STDOUT:
-        return run(args.smoke, args.json and Path(args.json), args.only, warm=args.warm)
+        return run(args.smoke, args.json and Path(args.json), args.only, **options)
     with TemporaryDirectory() as folder, redirect_stdout(sys.stderr):
         path = Path(folder) / "bench.json"
-        code = run(args.smoke, path, args.only, warm=args.warm)
+        code = run(args.smoke, path, args.only, **options)
         found = path.read_text() if path.exists() else ""  # else there was nothing to do
     print(found, end="")
     return code

@@ -112,9 +112,15 @@ def here(smoke: bool) -> Sections:
 
 
 def run(
-    smoke: bool, path: Path | None, only: list[str] | None = None, *, warm: bool = False
+    smoke: bool,
+    path: Path | None,
+    only: list[str] | None = None,
+    *,
+    warm: bool = False,
+    match: str = "",
 ) -> int:
-    """Check what is timed, time it, print; 1 if a kernel is wrong. `only` names sections.
+    """Check what is timed, time it, print; 1 if a kernel is wrong. `only` names sections, and of
+    these the rows with `match` in their name are timed.
 
     `warm` calls everything once and times nothing: what it compiles lies in the caches of Triton
     and torch for the next run, and sections can be warmed side by side.
@@ -130,7 +136,11 @@ def run(
         return 2
     info = machine()
     print(", ".join(f"{k} {v}" for k, v in info.items()), clock.how, sep="\n", flush=True)
-    chosen = {n: list(works()) for n, works in sections.items() if not only or n in only}
+    every = {n: list(works()) for n, works in sections.items() if not only or n in only}
+    chosen = {n: [w for w in works if match in w.name] for n, works in every.items()}
+    if not any(chosen.values()):
+        print(f"benchmarks: no row of {', '.join(every)} has {match!r}.", file=sys.stderr)
+        return 2
     timed = {family for works in chosen.values() for work in works for family in work.pairs}
     wrong = check(device, [pair for pair in PAIRS.values() if pair.family in timed])
     for line in wrong:
@@ -142,7 +152,7 @@ def run(
     rows: list[Row] = []
     data = {"machine": info, "how": clock.how, "wrong": wrong, "unchecked": beyond}
     _write(path, data, rows)
-    for name, works in {} if wrong else chosen.items():
+    for name, works in () if wrong else ((n, w) for n, w in chosen.items() if w):
         for row in _timed(name, works, clock, smoke):
             rows.append(row)
             _write(path, data, rows)  # what was measured stays, whatever happens to the rest

@@ -431,6 +431,7 @@ def test_the_loss_on_a_gpu_equals_torchs():
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # Dynamo looks at h
 def test_recorded_steps_on_a_gpu_are_those_that_are_called(monkeypatch):
     def lanes():
         made, recipe = corpus(fig3_speech.made_up(), "cuda"), Recipe(4, 1e-2, batch=8)

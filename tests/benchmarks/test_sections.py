@@ -148,6 +148,15 @@ def test_a_section_that_is_not_there_is_an_error(capsys):
     )
 
 
+def test_rows_are_chosen_by_what_is_in_their_name(capsys, few):
+    assert main(["--smoke", "--only", "frozen", "--match", "tanh"]) == 0
+    out = capsys.readouterr().out
+    assert "| tanh fp32" in out
+    assert "| silu fp32" not in out
+    assert main(["--smoke", "--only", "frozen", "--match", "no such row"]) == 2
+    assert "no row of frozen has 'no such row'" in capsys.readouterr().err
+
+
 def test_a_wrong_kernel_is_not_timed_and_fails(monkeypatch, capsys, few):
     right = cpu.Plan.forward
     monkeypatch.setattr(cpu.Plan, "forward", lambda *a: right(*a) * 1.01)
