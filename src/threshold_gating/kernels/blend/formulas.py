@@ -230,7 +230,7 @@ def soft_gates(
 
 
 @triton.jit
-def _odds(x, tau, theta):
+def _side(x, tau, theta):
     """(whether x is above the threshold, what the other side weighs against its own)."""
     away = x - theta[0]
     return away > 0, exp2(tl.abs(away) * (tau[0] * -LOG2E))  # (RB, CB)
@@ -239,7 +239,7 @@ def _odds(x, tau, theta):
 @triton.jit
 def two_gates(x, tau, theta):
     """(lower gate, upper gate), neither as 1 minus the other."""
-    above, e = _odds(x, tau, theta)
+    above, e = _side(x, tau, theta)
     large = inverse(1.0 + e)
     small = e * large
     return tl.where(above, small, large), tl.where(above, large, small)
@@ -248,7 +248,7 @@ def two_gates(x, tau, theta):
 @triton.jit
 def _leaning(x, tau, theta):
     """(whether x is above the threshold, twice the gate of the other side, negative if it is)."""
-    above, e = _odds(x, tau, theta)
+    above, e = _side(x, tau, theta)
     small = e * inverse(0.5 + 0.5 * e)
     return above, tl.where(above, -small, small)
 
