@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from threshold_gating import TAXONOMY, TG, taxonomy
 from threshold_gating.conversion import sites
-from threshold_gating.kernels.lowering import lowered, native, native_call
+from threshold_gating.kernels.lowering import lowered, native, native_call, overwritten
 
 X = torch.cat([torch.linspace(-8, 8, 641), torch.tensor([-0.0, 1e-30, -1e-30, 40.0, -40.0])])
 # (instance, torch's function)
@@ -79,3 +79,53 @@ def test_bounds_around_another_function_are_no_hardtanh():
         TG(1.0, (), (1,), (0,), q=(1.0,), clamp=(-1, 1)),
     ):
         assert native(t) is None
+
+
+def test_gradients_through_what_is_overwritten_lie_as_the_images_do():
+    norm, last = torch.nn.BatchNorm2d(3), {"memory_format": torch.channels_last}
+    x = torch.randn(2, 3, 4, 5).to(**last)
+    seen = []
+    y = norm(x)
+    y.register_hook(seen.append)
+    overwritten(y, torch.sin).square().sum().backward()
+    assert seen[0].is_contiguous(**last)
+    want = torch.autograd.grad(norm(x).sin().square().sum(), norm.weight)[0]
+    torch.testing.assert_close(norm.weight.grad, want)
+
+
+def _over(x, f=torch.sin):
+    return overwritten(x * 1.0, f)
+
+
+def _over_a_part(x):
+    y = x * 1.0
+    overwritten(y[1:3], torch.sin)
+    return y
+
+
+def _part(x):
+    return torch.cat([x[:1], x[1:3].sin(), x[3:]])
+
+
+@pytest.mark.parametrize(("f", "same"), [(_over, torch.sin), (_over_a_part, _part)])
+def test_what_is_overwritten_has_gradients_of_every_order_and_kind(f, same):
+    x = torch.randn(4, 2, dtype=torch.float64, requires_grad=True)
+    torch.testing.assert_close(f(x), same(x))
+    assert torch.autograd.gradcheck(f, x, check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(f, x)
+    along = torch.randn_like(x)
+    for transformed in (torch.func.jacrev, torch.func.jacfwd, torch.func.vmap):
+        torch.testing.assert_close(transformed(f)(x[None]), transformed(same)(x[None]))
+    torch.testing.assert_close(
+        torch.func.jvp(f, (x,), (along,))[1], torch.func.jvp(same, (x,), (along,))[1]
+    )
+
+
+def test_a_leaf_that_learns_is_not_overwritten():
+    x = torch.randn(3, requires_grad=True)
+    before = x.detach().clone()
+    with pytest.raises(RuntimeError, match="leaf"):
+        overwritten(x, torch.sin)
+    assert torch.equal(x.detach(), before)
+    with torch.no_grad():
+        assert torch.equal(overwritten(x, torch.sin), before.sin())

@@ -109,8 +109,35 @@ def overwritten(x: Tensor, f: Op) -> Tensor:
 
     So it is in a graph, which may be differentiated later.
     """
-    kept = torch.is_grad_enabled() or torch.compiler.is_compiling()
-    return x.copy_(f(x.clone() if kept else x))
+    compiling = torch.compiler.is_compiling()
+    kept = torch.is_grad_enabled() or compiling
+    y = f(x.clone() if kept else x)
+    if compiling or not y.requires_grad or not _is_ordinary(x):
+        return x.copy_(y)
+    written: Tensor = _Written.apply(x, y)  # type: ignore[no-untyped-call]
+    return written
+
+
+class _Written(torch.autograd.Function):
+    """x.copy_(y). Torch's own gives what x was a gradient of zeros, which lie in memory as they
+    like, to be added: a pass or two more, and images in channels_last are turned around."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+        ctx.mark_dirty(x)
+        return x.copy_(y)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        return None, dy
+
+
+def _is_ordinary(x: Tensor) -> bool:
+    """Whether x is the result of an op and no view, and nothing but autograd looks at it. Torch
+    refuses to overwrite a leaf that learns; a function of ours would have done it by then."""
+    forward = torch.autograd.forward_ad._current_level >= 0
+    watched = forward or torch._C._are_functorch_transforms_active() or type(x) is not Tensor
+    return x.grad_fn is not None and not x._is_view() and not watched
 
 
 def _call(op: Callable[..., Tensor], parameters: tuple[float, ...], x: Tensor) -> Tensor:

@@ -111,9 +111,8 @@ class Matrix(NamedTuple):
     def tiles(self, rows: int, columns: int, warps: int, stages: int, programs: int) -> Tiles:
         """Tiles of at most this size, as many to a program as leave about `programs` of them."""
         most = rows * columns
-        if self.layout != Layout.ONE:
+        if self.layout != Layout.ONE:  # few columns make more rows: a thread has as much to do
             columns = min(_power_of_two(self.N), columns)
-        if self.layout == Layout.ROWS:
             rows = min(most // columns, _power_of_two(self.R))
         across, along = self._counts(rows, columns)
         return Tiles(rows, columns, -(-along // max(1, programs // across)), warps, stages)
@@ -161,10 +160,9 @@ def tiles_forward(m: Matrix, size: int, known: Constants) -> Tiles:
             return m.tiles(16, 256, 2, 3, 32 * 132) if long else m.tiles(8, 256, 1, 1, every)
         if K == 2:
             return m.tiles(4, 512, 4, 1, every)
-        every = 1 if once else every
-        if K == 3:
-            return m.tiles(2, 256, 1, 3, 16 * 132) if narrow else m.tiles(8, 128, 1, 1, every)
-        return m.tiles(4, 128, 1, 3, 8 * 132) if narrow else m.tiles(4, 256, 2, 3, 16 * 132)
+        if not narrow:
+            return m.tiles(4, 256, 2, 3, 1 if once else 16 * 132)
+        return m.tiles(2, 256, 1, 3, 16 * 132) if K == 3 else m.tiles(4, 128, 1, 3, 8 * 132)
     if K == 2 or frozen:
         return m.tiles(1, 1024, 4, 1, every)
     return m.tiles(2, 1024, 4, 2, 64 * 132) if narrow else m.tiles(1, 2048, 4, 1, every)
@@ -180,9 +178,9 @@ def tiles_backward(m: Matrix, size: int, known: Constants) -> Tiles:
             return m.tiles(1, 256, 1, 5, 12 * 132)
         if K == 2:
             return m.tiles(2, 128, 1, 5, 8 * 132)
-        if narrow:
+        if narrow or K == 3:
             return m.tiles(2 if K == 3 else 1, 128, 1, 5, 8 * 132)
-        return m.tiles(2, 128, 2, 5, (16 if K < 4 else 8) * 132)
+        return m.tiles(2, 128, 2, 5, 8 * 132)
     if frozen:
         return m.tiles(1, 1024, 4, 1, 128 * 132)
     if K > 3 and narrow:
