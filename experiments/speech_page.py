@@ -312,7 +312,12 @@ def _sweep(rows: Sequence[Row], runs: Runs) -> str:
 
 def _cut(rows: Sequence[Row], runs: Runs) -> str:
     """What is missing of the plan, and how this setting differs from the paper's."""
-    count = {(arm, hidden): len(runs.of(arm, hidden)) for hidden in sorted(HIDDEN) for arm in ARMS}
+    setting = {"kind": "train", "epochs": runs.epochs}  # a run that diverged was run
+    count = {
+        (arm, h): len(_with(rows, **setting, arm=arm, hidden=h, rate=runs.rates.get(arm)))
+        for h in sorted(HIDDEN)
+        for arm in ARMS
+    }
     later = ("standard", "constant", "control")
     count |= {(arm, STARTED): len(_with(rows, kind="continued", arm=arm)) for arm in later}
     short = [

@@ -405,15 +405,14 @@ def test_a_smoke_run_has_every_stage(tmp_path, monkeypatch):
 
 
 def test_runs_that_fail_together_stop_none_behind_them(monkeypatch):
-    def failing(kind, group, asked, data):
-        if group[0]["hidden"] == 8:
+    def failing(group, asked, data):
+        if group[0][0]["hidden"] == 8:
             raise ValueError("no memory")
-        yield 0, {"wer": 1.0}
+        yield group[0][0], {"wer": 1.0}
 
     monkeypatch.setattr(fig3_speech, "together", failing)
-    cases = [
-        {"kind": "train", "hidden": hidden, "seed": seed} for hidden in (8, 16) for seed in (0, 1)
-    ]
+    own = {"kind": "train", "arm": "standard"}
+    cases = [{**own, "hidden": hidden, "seed": seed} for hidden in (8, 16) for seed in (0, 1)]
     found = list(fig3_speech.run(cases, argparse.Namespace(jobs=1), None))
     assert [case for case, _, _ in found] == cases
     assert ["no memory" in str(figures) for _, figures, _ in found] == [True, True, False, False]
@@ -529,6 +528,7 @@ def test_a_run_that_diverged_is_named_and_counts_in_no_mean():
     text = speech_page.page(rows)
     said = "Diverged: released at H = 128, rate 0.002, seed 0; constant at H = 128, rate 0.0008"
     assert said in text
+    assert "constant at H = 128 (" not in text  # among those that were not run
     assert "(2 seeds)" in next(line for line in text.splitlines() if line.startswith("| 128 | "))
     assert " inf" not in text
     assert "| diverged | 0.0008 |" in text
