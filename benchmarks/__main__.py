@@ -12,6 +12,7 @@ import sys
 from contextlib import redirect_stdout
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from benchmarks.sections import run
 
@@ -27,9 +28,12 @@ def main(argv: list[str] | None = None) -> int:
         "--warm", action="store_true", help="compile what the sections need, and time nothing"
     )
     parser.add_argument("--match", metavar="TEXT", default="", help="rows with this in their name")
+    parser.add_argument(
+        "--checked", metavar="FILE", type=Path, help="what was found right: read, and added to"
+    )
     parser.add_argument("--json", metavar="FILE|-", help="write the rows there as JSON")
     args = parser.parse_args(argv)
-    options = {"warm": args.warm, "match": args.match}
+    options: dict[str, Any] = {"warm": args.warm, "match": args.match, "checked": args.checked}
     if args.json != STDOUT:
         return run(args.smoke, args.json and Path(args.json), args.only, **options)
     with TemporaryDirectory() as folder, redirect_stdout(sys.stderr):

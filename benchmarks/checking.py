@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import platform
+import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
 from benchmarks.pairs import PAIRS, Pair, disagreement
 from threshold_gating import kernels
 from threshold_gating.kernels import runtime
+
+SOURCES = Path(__file__).parent, Path(kernels.__file__).parents[1]
 
 
 def machine() -> dict[str, str]:
@@ -36,6 +41,31 @@ def check(
         for shape in (pair.shapes[1:] if device == "cuda" else pair.shapes[:1])
         for line in _wrong(pair, shape, dtype, device)
     ]
+
+
+def found_right(file: Path | None) -> set[str]:
+    """The families that runs of this code on this machine have found right, from `file`.
+
+    Checks compile much and take as long as the timing; runs with `--warm` make them side by side.
+    """
+    if file is None or not file.exists():
+        return set()
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    return {name for line in lines if line["of"] == _code() for name in line["families"]}
+
+
+def keep_right(file: Path, families: Iterable[str]) -> None:
+    """One write a line: several runs may share the file."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("a") as out:
+        out.write(json.dumps({"of": _code(), "families": sorted(families)}) + "\n")
+
+
+def _code() -> list[str]:
+    """What a check depends on: the sources, the machine and its versions."""
+    files = sorted(p for folder in SOURCES for p in folder.rglob("*") if p.suffix in (".py", ".c"))
+    known = {name: text for name, text in machine().items() if name != "threads"}
+    return [str(zlib.crc32(b"".join(p.read_bytes() for p in files))), *known.values()]
 
 
 def _dtypes(pair: Pair, device: str) -> tuple[torch.dtype, ...]:

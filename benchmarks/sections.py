@@ -15,7 +15,7 @@ import torch
 from benchmarks import attention, elementwise, host, llm, networks, recurrent, synapse, tier_w
 from benchmarks.calibration import calibration
 from benchmarks.calls import answered_calls
-from benchmarks.checking import check, machine, unchecked
+from benchmarks.checking import check, found_right, keep_right, machine, unchecked
 from benchmarks.conversion import conversion
 from benchmarks.cpu import on_cpu
 from benchmarks.cpu_networks import NETWORKS, SMALL, cpu_networks
@@ -118,12 +118,14 @@ def run(
     *,
     warm: bool = False,
     match: str = "",
+    checked: Path | None = None,
 ) -> int:
     """Check what is timed, time it, print; 1 if a kernel is wrong. `only` names sections, and of
     these the rows with `match` in their name are timed.
 
-    `warm` calls everything once and times nothing: what it compiles lies in the caches of Triton
-    and torch for the next run, and sections can be warmed side by side.
+    What the file `checked` says was found right is not checked again, and what is right now is
+    added to it. `warm` calls everything once and times nothing: what it compiles lies in the caches
+    of Triton and torch for the next run, and sections can be warmed side by side.
     """
     gpu = torch.cuda.is_available() and not smoke
     if not gpu:
@@ -142,9 +144,7 @@ def run(
         print(f"benchmarks: no row of {', '.join(every)} has {match!r}.", file=sys.stderr)
         return 2
     timed = {family for works in chosen.values() for work in works for family in work.pairs}
-    wrong = check(device, [pair for pair in PAIRS.values() if pair.family in timed])
-    for line in wrong:
-        print(f"WRONG {line}")
+    wrong = _wrong(device, timed, checked)
     if beyond := unchecked(device):
         print(beyond, flush=True)
     if warm:
@@ -160,6 +160,20 @@ def run(
     held = sum(bool(row.verdict) for row in rows)
     print(f"\n{len(wrong)} wrong, {missed} of {held} limits missed")
     return 1 if wrong else 0
+
+
+def _wrong(device: str, families: set[str], checked: Path | None) -> list[str]:
+    """Check and print; what the file says was found right before is not looked at."""
+    before = found_right(checked) & families
+    if before:
+        print(f"found right before, by the same code: {', '.join(sorted(before))}", flush=True)
+    left = families - before
+    wrong = check(device, [pair for pair in PAIRS.values() if pair.family in left])
+    for line in wrong:
+        print(f"WRONG {line}")
+    if checked is not None and left and not wrong:
+        keep_right(checked, left)
+    return wrong
 
 
 def _timed(name: str, works: list[Work], clock: Clock, smoke: bool) -> Iterator[Row]:

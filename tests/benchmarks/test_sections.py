@@ -7,7 +7,7 @@ import pytest
 import torch
 from small import FAKE, fake_rows
 
-from benchmarks import checking, pages, timing
+from benchmarks import checking, pages, sections, timing
 from benchmarks.__main__ import main
 from benchmarks.conversion import OF_TIMM
 from benchmarks.sections import here
@@ -155,6 +155,29 @@ def test_rows_are_chosen_by_what_is_in_their_name(capsys, few):
     assert "| silu fp32" not in out
     assert main(["--smoke", "--only", "frozen", "--match", "no such row"]) == 2
     assert "no row of frozen has 'no such row'" in capsys.readouterr().err
+
+
+def test_what_was_found_right_by_the_same_code_is_not_checked_again(
+    monkeypatch, capsys, few, tmp_path
+):
+    file, seen = tmp_path / "right.jsonl", []
+    first = sections.check
+    monkeypatch.setattr(sections, "check", lambda d, pairs: seen.append(pairs) or first(d, pairs))
+    asked = ["--smoke", "--only", "frozen", "--match", "relu", "--checked", str(file)]
+    assert main([*asked, "--warm"]) == 0
+    assert main(asked) == 0
+    assert [bool(pairs) for pairs in seen] == [True, False]
+    assert "found right before, by the same code: frozen module" in capsys.readouterr().out
+    monkeypatch.setattr(checking, "SOURCES", checking.SOURCES[:1])  # other code
+    assert main(asked) == 0
+    assert seen[-1]
+
+
+def test_a_wrong_kernel_is_not_kept_as_right(monkeypatch, few, tmp_path):
+    right, file = cpu.Plan.forward, tmp_path / "right.jsonl"
+    monkeypatch.setattr(cpu.Plan, "forward", lambda *a: right(*a) * 1.01)
+    assert main(["--smoke", "--only", "frozen", "--checked", str(file)]) == 1
+    assert not file.exists()
 
 
 def test_a_wrong_kernel_is_not_timed_and_fails(monkeypatch, capsys, few):
