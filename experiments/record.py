@@ -8,9 +8,9 @@ any time and goes on, and points add up over several runs and machines:
     rows = record.complete("fig3_depth", cases(asked), run, asked)
 
 `run(case, asked)` returns the figures of one case; it must be a function of a module, since with
-`--jobs N` it is called in N processes (in Ray's, on one machine or a cluster, where Ray is
-installed). A case is bounded in steps, never in seconds. Under torchrun every process runs each
-case and the first one writes.
+`--jobs N` it is called in N processes (in Ray's where Ray is installed: on one machine, or on a
+cluster whose machines share the folders of code, data and rows). A case is bounded in steps, never
+in seconds. Under torchrun every process runs each case and the first one writes.
 
 An experiment module that is named in `experiments.results.PAGES` also has `page(rows)`, which
 returns its tables as Markdown, `verdicts(rows)`, a list of `Verdict`, and, if it has pictures,
@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import hashlib
+import importlib
 import json
 import math
 import os
@@ -194,6 +195,7 @@ def complete(
     """
     chosen = matching(cases, asked.only)
     file = file_of(name, asked)
+    asked = argparse.Namespace(**{**vars(asked), "out": file})  # to other processes, the same file
     found = rows(file)
     done = {key(row.case): row for row in found}
     left = [case for case in chosen if key(case) not in done]
@@ -259,8 +261,8 @@ def _run_all(
             yield _timed(run, case, asked)
     elif (ray := _ray()) is not None:
         share = 1 / asked.jobs if asked.device.startswith("cuda") else 0
-        task = ray.remote(num_cpus=1, num_gpus=share)(_timed)
-        waiting = [task.remote(run, case, asked) for case in cases]
+        task = ray.remote(num_cpus=1, num_gpus=share)(_timed_there)
+        waiting = [task.remote(*_name_of(run), case, asked) for case in cases]
         while waiting:
             ready, waiting = ray.wait(waiting)
             yield ray.get(ready[0])
@@ -278,6 +280,19 @@ def _timed(run: Run, case: Case, asked: argparse.Namespace) -> tuple[Case, Any, 
     except Exception:
         figures = traceback.format_exc()
     return case, figures, time.perf_counter() - begun
+
+
+def _name_of(run: Run) -> tuple[str, str]:
+    """Module and name: Ray would take a function of the program itself by value, with all that its
+    module holds, caches of data among it."""
+    spec = sys.modules["__main__"].__spec__
+    return (spec.name if run.__module__ == "__main__" and spec else run.__module__), run.__name__
+
+
+def _timed_there(
+    module: str, name: str, case: Case, asked: argparse.Namespace
+) -> tuple[Case, Any, float]:
+    return _timed(getattr(importlib.import_module(module), name), case, asked)
 
 
 def _one_thread() -> None:

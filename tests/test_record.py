@@ -1,10 +1,14 @@
 """Rows of results: what is run, what is kept, what is refused."""
 
+import argparse
 import json
+import pickle
+import sys
+from functools import partial
 
 import pytest
 
-from experiments import record, results
+from experiments import fig3_depth, record, results
 from experiments.record import Row, Verdict
 
 CASES = [{"arm": arm, "seed": seed} for arm in ("relu", "gates") for seed in range(2)]
@@ -37,6 +41,32 @@ def test_every_case_is_run_once_and_its_row_says_where_it_comes_from(tmp_path, c
 def test_cases_run_in_several_processes(tmp_path):
     rows = record.complete("name", CASES, double, asked(tmp_path, "--jobs", "2"))
     assert [row.figures["value"] for row in rows] == [0, 2, 0, 2]
+
+
+def test_ray_is_told_the_name_of_what_it_calls(tmp_path, monkeypatch):
+    class Ray:
+        """Calls where it stands, with what a worker would get."""
+
+        def remote(self, **_):
+            return lambda f: argparse.Namespace(
+                remote=lambda *given: partial(f, *pickle.loads(pickle.dumps(given)))
+            )
+
+        def wait(self, waiting):
+            return waiting[:1], waiting[1:]
+
+        def get(self, call):
+            return call()
+
+    monkeypatch.setattr(record, "_ray", Ray)
+    rows = record.complete("x", CASES, double, asked(tmp_path, "--jobs", "2"))
+    assert [row.figures["value"] for row in rows] == [0, 2, 0, 2]
+    monkeypatch.setattr(double, "__module__", "__main__")
+    assert record._name_of(double)[0] == sys.modules["__main__"].__spec__.name
+
+
+def test_a_smoke_run_in_several_processes_reads_its_own_rows():
+    fig3_depth.main(["--smoke", "--jobs", "2"])  # the grid takes the rates that the sweep found
 
 
 def test_a_case_that_fails_stops_no_other_and_is_an_error_in_the_end(tmp_path, capsys):
