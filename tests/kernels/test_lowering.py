@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from threshold_gating import TAXONOMY, TG, taxonomy
+from threshold_gating import TAXONOMY, TG, Activation, taxonomy
 from threshold_gating.conversion import sites
 from threshold_gating.kernels.lowering import lowered, native, native_call, overwritten
 
@@ -129,3 +129,11 @@ def test_a_leaf_that_learns_is_not_overwritten():
     assert torch.equal(x.detach(), before)
     with torch.no_grad():
         assert torch.equal(overwritten(x, torch.sin), before.sin())
+
+
+@pytest.mark.filterwarnings("ignore")  # that torch.jit is old
+def test_what_is_overwritten_is_traced():
+    network = torch.nn.Sequential(torch.nn.Linear(3, 3), Activation("gelu_tanh", inplace=True))
+    traced = torch.jit.trace(network, torch.randn(2, 3), check_trace=False)
+    x = torch.randn(5, 3)
+    torch.testing.assert_close(traced(x), network(x))

@@ -136,7 +136,8 @@ def _is_ordinary(x: Tensor) -> bool:
     """Whether x is the result of an op and no view, and nothing but autograd looks at it. Torch
     refuses to overwrite a leaf that learns; a function of ours would have done it by then."""
     forward = torch.autograd.forward_ad._current_level >= 0
-    watched = forward or torch._C._are_functorch_transforms_active() or type(x) is not Tensor
+    transformed = torch._C._are_functorch_transforms_active() or torch._C._get_tracing_state()
+    watched = forward or transformed or type(x) is not Tensor
     return x.grad_fn is not None and not x._is_view() and not watched
 
 

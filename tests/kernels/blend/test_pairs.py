@@ -317,6 +317,7 @@ def check_special(device="cpu"):
         assert have[0].isnan()
         torch.testing.assert_close(have[1:], torch.relu(far[1:]))
     check_own_taus(device)
+    check_jumps_of_a_gated_unit(device)
     for key in ("silu", "gelu", "gelu_tanh"):  # gated units
         x, up = (torch.randn(9, 5, device=device).requires_grad_() for _ in range(2))
         found = []
@@ -334,6 +335,19 @@ OWN_TAUS = (
     TG((1.5, 2.0, 1.5), (-2.0, 0.1, 2.0), (0.2, -0.3, 1.2, 1.0), (0.1, 0.5, -0.4, 0.3)),
     TG((1.5, 2.0, 1.4), (-2.0, 0.1, 2.0), (0.2, -0.3, 1.2, 1.0), (0.1, 0.5, -0.4, 0.3)),
 )
+
+
+def check_jumps_of_a_gated_unit(device="cpu"):
+    """What multiplies y multiplies the gradient of a threshold at which y jumps."""
+    jump = TG(float("inf"), (0.3,), (0.5, -2.0), (1.0, 0.25))
+    act = Activation(jump, train=("theta", "s"), share="channel", channels=5, axis=-1).to(device)
+    x, up = (torch.randn(9, 5, device=device) for _ in range(2))
+    found = []
+    for m, z, w in ((act, x, up), (copy.deepcopy(act).double(), x.double(), up.double())):
+        y = kernels.blend(z, m._structure, m._held, up=w)
+        found.append((y, *torch.autograd.grad(y.square().sum(), list(m.parameters()))))
+    for have, want in zip(*found, strict=True):
+        torch.testing.assert_close(have, want.float(), rtol=1e-4, atol=1e-4)
 
 
 def check_own_taus(device="cpu"):

@@ -247,7 +247,9 @@ def _gates(
     if structure.fused and not _is_few(x, structure, name):
         by = engine(x, name)
     if up is not None:
-        if by not in ("triton", "graph") or v is not None or not _alike(up, x):
+        # `up` multiplies the gradient of a threshold at which y jumps, too: that is added to y
+        alone = v is not None or structure.jumps or not _alike(up, x)
+        if by not in ("triton", "graph") or alone:
             return _gates(x, structure, held, shape, v, None, name) * up
     elif v is not None and not _alike(v, x):
         by = "plain"
