@@ -536,6 +536,18 @@ def test_a_jump_at_an_infinite_threshold_has_no_gradient_and_keeps_its_value(at)
     assert torch.autograd.grad(have.sum(), theta)[0] == 0
 
 
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_a_threshold_jumps_by_what_branches_of_another_input_differ(backend):
+    act = Activation(TG(INF, 0.0, (0.5, 2.0), (0.25, 0.25)), train=("theta",)).double()
+    x, v = torch.tensor([[0.1, -0.2, 0.4], [3.0, -10.0, 7.0]]).double()
+    with kernels.use(backend):
+        kernels.blend(x, act._structure, act.tensors(), (), v=v).sum().backward()
+    step = torch.sigmoid(4 * x)
+    slope = torch.where(x > 0, 2.0, 0.5)  # constants are anchored at the threshold
+    want = -(slope + 4 * step * (1 - step) * 1.5 * v).sum()
+    torch.testing.assert_close(act.dtheta.grad.flatten(), want.view(1).to(act.dtheta.dtype))
+
+
 CANCELLING = [
     TAXONOMY["tanhshrink"],
     affine(TAXONOMY["tanhshrink"], alpha=0.7, beta=1.3, eps=0.25),

@@ -128,12 +128,18 @@ def _nowhere(y: Tensor, thresholds: Sequence[Value]) -> Tensor:
 
 
 def straight_through(
-    x: Tensor, y: Tensor, theta: Sequence[Value], s: Sequence[Value], c: Sequence[Value]
+    x: Tensor,
+    y: Tensor,
+    theta: Sequence[Value],
+    s: Sequence[Value],
+    c: Sequence[Value],
+    v: Tensor | Sequence[Tensor] | None = None,
 ) -> Tensor:
     """`y` of hard gates unchanged, with a gradient for the thresholds at which it jumps.
 
     A step has none of its own. Theta gets that of a sigmoid of width 1/4 and of the height of the
-    jump; x and the branches keep theirs, which are exact.
+    jump; x and the branches keep theirs, which are exact. Branches that read `v` instead of x
+    jump by what they differ there.
 
     >>> theta = torch.tensor(0.0, requires_grad=True)
     >>> straight_through(torch.zeros(1), torch.zeros(1), [theta], (0, 0), (0, 1)).sum().backward()
@@ -142,7 +148,8 @@ def straight_through(
     """
     surrogate = torch.zeros_like(y)
     for k, (at, rise) in enumerate(rises(wide(x), theta)):
-        jump: Value = (s[k + 1] - s[k]) * at + (c[k + 1] - c[k])
+        low, high = (v[k], v[k + 1]) if isinstance(v, Sequence) else (at if v is None else v,) * 2
+        jump: Value = (s[k + 1] * high - s[k] * low) + (c[k + 1] - c[k])
         surrogate = surrogate + constant(jump) * rise
     return y + surrogate.to(y.dtype)
 

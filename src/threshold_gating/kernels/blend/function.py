@@ -253,19 +253,21 @@ def _gates(
             return _gates(x, structure, held, shape, v, None, name) * up
     elif v is not None and not _alike(v, x):
         by = "plain"
+    # branches of another input do not meet at a threshold of x
+    jumps = structure.jumps or (v is not None and structure.hard and "theta" in structure.learned)
     role = Role.READ if v is not None else Role.ALONE if up is None else Role.TIMES
     y = None
     if by in ("triton", "cpu", "graph"):
         tensors = held if isinstance(held, Tensors) else whole(held, shape)
         y = _by_kernel(by, x, v if up is None else up, structure, role, tensors, shape)
-    if y is not None and not structure.jumps:
+    if y is not None and not jumps:
         return y
     rows = viewed(structure.rows(held), shape) if isinstance(held, Tensors) else held
     if y is None:
         y = steps(x, v, structure, rows) if by == "steps" else plain(x, v, structure, rows)
         y = y if up is None else y * up
-    if structure.jumps and torch.is_grad_enabled():
-        y = primitive.straight_through(x, y, rows.theta, rows.s, rows.c)
+    if jumps and torch.is_grad_enabled():
+        y = primitive.straight_through(x, y, rows.theta, rows.s, rows.c, v)
     return y
 
 
