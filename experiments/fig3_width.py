@@ -249,11 +249,11 @@ def worth(found: Found, arm: str, h: float) -> str:
         return "not known"
     level = mean(ours.values())
     if level < line[0][1]:
-        return f"below {line[0][0]}"
+        return f"below h = {line[0][0]}"
     for (low, a), (high, b) in itertools.pairwise(line):
         if a <= level < b:
-            return f"{low + (high - low) * (level - a) / (b - a):.2f}"
-    return f"above {line[-1][0]}"
+            return f"at h = {low + (high - low) * (level - a) / (b - a):.2f}"
+    return f"above h = {line[-1][0]}"
 
 
 def page(rows: list[Row]) -> str:
@@ -385,8 +385,8 @@ def _narrow(found: Found, arm: str, claim: str) -> Verdict:
     against = [
         f"{paired(ours, accuracy(found, 'relu', h))} points over h = {h}" for h in (1.5, 2, 3)
     ]
-    text = f"as ReLU at h = {level}: {spread(list(ours.values()))} %, {', '.join(against)}"
-    number = -1.0 if level.startswith("below") else float(level.removeprefix("above "))
+    text = f"as ReLU {level}: {spread(list(ours.values()))} %, {', '.join(against)}"
+    number = -1.0 if level.startswith("below") else float(level.rpartition(" ")[2])
     # what is above ReLU at h = 2 on average has to be so beyond what three seeds can tell
     sure = (gain := paired(ours, accuracy(found, "relu", 2))).mean - gain.half > -MARGIN
     word: Word = "reproduced" if number >= 2 and sure else "partly" if number > 1.5 else "not"
@@ -405,7 +405,11 @@ def _synapses(found: Found) -> Verdict:
     text = ", ".join(f"{TITLES[arm]} {gain}" for arm, gain in gains.items())
     text += " points over ReLU with as many parameters (h = 1)"
     w, s = ({n: a[n] - b[n] for n in a.keys() & b.keys()} for a, b in each.values())
-    return Verdict(claim, "diminished gains", text, judged_gain(paired(w, s)))
+    word = judged_gain(paired(w, s))
+    if gains["W"].mean - gains["W"].half <= 0:  # of a gain that is none nothing is less
+        text += "; tier W itself gains nothing"
+        word = "partly" if word == "reproduced" else word
+    return Verdict(claim, "diminished gains", text, word)
 
 
 def draw(rows: list[Row], folder: Path) -> None:

@@ -140,17 +140,23 @@ def like(**gains):
 
 @pytest.mark.parametrize(
     ("gain", "verdict", "worth"),
-    [(2.5, "reproduced", "2.25"), (1.5, "partly", "1.75"), (0.5, "not", "1.25"), (-1, "not", "below 1")],
-)  # fmt: skip
+    [
+        (2.5, "reproduced", "at h = 2.25"),
+        (1.5, "partly", "at h = 1.75"),
+        (0.5, "not", "at h = 1.25"),
+        (-1, "not", "below h = 1"),
+    ],
+)
 def test_a_verdict_is_how_wide_relu_has_to_be(gain, verdict, worth):
     rows = made_up(like(W=gain, S=0, transfer=9))
     scratch, transfer, synapses = fig3_width.verdicts(rows)
     assert scratch.verdict == verdict
-    assert f"as ReLU at h = {worth}" in scratch.ours
+    assert f"as ReLU {worth}:" in scratch.ours
     assert transfer.verdict == "reproduced"
-    assert "above 4" in transfer.ours
+    assert "above h = 4" in transfer.ours
     # S at 1 against ReLU at 2.5 is -3, W at 1 against ReLU at 1.5 its gain less 1
-    assert synapses.verdict == "reproduced"
+    assert synapses.verdict == ("reproduced" if gain > 1 else "partly")
+    assert ("tier W itself gains nothing" in synapses.ours) == (gain < 1)
 
 
 def test_the_page_has_the_chosen_rates_the_differences_and_what_was_cut(tmp_path):
@@ -189,7 +195,7 @@ def test_what_a_width_is_worth_is_read_from_runs_of_the_same_seeds():
     line = {h: fig3_width.accuracy(fig3_width.gathered(one), "relu", h) for h in (1.5, 2)}
     assert [len(own) for own in line.values()] == [3, 1]
     # h = 2 has one seed of three, and is left out of the line between 1.5 and 2.5
-    assert fig3_width.worth(fig3_width.gathered(one), "W", 1) == "1.75"
+    assert fig3_width.worth(fig3_width.gathered(one), "W", 1) == "at h = 1.75"
     assert "1 seed" in fig3_width.page(one)
 
 
