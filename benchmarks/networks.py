@@ -19,12 +19,11 @@ Wrap = Callable[[nn.Module], Any]
 
 
 class Network(NamedTuple):
-    """How to make one, what its gates learn for each channel, and the most that its conversion may
-    take of its time; attention that `leaves` matches stays torch's own in training."""
+    """A network, what its gates learn in training, and limits: our time over the original's."""
 
     make: Callable[[], nn.Module]
-    learns: tuple[str, ...]
-    leaves: str | None
+    learns: tuple[str, ...]  # each channel has its own
+    leaves: str | None  # sites that stay torch's own in training
     inference: float
     training: float = 1.05
 
@@ -36,7 +35,7 @@ def _of_torchvision(name: str) -> nn.Module:
     return made
 
 
-HARD, SOFT = ("theta", "s"), ("tau", "theta")
+HARD, SOFT = ("theta", "s"), ("tau", "theta")  # what hard and soft gates learn
 ATTENTION = "re:.*self_attention.*"
 # ReLU, and GELU by five branches
 NETWORKS = {
@@ -89,7 +88,7 @@ def _images(shape: Images, place: Place) -> Tensor:
 
 
 def with_learned_gates(model: nn.Module, x: Tensor, network: Network) -> nn.Module:
-    """A copy in which every activation is a gate with values of its own for each channel."""
+    """A copy whose activations are gates that learn for each channel; `leaves` stay as they are."""
     sites = {network.leaves: None} if network.leaves else None
     return convert(model, sites, inputs=x, train=network.learns, share="channel")
 

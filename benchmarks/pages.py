@@ -68,14 +68,14 @@ def picture(data: dict[str, Any], path: Path) -> None:
 
 
 def main(*folders: Path, out: Path = HERE) -> None:
-    """Write RESULTS.md and growth.svg; the picture is of the first folder that has one."""
+    """Write RESULTS.md and growth.svg; the picture is of the first file with growing work."""
     parts = ["# Results\n\nWritten from the JSON of `python -m benchmarks`, nothing by hand.\n"]
     drawn = False
     for folder in folders or (HERE / "h200", HERE / "cpu"):
         files = sorted(folder.glob("*.json"), key=lambda p: (p.stem != "bench", p.stem))
         for path in files:
-            data = json.loads(path.read_text())
             try:
+                data = json.loads(path.read_text())
                 part = report(data)
             except ValueError as error:
                 raise SystemExit(f"benchmarks.pages: {path}: {error}") from None

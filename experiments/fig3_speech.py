@@ -21,15 +21,20 @@ minus "control" is what the one new function, the cell output's pair, is worth; 
     python -m experiments.fig3_speech --data DIR --stage runs time --jobs 3 --only hidden=128,256
     python -m experiments.fig3_speech --data DIR --stage continued --jobs 3   # H = 1024
 
-The contenders of one seed and rate are trained as one network, a lane, whose recurrence is plain
-formulas of torch (`stacked_lstm`); each is then evaluated by itself, by the library's LSTM with
-its gates evaluated. Rows with `stacked` were made so; those without were trained one by one, by
-the library's LSTM. Its own step is what the stage `time` times. `--jobs` is how many lanes share
-the GPU, in one process. The rate is swept at H = 128 with one seed
-and chosen for each contender by the WER on 95 utterances for validation; the test's 130 choose
-nothing. As the paper has no audio to give and AN4 is here as 13 cepstra, the front end is two
-convolutions over time (25 frames a second, the paper's 50); batches have 16 utterances (8), the
-rate rises for 3 epochs and falls by 5 % an epoch (1 %), and a run has 60 epochs (not stated).
+The contenders of one seed and rate are trained as one network, a lane. Its recurrence is plain
+formulas of torch (`stacked_lstm`). Each contender is then evaluated by itself, by the library's
+LSTM with its gates evaluated. Rows with `stacked` were made so; rows without were trained one by
+one, by the library's LSTM. The stage `time` times a step of the library's LSTM. `--jobs` is how
+many lanes share the GPU, in one process.
+
+The rate is swept at H = 128 with one seed. It is chosen for each contender by the WER on 95
+utterances for validation; the test's 130 choose nothing. AN4 is here as 13 cepstra and not as
+audio, so the front end is two convolutions over time (25 frames a second, the paper's 50). Batches
+have 16 utterances (8), the rate rises for 3 epochs and falls by 5 % an epoch (1 %), and a run has
+60 epochs (not stated).
+
+Where to read on: `speech_networks` has the network, `stacked_lstm` its recurrence in training,
+`speech_training` the steps and the word error rates, `speech_page` the tables and verdicts.
 
 Last result: docs/results.md, Speech.
 """
@@ -109,7 +114,7 @@ def run(
     """
     for group in side_groups(lane_cases(left), max(1, asked.jobs)):
         begun = time.perf_counter()
-        going = {record.key(case): case for cases in group for case in cases}
+        going = {record.key(case): case for own in group for case in own}
         try:
             for case, figures in together(group, asked, data):
                 yield going.pop(record.key(case)), figures, time.perf_counter() - begun
@@ -123,7 +128,7 @@ def together(
 ) -> Iterator[tuple[Case, dict[str, Any]]]:
     """The cases of lanes that run side by side, as they end, with their figures."""
     kind, begun = group[0][0]["kind"], time.perf_counter()
-    lanes = [lane(cases, asked, data) for cases in group]
+    lanes = [lane(own, asked, data) for own in group]
     how = f"{sum(own.recorded for own in lanes)} of {len(lanes)} lanes recorded"
     print(f"{kind}: {how}, ready in {time.perf_counter() - begun:.0f} s", flush=True)
     if kind == "time":
@@ -152,17 +157,24 @@ def side_groups(lanes: Sequence[list[Case]], jobs: int) -> Iterator[list[list[Ca
         yield from (own[k : k + size] for k in range(0, len(own), size))
 
 
-def lane(cases: Sequence[Case], asked: argparse.Namespace, data: Corpus) -> Lane:
-    """For cases that differ in the contender alone."""
-    case, arms, timed = cases[0], [case["arm"] for case in cases], cases[0]["kind"] == "time"
-    recipe = Recipe(case.get("epochs", 1), case.get("rate", 1e-4))
-    together = {**case, "arm": arms}
-    kept = None if asked.smoke or timed else record.checkpoint(NAME, together)
+def lane(same: Sequence[Case], asked: argparse.Namespace, data: Corpus) -> Lane:
+    """For cases that differ in the contender alone; one that is timed is not stacked."""
+    case, arms = same[0], [each["arm"] for each in same]
+    timed = case["kind"] == "time"
     shown = {**case, "arm": "+".join(arms)}
-    name = " ".join(str(shown[n]) for n in ("kind", "hidden", "arm", "seed", "rate") if n in shown)
-    more = {"seed": case.get("seed", 0), "before": case.get("before", 0), "stacked": not timed}
-    models = [first(case) for case in cases]
-    return Lane(models, data, recipe, device=asked.device, kept=kept, name=name, **more)
+    return Lane(
+        [first(each) for each in same],
+        data,
+        Recipe(case.get("epochs", 1), case.get("rate", 1e-4)),
+        seed=case.get("seed", 0),
+        device=asked.device,
+        stacked=not timed,
+        kept=None if asked.smoke or timed else record.checkpoint(NAME, {**case, "arm": arms}),
+        before=case.get("before", 0),
+        name=" ".join(
+            str(shown[n]) for n in ("kind", "hidden", "arm", "seed", "rate") if n in shown
+        ),
+    )
 
 
 def first(case: Case) -> Listener:
@@ -219,12 +231,12 @@ def main(argv: list[str] | None = None) -> list[Row]:
     if asked.data is None and not asked.smoke:
         raise SystemExit("--data DIR or TG_DATA has to name the folder with AN4")
     spoken = made_up() if asked.smoke else an4(asked.data)
-    all_of_them = partial(run, data=corpus(spoken, asked.device))
+    run_all = partial(run, data=corpus(spoken, asked.device))
     found: list[Row] = []
     for stage in (stage for stage in STAGES if stage in asked.stage):
         known = [*record.rows(record.file_of(NAME)), *record.rows(record.file_of(NAME, asked))]
         own = cases(stage, asked, known)
-        found += record.complete(NAME, own, None, asked, data=spoken.sha256, run_all=all_of_them)
+        found += record.complete(NAME, own, None, asked, data=spoken.sha256, run_all=run_all)
     return found
 
 

@@ -51,7 +51,7 @@ CHECKPOINTS = ROOT / "results" / "checkpoints"  # ignored by git
 
 Case = dict[str, Any]
 Run = Callable[[Case, argparse.Namespace], dict[str, Any]]
-Cost = Callable[[Case], float]  # how long a case takes beside others; in any unit
+Cost = Callable[[Case], float]  # how long a case takes, in any unit
 RunAll = Callable[[list[Case], argparse.Namespace], Iterator[tuple[Case, Any, float]]]
 
 
@@ -231,7 +231,8 @@ def complete(
 
 
 def in_turn(parts: dict[str, Callable[[], None]]) -> None:
-    """Call one after the other. What fails in one stops no other; all is raised in the end."""
+    """Call one after the other. A RuntimeError, as of `complete`, stops no other part; all that
+    were raised are raised as one in the end."""
     failed = []
     for name, part in parts.items():
         try:

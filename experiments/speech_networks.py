@@ -90,9 +90,8 @@ class Alone:
 class Stack:
     """R Listeners of one size on one device, as one network: tensors have a leading axis R.
 
-    `tensors` holds what Listeners call by the same name, [R, 1, ..]; of an LSTM both directions,
-    [R, 2, ..]. `held` holds the gates of all layers, [R, layers, 2, 5, ..]; numbers that a Listener
-    does not learn stay at their start, where their slopes are 0.
+    `tensors` holds the weights under the names they have in a Listener: [R, 1, ..], and of an LSTM
+    both directions, [R, 2, ..]. `gates` holds the gates of all its LSTMs.
     """
 
     def __init__(self, models: Sequence[Listener]) -> None:
@@ -119,7 +118,7 @@ class Stack:
         return [*self.tensors.values(), *self.gates.learned()]
 
     def groups(self, rate: float, gate_rate: float, decay: float) -> list[dict[str, Any]]:
-        """Those of one Listener, with the tensors of all; what is learned of gates is one more."""
+        """Those of one Listener, with the tensors of all, and one group more for all gates."""
         groups = tg.training.param_groups(self.models[0], rate, gate_rate, decay)
         for group in groups:
             own = [name for name in group.pop("param_names") if name in self.tensors]
@@ -172,7 +171,11 @@ class Stack:
 
 
 class _Gates:
-    """The gates of all LSTMs of a Stack: what is learned, as the library's LSTM holds it."""
+    """The gates of all LSTMs of a Stack: what is learned, as the library's LSTM holds it.
+
+    `held` has a tensor [R, layers, 2, 5, ..] for each of tau, theta, s and c. `learns` is 1 for a
+    number that its Listener learns and 0 for the others, which stay at their start, `rest`.
+    """
 
     def __init__(self, models: Sequence[Listener]) -> None:
         own = SITES["lstm"]
@@ -182,8 +185,9 @@ class _Gates:
         lead = (len(models), len(models[0].lstms), 2)
         self.held = {}
         for what in HELD_BY:
-            row = start(what, instances, units).to(first.weight_ih_l0)
-            self.held[what] = nn.Parameter(row.repeat(*lead, *(1 for _ in row.shape)), False)
+            own_start = start(what, instances, units).to(first.weight_ih_l0)
+            whole = own_start.repeat(*lead, *(1 for _ in own_start.shape))
+            self.held[what] = nn.Parameter(whole, requires_grad=False)
         learns = torch.zeros(len(models), 1, 1, len(sites), 6, 1)
         for k, model in enumerate(models):
             learning = model.lstms[0].learning
@@ -227,6 +231,7 @@ class _Gates:
         return (own.flatten(0, 1) for own in now.unbind(1))
 
 
+# Where the six numbers of a gate are, as `recurrence` takes them.
 _PLACES = {"tau": slice(0, 1), "theta": slice(1, 2), "c": slice(2, 4), "s": slice(4, 6)}
 
 

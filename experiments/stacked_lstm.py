@@ -3,7 +3,7 @@
 One LSTM leaves most of a GPU idle, so those that see the same batches are stacked: N networks and
 directions share each launch. A step is one batched product and one pointwise function, which
 `torch.compile` makes one kernel on a GPU and a CPU calls as it is; what is a sum over all steps is
-made at the end at once. Products are in TF32 on a GPU, as in torch's own recurrent layers.
+made once at the end. Products are in TF32 on a GPU, as in torch's own recurrent layers.
 
 This trains; it is not the library's LSTM. Gates are [N, 5, 6, H]: tau, theta, c0, c1, s0, s1 of
 i, f, g, o and the cell's output, as `threshold_gating.kernels.recurrent.gates` packs them.
@@ -71,10 +71,11 @@ def cell_forward(z: Tensor, cell: Tensor, gates: Tensor) -> tuple[Tensor, Tensor
 def cell_backward(
     dy: Tensor, dh: Tensor, dcell: Tensor, z: Tensor, before: Tensor, cell: Tensor, gates: Tensor
 ) -> Tensor:
-    """[10, N, B, H]: slopes along z of i, f, g, o, c before the step, and what five gates give.
+    """Slopes of the loss, [10, N, B, H]: along z of i, f, g, o, along c before the step, and along
+    what each of the five gates gives.
 
-    They are one tensor, because the compiler makes one kernel of that and several of tensors that
-    differ in shape.
+    They are one tensor: of that the compiler makes one kernel, and of tensors that differ in shape
+    it makes several.
 
     Args:
         dy: the slope along h as an output.
@@ -90,9 +91,9 @@ def cell_backward(
 
 
 def gate_sums(x: Tensor, dy: Tensor, numbers: Tensor) -> Tensor:
-    """Slopes along the numbers of one site at [T, N, B, H]: sums over T, [N, 6, B, H].
+    """Slopes along the numbers of one site, from x and dy [T, N, B, H]: sums over T, [N, 6, B, H].
 
-    Those of B come behind: all at once they are too few to fill a GPU.
+    The caller sums over B. Sums over T and B at once would be too few to fill a GPU.
     """
     rows = numbers.unsqueeze(2).unbind(1)
     at = gate(x, rows)

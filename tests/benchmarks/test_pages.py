@@ -63,3 +63,10 @@ def test_times_of_an_older_format_are_refused(tmp_path):
     ):
         pages.main(tmp_path, out=tmp_path)
     assert not (tmp_path / "RESULTS.md").exists()
+
+
+def test_a_file_that_is_no_json_is_named(tmp_path):
+    (tmp_path / "bench.json").write_text('{"rows": [')
+    with pytest.raises(SystemExit, match=r"bench\.json: Expecting value"):
+        pages.main(tmp_path, out=tmp_path)
+    assert not (tmp_path / "RESULTS.md").exists()

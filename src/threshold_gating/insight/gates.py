@@ -40,7 +40,10 @@ def gate_sites(model: nn.Module) -> dict[str, LearnedSite]:
 
 
 def unopened(model: nn.Module, known: Collection[str]) -> dict[str, str]:
-    """The calls of torch whose gates only a run shows, as those of attention; not those `known`."""
+    """Calls of torch whose gates only a run shows, as those of attention, each with the reason.
+
+    A call is left out if it, or a gate inside of it, is among the names that are `known`.
+    """
     plans = (vars(module).get("tg_sites") or {} for module in model.modules())
     names = [site.name for plan in plans for site in plan.values() if site is not None]
     seen = {name.rpartition(".")[0] for name in known} | set(known)

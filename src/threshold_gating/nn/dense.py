@@ -37,7 +37,7 @@ from threshold_gating.nn.tying import (
     share_of,
     trained_of,
 )
-from threshold_gating.primitive import Value
+from threshold_gating.primitive import Value, wide
 
 __all__ = ["SHARES", "TIERED", "Conv1d", "Conv2d", "Conv3d", "Linear", "parameter_count"]
 
@@ -187,11 +187,11 @@ class _Tiered(nn.Module):
         weights = self.weight.unbind(1)  # K of (O, I / groups, *kernel)
         slopes: list[Value] = [_times(sk, w) for sk, w in zip(s, weights, strict=True)]
         each: list[Any] = list(c)
-        wide = self.weight
+        weight = self.weight
         if self.c is not None:
-            # A constant's gradient is a sum over all synapses, of which none is rounded before.
-            each, wide = list(_wide(self.c).unbind(0)), _wide(self.weight)
-            weights = wide.unbind(1)
+            # A constant's gradient is a sum over all synapses, in float32 and rounded once.
+            each, weight = list(wide(self.c).unbind(0)), wide(self.weight)
+            weights = weight.unbind(1)
         known, free = self.gate._structure, self.c is not None or self.const is not None
         moves = known.hard and "theta" in known.learned
         if self.const is not None:
@@ -208,7 +208,7 @@ class _Tiered(nn.Module):
         jumps = known.may_jump or (moves and free)
         return kernels.synaptic(
             x, known, tau, theta, slopes, constants, conv=conv, jumps=jumps, factor=factor,
-            fast=self.accuracy == "fast", weight=wide if set(s) == {1.0} else None,
+            fast=self.accuracy == "fast", weight=weight if set(s) == {1.0} else None,
         )  # fmt: skip
 
     def overhead(self) -> float:
@@ -396,11 +396,6 @@ TIERED: dict[type[nn.Module], type[Any]] = {
 def _branches(beside: Tensor, K: int) -> Tensor:
     """(O, K I, ...) as (O, K, I, ...), a view."""
     return beside.unflatten(1, (K, beside.shape[1] // K))  # type: ignore[no-untyped-call, no-any-return]
-
-
-def _wide(w: Tensor) -> Tensor:
-    """Numbers of 16 bits in float32."""
-    return w.float() if w.element_size() < 4 else w
 
 
 def _times(factor: Value, w: Tensor) -> Value:

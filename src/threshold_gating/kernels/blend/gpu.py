@@ -202,8 +202,8 @@ def prepared(
 ) -> Prepared:
     """The kernel for elements of `size` bytes: forward, or backward for the wanted gradients.
 
-    It takes four tensors for its sums, all of them the same; or, `apart`, a gradient's own each
-    where there is one part.
+    Backward writes its sums to four tensors. They are one tensor, four times; but if `apart` and
+    there is one part, each is the gradient itself, of tau, theta, s and c.
     """
     from threshold_gating.kernels.blend import kernels
 

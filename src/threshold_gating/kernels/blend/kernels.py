@@ -50,8 +50,8 @@ from threshold_gating.kernels.blend.parameters import (
     added,
     anchored,
     folded,
-    known_at,
     middle_of,
+    nan_where_thresholds_are,
     rows_of,
     sharpened,
 )
@@ -121,7 +121,7 @@ def _parameters(
     if ANCHORED:
         c = anchored(c, s, theta, S_CODE, K)
     if GATE == HARD:
-        c = known_at(c, theta, K)
+        c = nan_where_thresholds_are(c, theta, K)
     return tau, theta, s, c
 
 
@@ -356,11 +356,11 @@ def _store_sum(
 
 
 @triton.jit
-def _belongs(
+def _destination(
     k, tau_p, theta_p, s_p, c_p,
     TAUS: tl.constexpr, THETAS: tl.constexpr, SLOPES: tl.constexpr,
 ):
-    """Which gradient the k-th row of all sums is of, and which row of that."""
+    """Where the k-th row of all sums goes: the tensor of its gradient, and the row in that."""
     out_p, row = tau_p, k
     if k >= TAUS + THETAS + SLOPES:
         out_p, row = c_p, k - (TAUS + THETAS + SLOPES)
@@ -421,7 +421,7 @@ def blend_backward(
         for k in tl.static_range(COUNT):
             out_p, row = dtau_p, k
             if APART:
-                out_p, row = _belongs(
+                out_p, row = _destination(
                     k, dtau_p, dtheta_p, ds_p, dc_p, TAUS, DTHETA * (K - 1), DS * K)
             _store_sum(out_p, row, sums[k], R, N, G, iters, COUNT, LAYOUT, RB, CB)
 
@@ -442,5 +442,5 @@ def add_parts(
         place = along.to(tl.int64)[:, None] * part_step + k * row_step + columns[None, :]
         inside = (along < parts)[:, None] & (columns < G)[None, :]
         total += tl.load(sums_p + place, mask=inside, other=0.0)
-    out_p, row = _belongs(k, tau_p, theta_p, s_p, c_p, TAUS, THETAS, SLOPES)
+    out_p, row = _destination(k, tau_p, theta_p, s_p, c_p, TAUS, THETAS, SLOPES)
     tl.store(out_p + row * G + columns, tl.sum(total, 0), mask=columns < G)

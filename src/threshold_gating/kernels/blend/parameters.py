@@ -76,8 +76,8 @@ def anchored(v, s, theta, S_CODE: tl.constexpr, K: tl.constexpr):
 
 
 @triton.jit
-def known_at(c, theta, K: tl.constexpr):
-    """Constants of hard branches: NaN where a threshold is, for no x is above or below that."""
+def nan_where_thresholds_are(c, theta, K: tl.constexpr):
+    """Constants of hard branches: NaN where a threshold is NaN, for no x is above or below that."""
     found = ()
     for k in tl.static_range(K):
         row = c[k]
