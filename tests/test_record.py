@@ -62,7 +62,8 @@ def test_ray_is_told_the_name_of_what_it_calls(tmp_path, monkeypatch):
     rows = record.complete("x", CASES, double, asked(tmp_path, "--jobs", "2"))
     assert [row.figures["value"] for row in rows] == [0, 2, 0, 2]
     monkeypatch.setattr(double, "__module__", "__main__")
-    assert record._name_of(double)[0] == sys.modules["__main__"].__spec__.name
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", argparse.Namespace(name="a.b"))
+    assert record._name_of(double) == ("a.b", "double")
 
 
 def test_a_smoke_run_in_several_processes_reads_its_own_rows():
