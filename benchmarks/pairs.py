@@ -197,8 +197,9 @@ def _gates() -> Iterator[Pair]:
             name = f"{pair.name} module"
             yield replace(pair, family="module", name=name, kernel=g.module)
             if (key, share) == ("silu", "channel"):  # the sums of many rows are added by a second
+                # step by step a tile is 64 x 256: these rows are 18 tiles, more than `FEW_TILES`
                 more = replace(
-                    pair, launches=(*_BLEND, "add_parts"), shapes=((1100, 7), (1031, 63))
+                    pair, launches=(*_BLEND, "add_parts"), shapes=((1100, 200), (1031, 63))
                 )
                 name = f"{pair.name} module of many rows"
                 yield replace(more, family="module", name=name, kernel=g.module)
@@ -254,8 +255,9 @@ def _products() -> Iterator[Pair]:
     for name, t in _PRODUCTS.items():
         for share in ("channel", "layer"):
             p = Product(Gates(t, share))
-            launched = _TWO_SOFT if name == "two soft" else ()
-            many = (*launched, "add_parts") if launched else ()  # sums of several programs
+            launched = _TWO_SOFT if name == "two soft" else () if t.hard else _BLEND
+            # sums of several programs
+            many = (*launched, "add_parts") if name == "two soft" else launched
             # the gated inputs, the products of halves and the result are rounded, and so back
             pair = Pair(
                 "product", f"{name} {share} product", launched, p.draw, p.reference, p.module,
