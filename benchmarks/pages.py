@@ -73,6 +73,8 @@ def main(*folders: Path, out: Path = HERE) -> None:
     drawn = False
     for folder in folders or (HERE / "h200", HERE / "cpu"):
         files = sorted(folder.glob("*.json"), key=lambda p: (p.stem != "bench", p.stem))
+        if folders and not files:
+            raise SystemExit(f"benchmarks.pages: {folder} holds no JSON of a benchmark.")
         for path in files:
             try:
                 data = json.loads(path.read_text())

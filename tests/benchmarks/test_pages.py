@@ -56,6 +56,13 @@ def test_each_folder_is_a_machine_with_a_heading_of_its_own(tmp_path):
     assert fast < page.index("silu fast") < slow < page.index("silu slow")
 
 
+def test_a_folder_without_rows_is_an_error_and_the_page_stays(tmp_path):
+    (tmp_path / "RESULTS.md").write_text("as it was")
+    with pytest.raises(SystemExit, match="nowhere holds no JSON"):
+        pages.main(tmp_path / "nowhere", out=tmp_path)
+    assert (tmp_path / "RESULTS.md").read_text() == "as it was"
+
+
 def test_times_of_an_older_format_are_refused(tmp_path):
     (tmp_path / "bench.json").write_text(json.dumps({"machine": {}, "wrong": [], "rows": []}))
     with pytest.raises(
