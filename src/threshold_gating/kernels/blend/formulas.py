@@ -270,7 +270,8 @@ def two_means(x, tau, theta, w, lower, upper, CODE: tl.constexpr, GATE: tl.const
         h = _tanh((x - theta[0]) * (tau[0] * 0.5))
         found = tl.where(h > 0, w[1] * h, -w[0] * h) + (w[0] + w[1]) * tl.minimum(lower, upper)
     elif CODE % 4 == ZERO or CODE // 4 == ZERO or w[0].shape[0] * w[0].shape[1] == 1:
-        # One gate, or none; and numbers for all of x stay in few registers only by themselves.
+        # One gate, or none. Numbers for all of x: 32 registers, and 40 by the other way, with which
+        # fewer programs run at a time.
         found = mean((lower, upper), w, CODE, 2)
     else:
         above, lean = _leaning(x, tau, theta)

@@ -219,6 +219,7 @@ def _gradient(
             y = v * slope + two_means(x, tau, theta, c, g[0], g[1], C_CODE, GATE)
         else:
             y = v * slope + mean(g, c, C_CODE, K)
+        # two branches: of what the sums need anyway, without the mean slope
         through = mean(weighted, s, S_CODE, K) if GATE == TWO else slope * dy
     return y, through, turned, weighted, found
 
