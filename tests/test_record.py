@@ -67,7 +67,11 @@ def test_ray_is_told_the_name_of_what_it_calls(tmp_path, monkeypatch):
 
 
 def test_a_smoke_run_in_several_processes_reads_its_own_rows():
-    fig3_depth.main(["--smoke", "--jobs", "2"])  # the grid takes the rates that the sweep found
+    rows = fig3_depth.main(["--smoke", "--jobs", "2"])
+    swept = {(r.case["arm"], r.case["rate"]) for r in rows if r.case["part"] == "sweep"}
+    used = {(r.case["arm"], r.figures["rate"]) for r in rows if r.case["part"] == "grid"}
+    assert used
+    assert used <= swept
 
 
 def test_a_case_that_fails_stops_no_other_and_is_an_error_in_the_end(tmp_path, capsys):
