@@ -21,6 +21,7 @@ from experiments.spread import (
     spread,
 )
 from experiments.sweep import best_rates, edge
+from experiments.tables import table
 from threshold_gating.training import Reached, steps_to_baseline, steps_to_peak
 
 Network = tuple[str, int, int]  # arm, depth, width
@@ -83,11 +84,6 @@ def speedups(found: Sequence[Reached], factor: float = 1.0) -> str:
     late = len(found) - len(values)
     never = f"; {late} of {len(found)} never" if late and values else ""
     return f"never ({late} of {late})" if late and not values else spread(values) + never
-
-
-def table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    made = [head, ["---"] * len(head), *lines]
-    return "\n".join(f"| {' | '.join(line)} |" for line in made)
 
 
 def page(rows: list[Row]) -> str:

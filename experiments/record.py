@@ -52,7 +52,8 @@ CHECKPOINTS = ROOT / "results" / "checkpoints"  # ignored by git
 Case = dict[str, Any]
 Run = Callable[[Case, argparse.Namespace], dict[str, Any]]
 Cost = Callable[[Case], float]  # how long a case takes, in any unit
-RunAll = Callable[[list[Case], argparse.Namespace], Iterator[tuple[Case, Any, float]]]
+Ended = tuple[Case, Any, float]  # a case, its figures or the text of its error, seconds
+RunAll = Callable[[list[Case], argparse.Namespace], Iterator[Ended]]
 
 
 class Row(NamedTuple):
@@ -210,24 +211,32 @@ def complete(
     print(f"{len(chosen)} cases, {len(left)} to run on {about['device']}; rows go to {file}")
     print(about["command"], flush=True)
     ended = run_all(left, asked) if run_all is not None else _run_all(left, run, asked)
+    done |= {key(row.case): row for row in _kept(ended, len(left), file, asked.smoke, about)}
+    return [done[key(case)] for case in chosen]
+
+
+def _kept(
+    ended: Iterable[Ended], total: int, file: Path, smoke: bool, about: dict[str, str]
+) -> Iterator[Row]:
+    """A row of each case as it ends, once it is in the file; all failures are one error at last."""
     failed = []
     for count, (case, figures, seconds) in enumerate(ended, 1):
+        which = f"[{count}/{total}] {_said(case)}"
         if isinstance(figures, str):
             failed.append(f"{_said(case)}: {figures.splitlines()[-1]}")
-            print(f"[{count}/{len(left)}] {_said(case)} failed:\n{figures}", flush=True)
+            print(f"{which} failed:\n{figures}", flush=True)
             continue
-        row = Row(case, _plain(figures), round(seconds, 2), bool(asked.smoke), about)
-        done[key(case)] = row
+        row = Row(case, _plain(figures), round(seconds, 2), bool(smoke), about)
         if first_process():
             file.parent.mkdir(parents=True, exist_ok=True)
             with file.open("a", encoding="utf-8") as out:
                 # one write a line: processes may share it
                 out.write(json.dumps(row._asdict()) + "\n")
         shown = {n: v for n, v in row.figures.items() if isinstance(v, int | float | str)}
-        print(f"[{count}/{len(left)}] {_said(case)}: {_said(shown)} ({seconds:.0f} s)", flush=True)
+        print(f"{which}: {_said(shown)} ({seconds:.0f} s)", flush=True)
+        yield row
     if failed:
-        raise RuntimeError(f"{len(failed)} of {len(left)} cases failed: {'; '.join(failed)}")
-    return [done[key(case)] for case in chosen]
+        raise RuntimeError(f"{len(failed)} of {total} cases failed: {'; '.join(failed)}")
 
 
 def in_turn(parts: dict[str, Callable[[], None]]) -> None:
@@ -253,9 +262,7 @@ def checkpoint(name: str, case: Case) -> Path:
     return CHECKPOINTS / name / f"{digest}.pt"
 
 
-def _run_all(
-    cases: list[Case], run: Run, asked: argparse.Namespace
-) -> Iterator[tuple[Case, Any, float]]:
+def _run_all(cases: list[Case], run: Run, asked: argparse.Namespace) -> Iterator[Ended]:
     """The cases as they end: side by side if `--jobs` says so, else one after the other."""
     if asked.jobs <= 1 or len(cases) <= 1:
         for case in cases:
@@ -273,7 +280,7 @@ def _run_all(
                 yield ended.result()
 
 
-def _timed(run: Run, case: Case, asked: argparse.Namespace) -> tuple[Case, Any, float]:
+def _timed(run: Run, case: Case, asked: argparse.Namespace) -> Ended:
     """A case with its figures, or with the text of its error: the others are still to run."""
     begun = time.perf_counter()
     try:
@@ -290,9 +297,7 @@ def _name_of(run: Run) -> tuple[str, str]:
     return (spec.name if run.__module__ == "__main__" and spec else run.__module__), run.__name__
 
 
-def _timed_there(
-    module: str, name: str, case: Case, asked: argparse.Namespace
-) -> tuple[Case, Any, float]:
+def _timed_there(module: str, name: str, case: Case, asked: argparse.Namespace) -> Ended:
     return _timed(getattr(importlib.import_module(module), name), case, asked)
 
 

@@ -4,18 +4,28 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean
-from typing import Any, NamedTuple
 
-import torch
-
-import threshold_gating as tg
 from experiments.record import Row, Verdict, measured
 from experiments.speech_networks import ARMS
-from experiments.spread import judged_factor, paired, spread
+from experiments.speech_runs import (
+    DRAWS,
+    Figures,
+    Interval,
+    Runs,
+    bootstrap,
+    checkpoints,
+    chosen,
+    ends,
+    having,
+    reached,
+    signs,
+)
+from experiments.spread import Word, judged_factor, paired, spread
 from experiments.sweep import edge
+from experiments.tables import table
 
 NAME = "fig3_speech"
 HIDDEN = (128, 256, 512, 192)  # in order of importance
@@ -27,48 +37,15 @@ PAPER = {
     "released": {128: 16.82, 192: 15.52, 256: 13.58, 512: 12.42},
     "standard": {128: 19.53, 192: 15.91, 256: 13.45, 512: 11.77},
 }
-DRAWS = 10_000
-Figures = dict[str, Any]
-
-
-def chosen(
-    rows: Sequence[Row], rates: Sequence[float], hidden: int, seed: int, epochs: int
-) -> dict[str, float]:
-    """The rate with the lowest WER on validation of each contender that ran with all of them."""
-    setting = {"kind": "train", "hidden": hidden, "seed": seed, "epochs": epochs}
-    best = {}
-    for arm in ARMS:
-        found = {r.case["rate"]: r for r in _with(rows, arm=arm, **setting)}
-        if set(rates) <= set(found):
-            best[arm] = min(rates, key=lambda rate: float(found[rate].figures["validation"]))
-    return best
-
-
-class Runs(NamedTuple):
-    """The runs that count: of one length, at the rates that the sweep chose, not diverged."""
-
-    epochs: int
-    rates: dict[str, float]
-    each: dict[tuple[str, int], dict[int, Figures]]  # by contender and width, then by seed
-
-    def of(self, arm: str, hidden: int) -> dict[int, Figures]:
-        return self.each.get((arm, hidden), {})
-
-    def wer(self, arm: str, hidden: int) -> dict[int, float]:
-        return {seed: float(f["wer"]) for seed, f in self.of(arm, hidden).items()}
-
-    @property
-    def widths(self) -> list[int]:
-        return sorted({hidden for _, hidden in self.each})
 
 
 def runs_of(rows: Sequence[Row]) -> Runs:
-    lengths = Counter(row.case["epochs"] for row in _with(rows, kind="train"))
+    lengths = Counter(row.case["epochs"] for row in having(rows, kind="train"))
     epochs = lengths.most_common(1)[0][0] if lengths else 0
     rates = chosen(rows, RATES, HIDDEN[0], SEEDS[0], epochs)
     each: dict[tuple[str, int], dict[int, Figures]] = {}
     for arm, rate in rates.items():
-        for row in _with(rows, kind="train", epochs=epochs, arm=arm, rate=rate):
+        for row in having(rows, kind="train", epochs=epochs, arm=arm, rate=rate):
             if not math.isfinite(float(row.figures["wer"])):
                 continue
             own = each.setdefault((arm, row.case["hidden"]), {})
@@ -76,95 +53,16 @@ def runs_of(rows: Sequence[Row]) -> Runs:
     return Runs(epochs, rates, each)
 
 
-def _with(rows: Sequence[Row], **case: Any) -> list[Row]:
-    return [r for r in rows if all(r.case.get(n) == v for n, v in case.items())]
-
-
-class Interval(NamedTuple):
-    """A difference in WER, in points, and its 95 % interval over drawn utterances."""
-
-    mean: float
-    low: float
-    high: float
-    seeds: int
-    agree: bool  # whether every seed's own difference has the same sign
-
-    def __str__(self) -> str:
-        if self.seeds == 0:
-            return "not run"
-        return f"{self.mean:+.2f} [{self.low:+.2f}, {self.high:+.2f}]"
-
-
-def bootstrap(ours: Mapping[int, Figures], theirs: Mapping[int, Figures]) -> Interval:
-    """Ours minus theirs: utterances are drawn with replacement, each with all of its seeds."""
-    seeds = sorted(ours.keys() & theirs.keys())
-    if not seeds:
-        return Interval(math.nan, math.nan, math.nan, 0, False)
-    own, other = (torch.tensor([f[s]["errors"] for s in seeds]).double() for f in (ours, theirs))
-    by_seed = (own - other).sum(1)
-    gained = (own - other).mean(0)
-    words = torch.tensor(ours[seeds[0]]["words"]).double()
-    generator = torch.Generator().manual_seed(0)
-    drawn = torch.randint(len(words), (DRAWS, len(words)), generator=generator)
-    points = 100 * gained[drawn].sum(1) / words[drawn].sum(1)
-    low, high = points.quantile(torch.tensor([0.025, 0.975]).double()).tolist()
-    agree = bool((by_seed > 0).all() or (by_seed < 0).all())
-    return Interval((100 * gained.sum() / words.sum()).item(), low, high, len(seeds), agree)
-
-
-class Signs(NamedTuple):
-    """How often ours is lower, of how many without ties, and the two-sided p of a fair coin."""
-
-    wins: int
-    count: int
-    p: float
-
-    def __str__(self) -> str:
-        return f"{self.wins}/{self.count}, p = {self.p:.1g}" if self.count else "not run"
-
-
-def signs(pairs: Sequence[tuple[float, float]]) -> Signs:
-    wins, losses = sum(a < b for a, b in pairs), sum(a > b for a, b in pairs)
-    n = wins + losses
-    tail = sum(math.comb(n, k) for k in range(min(wins, losses) + 1)) / 2**n
-    return Signs(wins, n, min(1.0, 2 * tail))
-
-
-def checkpoints(runs: Runs, arm: str, widths: Sequence[int]) -> list[tuple[float, float]]:
-    """(ours, standard) of every evaluation at the same step, of all seeds."""
-    return [
-        pair
-        for hidden in widths
-        for seed, f in runs.of(arm, hidden).items()
-        if seed in runs.of("standard", hidden)
-        for pair in zip(
-            f["curve_test"], runs.of("standard", hidden)[seed]["curve_test"], strict=False
-        )
-    ]
-
-
-def ends(runs: Runs, arm: str, other: str = "standard") -> list[tuple[float, float]]:
-    """(ours, other) at the end of each run."""
-    each = [(runs.wer(arm, h), runs.wer(other, h)) for h in runs.widths]
-    return [(own[s], them[s]) for own, them in each for s in sorted(own.keys() & them.keys())]
-
-
-def reached(runs: Runs, arm: str, hidden: int) -> list[tg.training.Reached]:
-    """When a run and its baseline reach the baseline's converged level, seed by seed (App. D)."""
-    found = []
-    for seed, own in sorted(runs.of(arm, hidden).items()):
-        base = runs.of("standard", hidden).get(seed)
-        if base is not None and min(len(base["curve_test"]), len(own["curve_test"])) >= 6:
-            ours, theirs = (
-                dict(zip(f["curve_step"], map(float, f["curve_test"]), strict=True))
-                for f in (own, base)
-            )
-            found.append(tg.training.steps_to_baseline(theirs, ours, mode="min"))
-    return found
-
-
 def times(rows: Sequence[Row]) -> dict[tuple[str, int], Figures]:
-    return {(r.case["arm"], r.case["hidden"]): r.figures for r in _with(rows, kind="time")}
+    return {(r.case["arm"], r.case["hidden"]): r.figures for r in having(rows, kind="time")}
+
+
+def continued(rows: Sequence[Row]) -> dict[str, dict[int, Figures]]:
+    """The runs from a trained network, by contender and seed."""
+    by_arm: dict[str, dict[int, Figures]] = {}
+    for row in having(rows, kind="continued"):
+        by_arm.setdefault(row.case["arm"], {})[row.case["seed"]] = row.figures
+    return by_arm
 
 
 def page(rows: list[Row]) -> str:
@@ -202,17 +100,16 @@ def _trained(rows: Sequence[Row]) -> str:
 
 def _rates(runs: Runs) -> str:
     """WER by width: mean +- standard deviation over seeds, the paper's in brackets."""
-    lines = _head("H", *ARMS)
+    lines = []
     for hidden in runs.widths:
         cells = []
         for arm in ARMS:
             theirs = PAPER.get(arm, {}).get(hidden)
             ours = spread([*runs.wer(arm, hidden).values()])
             cells.append(ours + (f" ({theirs})" if theirs is not None else ""))
-        lines.append(_line(hidden, *cells))
-    return "WER in % at the end of the run, mean +- standard deviation (the paper's):\n\n" + _text(
-        lines
-    )
+        lines.append([hidden, *cells])
+    words = "WER in % at the end of the run, mean +- standard deviation (the paper's):"
+    return f"{words}\n\n{table(['H', *ARMS], lines)}"
 
 
 PAIRS = (
@@ -225,34 +122,35 @@ PAIRS = (
 
 
 def _differences(runs: Runs) -> str:
-    lines = _head("H", "difference", "points of WER, over utterances", "over seeds", "seeds")
+    head = ["H", "difference", "points of WER, over utterances", "over seeds", "seeds"]
+    lines = []
     for hidden in runs.widths:
         for ours, theirs in PAIRS:
             drawn = bootstrap(runs.of(ours, hidden), runs.of(theirs, hidden))
             seeds = paired(runs.wer(ours, hidden), runs.wer(theirs, hidden))
-            lines.append(_line(hidden, f"{ours} - {theirs}", drawn, seeds, drawn.seeds))
+            lines.append([hidden, f"{ours} - {theirs}", drawn, seeds, drawn.seeds])
     return (
         f"Differences; negative is better. Over utterances: paired bootstrap, {DRAWS:,} draws of "
         "the 130, 95 %; it knows nothing of other seeds, nor that ten speakers said them. Over "
-        "seeds: Student's t, 95 %.\n\n" + _text(lines)
+        "seeds: Student's t, 95 %.\n\n" + table(head, lines)
     )
 
 
 def _tests(runs: Runs) -> str:
-    lines = _head("contender", "checkpoints of all runs", "ends of runs")
-    for arm in [arm for arm in ARMS if arm != "standard"]:
-        lines.append(_line(arm, signs(checkpoints(runs, arm, runs.widths)), signs(ends(runs, arm))))
-    lines.append(_line("constant over control", "", signs(ends(runs, "constant", "control"))))
+    head = ["contender", "checkpoints of all runs", "ends of runs"]
+    others = [arm for arm in ARMS if arm != "standard"]
+    lines = [[arm, signs(checkpoints(runs, arm)), signs(ends(runs, arm))] for arm in others]
+    lines.append(["constant over control", "", signs(ends(runs, "constant", "control"))])
     return (
         "Sign tests against the standard LSTM (wins without ties). The paper's takes the "
         "checkpoints at the same steps as independent; those of one run are not, and its p is far "
-        "too small. Beside it each run counts once, at its end.\n\n" + _text(lines)
+        "too small. Beside it each run counts once, at its end.\n\n" + table(head, lines)
     )
 
 
 def _speed(rows: Sequence[Row], runs: Runs) -> str:
-    lines = _head("H", "contender", "speed-up in steps", "arrive", "ms a step", "speed-up in time")
-    clock = times(rows)
+    head = ["H", "contender", "speed-up in steps", "arrive", "ms a step", "speed-up in time"]
+    lines, clock = [], times(rows)
     for hidden in runs.widths:
         for arm in ARMS:
             each = reached(runs, arm, hidden)
@@ -264,49 +162,48 @@ def _speed(rows: Sequence[Row], runs: Runs) -> str:
                 cell = spread([s * base["ms"] / own["ms"] for s in there]) if there else "never"
             if each:
                 steps = spread(there) if there else "never"
-                lines.append(_line(hidden, arm, steps, f"{len(there)} of {len(each)}", ms, cell))
+                lines.append([hidden, arm, steps, f"{len(there)} of {len(each)}", ms, cell])
     return (
         "Steps to the baseline's converged level (App. D: mean of its last six evaluations, curves "
         "smoothed over three); 1.52 +- 0.21 in the paper. Means are over the runs that arrive. "
-        "Times are of a step alone on the GPU, recorded.\n\n" + _text(lines)
+        "Times are of a step alone on the GPU, recorded.\n\n" + table(head, lines)
     )
 
 
 def _continued(rows: Sequence[Row]) -> str:
-    found = _with(rows, kind="continued")
+    found = having(rows, kind="continued")
     if not found:
         return ""
-    lines = _head("contender", "WER before", "WER at the end", "minus standard, over utterances")
-    by_arm: dict[str, dict[int, Figures]] = {}
-    for row in found:
-        by_arm.setdefault(row.case["arm"], {})[row.case["seed"]] = row.figures
+    head = ["contender", "WER before", "WER at the end", "minus standard, over utterances"]
+    lines, by_arm = [], continued(rows)
     for arm, own in by_arm.items():
         before, end = ([float(f["curve_test"][k]) for f in own.values()] for k in (0, -1))
         drawn = bootstrap(own, by_arm.get("standard", {}))
-        lines.append(_line(arm, spread(before), spread(end), drawn if arm != "standard" else ""))
+        lines.append([arm, spread(before), spread(end), drawn if arm != "standard" else ""])
     return (
         f"H = {STARTED} from a trained standard network ({found[0].case['before']} epochs), "
         f"converted, then {found[0].case['epochs']} more; the paper starts from a checkpoint of "
-        "9.573 %.\n\n" + _text(lines)
+        "9.573 %.\n\n" + table(head, lines)
     )
 
 
 def _sweep(rows: Sequence[Row], runs: Runs) -> str:
-    lines = _head("contender", *(f"{rate:g}" for rate in RATES), "chosen")
+    head = ["contender", *(f"{rate:g}" for rate in RATES), "chosen"]
+    lines = []
     setting = {"kind": "train", "hidden": HIDDEN[0], "seed": SEEDS[0], "epochs": runs.epochs}
     for arm in ARMS:
-        found = {r.case["rate"]: r.figures for r in _with(rows, arm=arm, **setting)}
+        found = {r.case["rate"]: r.figures for r in having(rows, arm=arm, **setting)}
         values = {rate: float(figures["validation"]) for rate, figures in found.items()}
         cells = [
             "not run" if rate not in values else f"{values[rate]:.1f}"
             if math.isfinite(values[rate]) else "diverged"
             for rate in RATES
         ]  # fmt: skip
-        lines.append(_line(arm, *cells, f"{runs.rates[arm]:g}" if arm in runs.rates else ""))
+        lines.append([arm, *cells, f"{runs.rates[arm]:g}" if arm in runs.rates else ""])
     return (
         "Rates, by the WER on validation (mean of the last three evaluations) at "
         f"H = {HIDDEN[0]} with seed {SEEDS[0]}; gates learn at a quarter of the rate."
-        f"{edge(runs.rates, RATES, {}) if runs.rates else ''}\n\n" + _text(lines)
+        f"{edge(runs.rates, RATES, {}) if runs.rates else ''}\n\n" + table(head, lines)
     )
 
 
@@ -314,12 +211,12 @@ def _cut(rows: Sequence[Row], runs: Runs) -> str:
     """What is missing of the plan, and how this setting differs from the paper's."""
     setting = {"kind": "train", "epochs": runs.epochs}  # a run that diverged was run
     count = {
-        (arm, h): len(_with(rows, **setting, arm=arm, hidden=h, rate=runs.rates.get(arm)))
+        (arm, h): len(having(rows, **setting, arm=arm, hidden=h, rate=runs.rates.get(arm)))
         for h in sorted(HIDDEN)
         for arm in ARMS
     }
     later = ("standard", "constant", "control")
-    count |= {(arm, STARTED): len(_with(rows, kind="continued", arm=arm)) for arm in later}
+    count |= {(arm, STARTED): len(having(rows, kind="continued", arm=arm)) for arm in later}
     short = [
         f"{arm} at H = {hidden} ({len(SEEDS) - n} of {len(SEEDS)} seeds)"
         for (arm, hidden), n in count.items()
@@ -331,7 +228,7 @@ def _cut(rows: Sequence[Row], runs: Runs) -> str:
         for r in rows
         if not math.isfinite(float(r.figures.get("wer", 0)))
     ]
-    others = sum(r.case["epochs"] != runs.epochs for r in _with(rows, kind="train"))
+    others = sum(r.case["epochs"] != runs.epochs for r in having(rows, kind="train"))
     return " ".join(
         sentence
         for sentence in (
@@ -360,10 +257,9 @@ def verdicts(rows: list[Row]) -> list[Verdict]:
         _verdict(gates, "-1.2 to -4.5 points", runs, "constant", "standard", widths, -1),
         _verdict(free, "+1.3 to +2.5 points", runs, "released", "constant", widths, 1),
     ]
-    own = {a: _with(rows, kind="continued", arm=a) for a in ("constant", "standard")}
-    ours, theirs = ({r.case["seed"]: r.figures for r in own[a]} for a in ("constant", "standard"))
-    drawn = bootstrap(ours, theirs)
-    word = "not run" if not drawn.seeds else _word([drawn], -1)
+    on = continued(rows)
+    drawn = bootstrap(on.get("constant", {}), on.get("standard", {}))
+    word: Word = "not run" if not drawn.seeds else _word([drawn], -1)
     said = f"{drawn} points" if drawn.seeds else ""
     found.append(Verdict(later, "-1.2 points or more", said, word))
     each = [r for h in widths for r in reached(runs, "constant", h)]
@@ -392,7 +288,7 @@ def _verdict(
     return Verdict(claim, paper, f"{said} (points)", word)
 
 
-def _word(drawn: Sequence[Interval], sign: int) -> Any:
+def _word(drawn: Sequence[Interval], sign: int) -> Word:
     """Reproduced if each interval and all seeds are on this side of 0, more than one of them;
     partly if at one width.
 
@@ -401,18 +297,6 @@ def _word(drawn: Sequence[Interval], sign: int) -> Any:
     right = [d.agree and d.seeds > 1 and (d.high < 0 if sign < 0 else d.low > 0) for d in drawn]
     wrong = [d.low > 0 if sign < 0 else d.high < 0 for d in drawn]
     return "reproduced" if all(right) else "partly" if any(right) and not any(wrong) else "not"
-
-
-def _head(*names: Any) -> list[str]:
-    return [_line(*names), _line(*("---" for _ in names))]
-
-
-def _line(*cells: Any) -> str:
-    return "| " + " | ".join(str(cell) for cell in cells) + " |"
-
-
-def _text(lines: Sequence[str]) -> str:
-    return "\n".join(lines)
 
 
 # Okabe and Ito's colours, which differ for every eye, and markers beside them.
@@ -426,15 +310,13 @@ LOOKS = {
 
 def draw(rows: list[Row], folder: Path) -> None:
     """WER by width with the paper's, and WER along the runs of the first width."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    from matplotlib import pyplot as plt
+    from matplotlib.figure import Figure
 
     runs = runs_of(rows)
     if not runs.each:
         return
-    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
+    figure = Figure((9, 3.4), layout="constrained")
+    left, right = figure.subplots(1, 2)
     for arm, (colour, marker) in LOOKS.items():
         own = {h: [*runs.wer(arm, h).values()] for h in runs.widths}
         own = {h: values for h, values in own.items() if values}
@@ -456,4 +338,3 @@ def draw(rows: list[Row], folder: Path) -> None:
     for axis in (left, right):
         axis.spines[["top", "right"]].set_visible(False)
     figure.savefig(folder / f"{NAME}.svg", metadata={"Date": None})
-    plt.close(figure)

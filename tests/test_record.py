@@ -4,6 +4,7 @@ import argparse
 import json
 import pickle
 import sys
+import tempfile
 from functools import partial
 
 import pytest
@@ -66,7 +67,9 @@ def test_ray_is_told_the_name_of_what_it_calls(tmp_path, monkeypatch):
     assert record._name_of(double) == ("a.b", "double")
 
 
-def test_a_smoke_run_in_several_processes_reads_its_own_rows():
+def test_a_smoke_run_in_several_processes_reads_its_own_rows(tmp_path, monkeypatch):
+    # by default its rows have the name of this process, and other tests would read them
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     rows = fig3_depth.main(["--smoke", "--jobs", "2"])
     swept = {(r.case["arm"], r.case["rate"]) for r in rows if r.case["part"] == "sweep"}
     used = {(r.case["arm"], r.figures["rate"]) for r in rows if r.case["part"] == "grid"}

@@ -1,7 +1,6 @@
 """The section on AN4: what its tables, tests, verdicts and picture say of the rows."""
 
 import json
-import math
 
 import pytest
 import torch
@@ -9,6 +8,7 @@ import torch
 from experiments import speech_page
 from experiments.record import Row
 from experiments.speech_networks import ARMS
+from experiments.speech_runs import bootstrap
 
 
 def made_rows(better=0.0, widths=(128, 256), seeds=(0, 1, 2)):
@@ -79,7 +79,7 @@ def test_a_run_that_diverged_is_named_and_counts_in_no_mean():
     assert " inf" not in text
     assert "| diverged | 0.0008 |" in text
     drawn = speech_page.runs_of(rows)
-    assert speech_page.bootstrap(drawn.of("constant", 128), drawn.of("standard", 128)).seeds == 2
+    assert bootstrap(drawn.of("constant", 128), drawn.of("standard", 128)).seeds == 2
 
 
 def test_the_page_stands_with_no_rows_and_with_few():
@@ -88,19 +88,6 @@ def test_the_page_stands_with_no_rows_and_with_few():
     assert "(1 seed)" in speech_page.page(few)
     speech_page.page([row for row in few if row.case["arm"] == "standard"])
     speech_page.page(few[:1])
-
-
-def test_the_bootstrap_covers_what_it_should_and_signs_are_binomial():
-    ours = {0: {"errors": [0] * 50 + [1] * 80, "words": [6] * 130}}
-    theirs = {0: {"errors": [1] * 130, "words": [6] * 130}}
-    drawn = speech_page.bootstrap(ours, theirs)
-    assert drawn.mean == pytest.approx(-100 * 50 / 780)
-    share = 50 / 130  # of utterances with one error less: the standard error of a binomial
-    half = 1.96 * 100 / 6 * math.sqrt(share * (1 - share) / 130)
-    assert drawn.high - drawn.low == pytest.approx(2 * half, rel=0.05)
-    assert speech_page.bootstrap(ours, {}).seeds == 0
-    assert speech_page.signs([(0, 1)] * 50 + [(1, 0)] * 7).p == pytest.approx(4e-9, rel=0.2)
-    assert speech_page.signs([(1, 1)]) == (0, 0, 1.0)
 
 
 def test_a_picture_is_drawn(tmp_path):

@@ -112,7 +112,7 @@ def overwritten(x: Tensor, f: Op) -> Tensor:
     compiling = torch.compiler.is_compiling()
     kept = torch.is_grad_enabled() or compiling
     y = f(x.clone() if kept else x)
-    if compiling or not y.requires_grad or not _is_ordinary(x):
+    if compiling or not y.requires_grad or not may_rebase(x):
         return x.copy_(y)
     written: Tensor = _Written.apply(x, y)  # type: ignore[no-untyped-call]
     return written
@@ -132,8 +132,10 @@ class _Written(torch.autograd.Function):
         return None, dy
 
 
-def _is_ordinary(x: Tensor) -> bool:
-    """Whether x is the result of an op and no view, and nothing but autograd looks at it. Torch
+def may_rebase(x: Tensor) -> bool:
+    """Whether a function of ours may overwrite x, so that autograd goes on from its result.
+
+    So if x is the result of an op and no view, and nothing but autograd looks at it. Torch
     refuses to overwrite a leaf that learns; a function of ours would have done it by then."""
     forward = torch.autograd.forward_ad._current_level >= 0
     transformed = torch._C._are_functorch_transforms_active() or torch._C._get_tracing_state()

@@ -61,6 +61,7 @@ class Role(IntEnum):
     ALONE = 0  # there is none
     READ = 1  # the branches read it instead of x
     TIMES = 2  # it multiplies y
+    KEPT = 3  # x is copied to it, before y is written over x
 
 
 class Wanted(NamedTuple):

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from threshold_gating import Activation, Linear, kernels, primitive
 from threshold_gating.instance import TG
 from threshold_gating.kernels import layout, runtime, structure
-from threshold_gating.kernels.blend import cpu, function, one_pass, steps
+from threshold_gating.kernels.blend import autograd, cpu, one_pass, steps
 from threshold_gating.kernels.call import of_call
 from threshold_gating.kernels.lowering import native
 from threshold_gating.kernels.structure import Role
@@ -432,9 +432,9 @@ def test_a_gated_unit_can_be_differentiated_twice():
     x, up, dy = (torch.randn(5, dtype=torch.float64, requires_grad=True) for _ in range(3))
     given = (1.0, (0.0,), (0.0, 1.0), (0.0, 0.0))
     # only a GPU has a kernel for it, which leaves this to the formulas
-    f = functools.partial(function._formula, of_call(*given)[0], Role.TIMES, ())
+    f = functools.partial(autograd._formula, of_call(*given)[0], Role.TIMES, ())
     none = [None] * 6
-    found = function.differentiated(f, (x, up, *none), dy, (True, True, *map(bool, none)))[:2]
+    found = autograd.differentiated(f, (x, up, *none), dy, (True, True, *map(bool, none)))[:2]
     y = up * primitive.blend(x, *given)
     want = torch.autograd.grad(y, (x, up), dy, create_graph=True)
     torch.testing.assert_close(tuple(found), want)

@@ -129,9 +129,10 @@ def test_threads_and_chunks_do_not_change_what_comes_out(key, share, monkeypatch
     assert all(
         torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True)
     )
-    for chunk, columns in ((1, 1), (7, 3), (64, 16), (10**6, 10**6)):
+    for chunk, columns, groups in ((1, 1, 1), (7, 3, 2), (2000, 16, 3), (10**6, 10**6, 10**6)):
         monkeypatch.setattr(one_pass, "_CHUNK", chunk)
         monkeypatch.setattr(one_pass, "_COLUMNS", columns)
+        monkeypatch.setattr(one_pass, "_GROUPS", groups)
         one_pass._cut.cache_clear()
         for have, want in zip([act(x), *gradients(act, x, dy)], found[0], strict=True):
             # the same terms in another order
@@ -139,6 +140,23 @@ def test_threads_and_chunks_do_not_change_what_comes_out(key, share, monkeypatch
                 have, want, rtol=0, atol=2e-5 * float(want.detach().abs().max())
             )
     one_pass._cut.cache_clear()
+
+
+@pytest.mark.parametrize("last", [0, 15, 16, 17, 390])
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_strange_number_anywhere_in_a_run_is_reported(last, backward, monkeypatch):
+    asked = []
+    for name in ("forward", "backward"):
+        given = getattr(tiles, name)
+        monkeypatch.setattr(tiles, name, lambda *a, f=given: asked.append(f) or f(*a))
+    for share in ("layer", "channel"):
+        act, x, dy = case("silu", share)
+        y = act(x)
+        (dy if backward else x.data).view(3, 40, 391)[1, 38, last] = math.inf
+        assert not asked
+        torch.autograd.grad(y, [x, *act.parameters()], dy) if backward else act(x)
+        assert asked
+        asked.clear()
 
 
 def test_few_and_many_branches_are_taken(no_tiles):

@@ -107,9 +107,10 @@ INLINE struct place placed(float x, const float *p, long G)
     return at;
 }
 
-/* Coefficients, exponentials and taus, counted from the winner. */
+/* Coefficients, exponentials and taus, counted from the winner. Two branches have the weights 1. */
 #define FROM(row, k, last) chosen(at.low, p[((row) + (k)) * G], p[((row) + (last) - (k)) * G])
-#define WEIGHT(row, k) (2 * (k) == K - 1 ? p[((row) + (k)) * G] : FROM(row, k, K - 1))
+#define COEFFICIENT(row, k) (2 * (k) == K - 1 ? p[((row) + (k)) * G] : FROM(row, k, K - 1))
+#define WEIGHT(row, k) (K == 2 && (row) == W ? 1.0f : COEFFICIENT(row, k))
 #define NEAREST(m) ((m) < E ? (m) : T - 1 - (m))
 #define STEP(m) (E < T ? at.e[NEAREST(m)] : E == 1 ? at.e[0] : chosen(at.low, at.e[m], at.e[E - 1 - (m)]))
 #define RATE(m) (T == 1 ? 1.0f : E < T ? p[(TAU + (m)) * G] : FROM(TAU, m, T - 1))
@@ -233,14 +234,14 @@ INLINE float gradients(float dy, float x, const float *p, long G, float *sums, l
 }
 
 /* Work is cut into chunks that threads take one by one. x is memory (outer, G, inner). Where a group
-   is a run of elements, a chunk is a part of it for some of the outer ones; where it is a column, a
-   chunk is some columns of some rows. */
+   is a run of elements, a chunk is some runs next to each other, or a part of one, for some of the
+   outer ones; where it is a column, a chunk is some columns of some rows. */
 struct work {
     const char *x, *dy;
     char *out;
     const float *p;
     float *sums; /* (slots, SUMS, G), or NULL */
-    long outer, G, inner, rows, columns, blocks, pieces;
+    long outer, G, inner, rows, groups, columns, blocks, pieces; /* `groups`: runs, 1 for columns */
     int type, constants, back; /* whether dx is asked for, not y */
     atomic_long next;
     atomic_int strange;
@@ -249,20 +250,22 @@ struct work {
 enum { FLOAT, BFLOAT, HALF };   /* types of x */
 enum { LANES = 16, MOST = 1024 }; /* elements with sums of their own, and of 16 bits at once */
 
-/* n elements next to each other; `lane` says whether each has parameters of its own. */
-#define EACH(count, lane, result)                                                   \
-    _Pragma("omp simd reduction(+:poison)")                                         \
+/* `count` elements next to each other; `lane` says whether each has parameters of its own, `seen`
+   becomes NaN where a result is not finite. */
+#define OVER(simd, seen, count, lane, result)                                       \
+    _Pragma(simd)                                                                   \
     for (long i = 0; i < (count); i++) {                                            \
         const float *q = p + (lane) * i;                                            \
         float a = (result);                                                         \
-        poison += a * 0.0f; /* NaN if a is infinite or NaN */                       \
+        seen += a * 0.0f; /* NaN if a is infinite or NaN */                         \
         out[i] = a;                                                                 \
     }
+#define EACH(count, lane, result) \
+    OVER("omp simd reduction(+:poison)", poison, count, lane, result)
 #define FROM_BELOW(constants) EACH(n, 0, value_from_below(x[i], q, 1, constants))
 #define FORWARD(lane, constants) EACH(n, lane, value(x[i], q, G, constants))
 #define BACKWARD(lane, constants) EACH(n, lane, dy[i] * derivative(x[i], q, G, constants))
-#define WITH_SUMS(count, lane, stride) \
-    EACH(count, lane, gradients(dy[i], x[i], q, G, sums + i, stride))
+#define ADDED(stride) gradients(dy[i], x[i], q, G, sums + i, stride)
 
 static int run(const struct work *w, const float *restrict x, const float *restrict dy,
                float *restrict out, long n, const float *restrict p, int lane, float *restrict sums)
@@ -283,12 +286,18 @@ static int run(const struct work *w, const float *restrict x, const float *restr
         else if (w->constants) { BACKWARD(0, 1) }
         else { BACKWARD(0, 0) }
     } else if (lane) {
-        WITH_SUMS(n, 1, columns)
+        EACH(n, 1, ADDED(columns))
     } else {
-        for (; n > 0; n -= LANES, x += LANES, dy += LANES, out += LANES) {
-            if (n >= LANES) { WITH_SUMS(LANES, 0, LANES) }
-            else { WITH_SUMS(n, 0, LANES) }
+        /* Whole vectors apart from the rest, so that the sums stay in registers, and `poison` for
+           each lane: gcc adds the lanes of one sum up one after the other, which for a single
+           vector takes longer than its gates. */
+        float each[LANES] = {0.0f};
+        for (; n >= LANES; n -= LANES, x += LANES, dy += LANES, out += LANES) {
+            OVER("omp simd", each[i], LANES, 0, ADDED(LANES))
         }
+        for (int i = 0; i < LANES; i++)
+            poison += each[i];
+        EACH(n, 0, ADDED(LANES))
     }
     return poison != 0.0f;
 }
@@ -301,7 +310,7 @@ static void widened(int type, const char *from, long n, float *to)
             to[i] = float_of((uint32_t)bits[i] << 16);
     } else {
 #ifdef __FLT16_MAX__
-        for (long i = 0; i < n; i++)
+        UNROLLED for (long i = 0; i < n; i++)
             to[i] = (float)((const _Float16 *)from)[i];
 #endif
     }
@@ -316,7 +325,7 @@ static void narrowed(int type, const float *from, long n, char *to)
         }
     } else {
 #ifdef __FLT16_MAX__
-        for (long i = 0; i < n; i++)
+        UNROLLED for (long i = 0; i < n; i++)
             ((_Float16 *)to)[i] = (_Float16)from[i];
 #endif
     }
@@ -357,20 +366,27 @@ static int chunk(const struct work *w, long at)
 {
     long block = at / w->pieces, piece = at % w->pieces;
     int lane = w->inner == 1 && w->G > 1, strange = 0;
-    long group = lane ? 0 : block % w->G;
-    block = lane ? block : block / w->G;
+    long spans = lane ? 1 : (w->G - 1) / w->groups + 1, group = block % spans * w->groups;
+    long groups = w->G - group < w->groups ? w->G - group : w->groups;
+    block /= spans;
     long first = block * w->rows, last = first + w->rows;
     last = last < w->outer ? last : w->outer;
     long width = lane ? w->G : w->inner, from = piece * w->columns;
     long n = width - from < w->columns ? width - from : w->columns;
-    float folded[ROWS], sums[SUMS * (w->sums == NULL ? 1 : lane ? w->columns : LANES)];
-    const float *p = lane ? w->p + from : folded;
-    for (int row = 0; row < ROWS; row++)
-        folded[row] = w->p[row * w->G + group];
+    long room = w->sums == NULL ? 0 : SUMS * (lane ? w->columns : LANES);
+    float folded[groups * ROWS], sums[groups * room + 1];
+    for (long g = 0; g < groups; g++)
+        for (int row = 0; row < ROWS; row++)
+            folded[g * ROWS + row] = w->p[row * w->G + group + g];
     memset(sums, 0, sizeof sums);
     for (long o = first; o < last; o++) {
-        long start = lane ? o * w->G : (o * w->G + group) * w->inner;
-        strange |= stretch(w, start + from, n, p, lane, sums);
+        /* as memory lies: where a run of 4 KB is followed by one far away, memory is slower than the
+           gates */
+        for (long g = 0; g < groups; g++) {
+            long start = lane ? o * w->G : (o * w->G + group + g) * w->inner;
+            const float *p = lane ? w->p + from : folded + g * ROWS;
+            strange |= stretch(w, start + from, n, p, lane, sums + g * room);
+        }
     }
     if (w->sums == NULL)
         return strange;
@@ -379,12 +395,17 @@ static int chunk(const struct work *w, long at)
             for (long i = 0; i < n; i++)
                 strange |= is_strange(sums[row * w->columns + i]);
             memcpy(w->sums + (block * SUMS + row) * w->G + from, sums + row * w->columns, n * 4);
-        } else {
+            continue;
+        }
+        float *to = w->sums + ((block * w->pieces + piece) * SUMS + row) * w->G + group;
+        for (long g = 0; g < groups; g++) {
+            const float *lanes = sums + g * room + row * LANES;
             double total = 0.0;
+            _Pragma("omp simd reduction(+:total)")
             for (int i = 0; i < LANES; i++)
-                total += sums[row * LANES + i];
-            w->sums[((block * w->pieces + piece) * SUMS + row) * w->G + group] = (float)total;
-            strange |= is_strange((float)total);
+                total += lanes[i];
+            to[g] = (float)total;
+            strange |= is_strange(to[g]);
         }
     }
     return strange;
@@ -430,13 +451,13 @@ int blend(const void *x, const void *dy, void *out, const float *p, float *sums,
     if (x == NULL || out == NULL || (back && dy == NULL))
         return 1;
     struct work w = {x, dy, out, p, sums, sizes[0], sizes[1], sizes[2], sizes[3], sizes[4],
-                     sizes[5], sizes[6], type, constants, back};
+                     sizes[5], sizes[6], sizes[7], type, constants, back};
     if (threads > 1)
         start(take_chunks, &w, threads, 0);
     else
         take_chunks(&w);
     if (grads != NULL)
-        finish(&w, sizes[7], grads);
+        finish(&w, sizes[8], grads);
     return w.strange;
 }
 

@@ -1,17 +1,14 @@
-"""`blend` (Eq. 3) by the engine that the backend chooses, as one differentiable function.
-
-It saves x and the parameters alone and computes the gates anew in the backward pass.
-"""
+"""`blend` (Eq. 3) by the engine that the backend chooses."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from threshold_gating import primitive
 from threshold_gating.instance import TG
@@ -24,12 +21,18 @@ from threshold_gating.kernels.backend import (
     runs_triton,
     takes_native,
 )
-from threshold_gating.kernels.blend import cpu, gpu
+from threshold_gating.kernels.blend import autograd, cpu, gpu
 from threshold_gating.kernels.blend.graph import Graph
 from threshold_gating.kernels.blend.kept import kept
 from threshold_gating.kernels.blend.steps import plain, steps
 from threshold_gating.kernels.call import common_shape, of_call, whole
-from threshold_gating.kernels.lowering import Op, lowered, native_call, overwritten
+from threshold_gating.kernels.lowering import (
+    Op,
+    lowered,
+    may_rebase,
+    native_call,
+    overwritten,
+)
 from threshold_gating.kernels.structure import (
     Gate,
     Role,
@@ -37,43 +40,10 @@ from threshold_gating.kernels.structure import (
     Shape,
     Structure,
     Tensors,
-    Wanted,
     exact,
     viewed,
 )
 from threshold_gating.primitive.graphs import keeps_gates
-
-
-class Plan(Protocol):
-    """What an engine has ready for one structure: `cpu.Plan`, `gpu.Plan`, `graph.Graph`.
-
-    What `read` makes of the tensors is kept between `forward` and `backward`, which gives the
-    gradients of x, the other input, tau, theta, s and c.
-    """
-
-    @property
-    def structure(self) -> Structure: ...
-
-    @property
-    def role(self) -> Role: ...
-
-    @property
-    def shape(self) -> Shape: ...
-
-    def read(self, x: Tensor, tensors: Tensors) -> Any: ...
-
-    def forward(self, x: Tensor, other: Tensor | None, given: Any) -> Tensor: ...
-
-    def backward(
-        self,
-        dy: Tensor,
-        x: Tensor,
-        other: Tensor | None,
-        tensors: Tensors,
-        given: Any,
-        wanted: Wanted,
-    ) -> Sequence[Tensor | None]: ...
-
 
 # Elements up to which hard gates with derivatives are faster by the reference's formulas: these are
 # comparisons, and there is no exponential to be saved.
@@ -139,10 +109,14 @@ def _blend(
             return lowered(structure.native, x, inplace)
         if name == "native":
             raise no_native_op()
-    if inplace:
-        return overwritten(x, lambda z: _blend(z, structure, given, v, up, False, False, {}))
     tensors, shape = given if len(given) == 2 else given[0](x)
-    return _gates(x, structure, tensors, shape, v, up, name)
+    if not inplace:
+        return _gates(x, structure, tensors, shape, v, up, name)
+    if v is None and up is None:
+        y = _overwritten(x, structure, tensors, shape, name)
+        if y is not None:
+            return y
+    return overwritten(x, lambda z: _gates(z, structure, tensors, shape, v, up, name))
 
 
 def _check_no_structure(
@@ -234,12 +208,8 @@ def _gates(
         rows = viewed(structure.rows(held), shape) if isinstance(held, Tensors) else held
         node = kept(x, v, structure, rows)
         return node if up is None else node * up
-    if v is None and up is None and runs_triton(x, name) and not torch.compiler.is_compiling():
-        plan = _usual(structure, x.shape, x.stride(), x.dtype, shape)
-        if plan is not None and is_memory(x):
-            tensors = held if isinstance(held, Tensors) else whole(held, shape)
-            if not _is_elsewhere(tensors, x):
-                return _applied(x, None, tensors, plan)
+    if v is None and up is None and (usual := _usual_call(x, structure, held, shape, name)):
+        return _applied(x, None, *usual)
     if structure.huge and x.dtype != torch.float64 and x.is_floating_point():
         v, up = (w.double() if isinstance(w, Tensor) else w for w in (v, up))
         return _gates(x.double(), structure, held, shape, v, up, name).to(x.dtype)
@@ -269,6 +239,35 @@ def _gates(
     if jumps and torch.is_grad_enabled():
         y = primitive.straight_through(x, y, rows.theta, rows.s, rows.c, v)
     return y
+
+
+def _overwritten(
+    x: Tensor, structure: Structure, held: Tensors | Rows, shape: Shape, name: str
+) -> Tensor | None:
+    """The gates written over x in one launch, or None where that cannot be."""
+    if keeps_gates() or not (usual := _usual_call(x, structure, held, shape, name)):
+        return None
+    tensors, plan = usual
+    if _learns(x, *tensors):
+        # the copy is given back, so that second derivatives find their way through it
+        return autograd.overwrite(x, None, *tensors, plan)[0] if may_rebase(x) else None
+    plan.overwrite(x, None, plan.read(x, tensors))
+    if not x.is_inference():
+        increment_version(x)
+    return x
+
+
+def _usual_call(
+    x: Tensor, structure: Structure, held: Tensors | Rows, shape: Shape, name: str
+) -> tuple[Tensors, gpu.Plan] | None:
+    """The tensors and the plan, if x is what most inputs on a GPU are."""
+    if not runs_triton(x, name) or torch.compiler.is_compiling():
+        return None
+    plan = _usual(structure, x.shape, x.stride(), x.dtype, shape)
+    if plan is None or not is_memory(x):
+        return None
+    tensors = held if isinstance(held, Tensors) else whole(held, shape)
+    return None if _is_elsewhere(tensors, x) else (tensors, plan)
 
 
 @functools.lru_cache(4096)
@@ -318,7 +317,7 @@ def _by_kernel(
 ) -> Tensor | None:
     """y of the engine, or None where it does not take these tensors."""
     if by == "graph":
-        y: Tensor = _Blend.apply(x, other, *tensors, Graph(structure, role, shape))  # type: ignore[no-untyped-call]
+        y: Tensor = autograd.Blend.apply(x, other, *tensors, Graph(structure, role, shape))  # type: ignore[no-untyped-call]
         return y
     plan: cpu.Plan | gpu.Plan | None
     if by == "cpu":
@@ -332,15 +331,20 @@ def _by_kernel(
     return _applied(x, other, tensors, plan)
 
 
-def _applied(x: Tensor, other: Tensor | None, tensors: Tensors, plan: Plan) -> Tensor:
-    y: Tensor
+def _applied(x: Tensor, other: Tensor | None, tensors: Tensors, plan: autograd.Plan) -> Tensor:
+    if _learns(x, other, *tensors):
+        y: Tensor = autograd.apply(x, other, *tensors, plan)
+        return y
+    return plan.forward(x, other, plan.read(x, tensors))
+
+
+def _learns(*tensors: Tensor | None) -> bool:
+    """Whether autograd is to know of what is computed from these."""
     if torch.is_grad_enabled():
-        for t in (x, other, *tensors):
+        for t in tensors:
             if t is not None and t.requires_grad:
-                y = _apply(x, other, *tensors, plan)
-                return y
-    y = plan.forward(x, other, plan.read(x, tensors))
-    return y
+                return True
+    return False
 
 
 def _copied(x: Tensor, y: Tensor) -> Tensor:
@@ -360,87 +364,3 @@ def _is_elsewhere(tensors: Tensors, x: Tensor) -> bool:
     if x.is_cuda:  # a launch asks for the devices
         return False
     return (s is not None and not s.is_cpu) or (theta0 is not None and not theta0.is_cpu)
-
-
-class _Blend(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, other: Tensor | None, *held: Any) -> Tensor:
-        plan: Plan
-        *tensors, plan = held
-        ctx.save_for_backward(x, other, *tensors)
-        # what was read stays right: autograd sees to it that what is saved does not change
-        ctx.plan, ctx.given = plan, plan.read(x, Tensors(*tensors))
-        ctx.stride, ctx.dtype = x.stride(), x.dtype
-        y: Tensor = plan.forward(x, other, ctx.given)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Any:
-        plan: Plan = ctx.plan
-        needed = ctx.needs_input_grad[:8]
-        x, other, *held = ctx.saved_tensors
-        if not torch.compiler.is_compiling():
-            if torch.is_grad_enabled() or not _is_memory_like(dy, x):
-                f = partial(_formula, plan.structure, plan.role, plan.shape)
-                return *differentiated(f, (x, other, *held), dy, needed), None
-            # a hook on saved tensors may give them back in another layout or type
-            if x.stride() != ctx.stride or x.dtype != ctx.dtype:
-                x = dy.new_empty_strided(dy.shape, ctx.stride, dtype=ctx.dtype).copy_(x)
-            if other is not None and other.dtype != ctx.dtype:
-                other = other.to(ctx.dtype)
-        wanted = Wanted.of(needed)
-        grads = plan.backward(dy, x, other, Tensors(*held), ctx.given, wanted)
-        dx, dother, dtau, dtheta, ds, dc = grads
-        ds, dc = _of_data(ds, plan.structure, "s"), _of_data(dc, plan.structure, "c")
-        drho, dtau = (None, dtau) if held[0] is None else (dtau, None)
-        dshift, dtheta = (None, dtheta) if held[1] is None else (dtheta, None)
-        return dx, dother, drho, dshift, ds, dc, dtau, dtheta, None
-
-
-def _is_memory_like(dy: Tensor, x: Tensor) -> bool:
-    """Whether an engine takes dy: a batch of gradients at once is no memory, nor what a mode or a
-    subclass makes of them, and what a hook on saved tensors gives may be of any size."""
-    return is_memory(dy) and not _is_batch(dy) and dy.shape == x.shape
-
-
-_is_batch = torch._C._functorch.is_legacy_batchedtensor  # of torch.autograd.grad(is_grads_batched)
-
-
-def _of_data(grad: Tensor | None, structure: Structure, name: str) -> Tensor | None:
-    """A gradient for the rows that are read: of those that structure knows it is 0."""
-    if grad is None or name in structure.learned:
-        return grad
-    known = [number is not None for number in getattr(structure, name)]
-    if not any(known):
-        return grad
-    # row by row: a tensor of their numbers would be a copy from the host, which no CUDA graph takes
-    rows = zip(known, grad.unbind(0), strict=True)
-    return torch.stack([torch.zeros_like(row) if zero else row for zero, row in rows])
-
-
-# `_Blend.apply` without its care for functorch, whose tensors do not come here: `backend.is_memory`
-_apply: Any = super(torch.autograd.Function, _Blend).apply
-
-
-def _formula(
-    structure: Structure, role: Role, shape: Shape, x: Tensor, other: Any, *held: Any
-) -> Tensor:
-    rows = viewed(structure.rows(Tensors(*held)), shape)
-    y = plain(x, other if role == Role.READ else None, structure, rows)
-    return y * other if role == Role.TIMES else y
-
-
-def differentiated(
-    f: Callable[..., Tensor], inputs: Sequence[Tensor | None], dy: Tensor, needed: Sequence[bool]
-) -> list[Tensor | None]:
-    """The gradients of f in the needed inputs, differentiable again where that is asked for."""
-    again = torch.is_grad_enabled()
-    with torch.enable_grad():
-        # Aliases, because one input may depend on another, and only direct dependence counts here.
-        own = [None if t is None else t.view_as(t) for t in inputs]
-        y = f(*own)
-    asked = [t for t, need in zip(own, needed, strict=True) if need and t is not None]
-    dy = dy.to(y.dtype)
-    grads = torch.autograd.grad(y, asked, dy, create_graph=again, materialize_grads=True)
-    found = iter(grads)
-    return [next(found) if need else None for need in needed]

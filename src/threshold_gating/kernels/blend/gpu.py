@@ -261,6 +261,7 @@ class Plan:
         self.sizes, self.size = sizes, size
         self.known = Constants.of(structure, role)
         self.run = prepared(self.known, sizes, size).run
+        self.over = prepared(self.known._replace(role=int(Role.KEPT)), sizes, size).run
         self._ready: dict[Wanted, _Backward] = {}
 
     def read(self, x: Tensor, tensors: Tensors) -> tuple[Tensor, ...]:
@@ -272,6 +273,13 @@ class Plan:
         second = x if other is None else like(other, x)
         self.run((x, second, y, *given), x.dtype)
         return y
+
+    def overwrite(self, x: Tensor, kept: Tensor | None, given: tuple[Tensor, ...]) -> None:
+        """y over x, which is copied to `kept`, if that is there."""
+        if kept is None:
+            self.run((x, x, x, *given), x.dtype)
+        else:
+            self.over((x, kept, x, *given), x.dtype)
 
     def backward(
         self,

@@ -37,6 +37,7 @@ from threshold_gating.kernels.blend.parameters import (
     CENTRED,
     COLUMNS,
     HARD,
+    KEPT,
     ONE,
     ONE_TAU,
     OVERFLOWING,
@@ -136,7 +137,9 @@ def _forward_tiles(
         _, _, place, inside = _tile(i, R, N, iters, LAYOUT, RB, CB)
         x = tl.load(x_p + place, mask=inside, other=0.0).to(tl.float32)  # (RB, CB)
         v = x
-        if ROLE != ALONE:
+        if ROLE == KEPT:
+            tl.store(other_p + place, x.to(other_p.dtype.element_ty), mask=inside)
+        elif ROLE != ALONE:
             other = tl.load(other_p + place, mask=inside, other=0.0).to(tl.float32)
             if ROLE == READ:
                 v = other

@@ -37,6 +37,7 @@ _MIRRORED = 5
 # two, whose roundings are as large as they are.
 _WIDEST, _WIDEST_OF_SUMS = 60.0, 24.0
 _CHUNK = 2**14  # elements that a thread takes at once
+_GROUPS = 32  # of a chunk, at most, where each is a run of elements
 _COLUMNS = 256  # of a chunk whose sums are for each column
 CHOICES = ("auto", "torch", "c")
 _NOTHING = Tensors()
@@ -270,11 +271,12 @@ def _cut(sizes: Sizes, summed: bool) -> _Cut:
     lane = inner == 1 and group > 1
     width = group if lane else inner
     columns = min(width, _COLUMNS if lane and summed else _CHUNK)
-    rows = min(outer, max(1, _CHUNK // columns))
+    groups = 1 if lane else max(1, min(group, _GROUPS, _CHUNK // columns))
+    rows = min(outer, max(1, _CHUNK // (columns * groups)))
     blocks, pieces = -(-outer // rows), -(-width // columns)
     slots = blocks if lane else blocks * pieces
-    blocks = blocks if lane else blocks * group
-    found = (ctypes.c_long * 8)(outer, group, inner, rows, columns, blocks, pieces, slots)
+    blocks = blocks if lane else blocks * -(-group // groups)
+    found = (ctypes.c_long * 9)(outer, group, inner, rows, groups, columns, blocks, pieces, slots)
     return _Cut(found, blocks * pieces, slots if summed else 0)
 
 

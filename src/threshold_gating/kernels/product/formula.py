@@ -133,21 +133,21 @@ class Formula(NamedTuple):
                 else None,
                 rows.sum(0) if wanted[2] else None,
             )
+        flat = weight.flatten(1, 2).to(dy.dtype)
+        dphi, dw, db = self.convolution_gradients(dy, phi.to(dy.dtype), flat, wanted)
+        return dphi, None if dw is None else dw.view_as(weight), db
+
+    def convolution_gradients(
+        self, dy: Tensor, phi: Tensor, weight: Tensor, wanted: Sequence[bool]
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Of a convolution with a weight as torch's; None for those that are not wanted."""
+        assert self.conv is not None
         stride, padding, dilation, groups = self.conv[:4]
         dphi, dw, db = torch.ops.aten.convolution_backward.default(
-            dy,
-            phi.to(dy.dtype),
-            weight.flatten(1, 2).to(dy.dtype),
-            [weight.shape[0]],
-            stride,
-            padding,
-            dilation,
-            False,
-            [0] * len(stride),
-            groups,
-            list(wanted),
-        )
-        return dphi, dw.view_as(weight) if wanted[1] else None, db
+            dy, phi, weight, [weight.shape[0]], stride, padding, dilation, False,
+            [0] * len(stride), groups, list(wanted),
+        )  # fmt: skip
+        return dphi, dw, db
 
     def has_two_soft(self) -> bool:
         """Whether these are two soft gates over x itself."""

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from threshold_gating import primitive
 from threshold_gating.kernels.backend import backend, is_memory, no_native_op, runs_triton
-from threshold_gating.kernels.blend.function import differentiated, wrong_call
+from threshold_gating.kernels.blend.autograd import differentiated
+from threshold_gating.kernels.blend.function import wrong_call
 from threshold_gating.kernels.call import common_shape, of_call, whole
 from threshold_gating.kernels.product import one_vector, two_soft
 from threshold_gating.kernels.product.formula import (
@@ -137,7 +138,7 @@ def _two_soft(
     matrix = formula.conv is None and x.dim() != 2
     z, plan = x.reshape(-1, x.shape[-1]) if matrix else x, two_soft.Plan(formula)
     if torch.is_grad_enabled():
-        y: Tensor = _Product.apply(z, weight, bias, *tensors, plan)  # type: ignore[no-untyped-call]
+        y: Tensor = _apply(z, weight, bias, *tensors, plan)
     else:
         y = plan.forward(Operands(z, weight, bias, tensors))
     # out here, because a view that a function made itself could not be overwritten
@@ -168,6 +169,10 @@ class _Product(torch.autograd.Function):
             return *differentiated(again, (x, weight, bias, *held), dy, wanted), None
         given = Operands(x, weight, bias, Tensors(*held))
         return *plan.backward(dy, given, wanted), None
+
+
+# without its care for functorch, whose tensors are no memory
+_apply: Any = super(torch.autograd.Function, _Product).apply
 
 
 class Recomputed(NamedTuple):

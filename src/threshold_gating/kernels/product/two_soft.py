@@ -9,6 +9,7 @@ do for each, count. A convolution takes one, too, but for the gradients of its w
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -48,9 +49,11 @@ class _Known(NamedTuple):
 
 
 def split(x: Tensor, tensors: Tensors, beside: bool) -> Tensor:
-    """(1 - g) x and g x of a matrix: `beside` each other (N, 2 I), or apart (2, N, I)."""
-    n, width = x.shape
-    out = x.new_empty((n, 2 * width) if beside else (2, n, width))
+    """(1 - g) x and g x of a matrix (N, I), or of an image in channels_last, which is one.
+
+    `beside` each other (N, 2 I) or apart (2, N, I); channels in the place of I.
+    """
+    out, (n, width) = _room(x, beside), _sizes(x)
     if n:
         _forward(n, width, beside, _Known.of(tensors))((x, out, *_read(tensors)))
     return out
@@ -58,19 +61,35 @@ def split(x: Tensor, tensors: Tensors, beside: bool) -> Tensor:
 
 def joined(x: Tensor, tensors: Tensors, dhalves: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of `split` in x, in (rho or) tau, and in theta."""
-    n, width = x.shape
+    n, width = _sizes(x)
     dx, known = torch.empty_like(x), _Known.of(tensors)
     group = width if known.per_column else 1
-    found = x.new_zeros((2, group), dtype=torch.float32)
-    if n:
-        run, add, parts = _backward(n, width, dhalves.dim() == 2, known)
-        sums = x.new_empty((parts, 2, group), dtype=torch.float32)
-        run((x, dhalves, dx, sums, *_read(tensors)))
-        found = sums[0]
-        if add is not None:
-            found = x.new_empty((2, group), dtype=torch.float32)
-            add((sums, found[0], found[1], sums, sums))
-    return dx, found[0], found[1]
+    if not n:
+        none = x.new_zeros((2, group), dtype=torch.float32)
+        return dx, none[0], none[1]
+    run, add, parts = _backward(n, width, dhalves.dim() == x.dim(), known)
+    sums = x.new_empty((parts, 2, group), dtype=torch.float32)
+    run((x, dhalves, dx, sums, *_read(tensors)))
+    if add is None:
+        return dx, sums[0, 0], sums[0, 1]
+    dtau, dtheta = x.new_empty((2, group), dtype=torch.float32).unbind(0)
+    add((sums, dtau, dtheta, sums, sums))
+    return dx, dtau, dtheta
+
+
+def _sizes(x: Tensor) -> tuple[int, int]:
+    """Rows and channels of x, a matrix or an image that lies as one."""
+    width = x.shape[1]
+    return x.numel() // width, width
+
+
+def _room(x: Tensor, beside: bool) -> Tensor:
+    """Memory for both halves, each as x lies."""
+    if not beside:
+        return x.new_empty_strided((2, *x.shape), (x.numel(), *x.stride()))
+    n, width, *image = x.shape
+    steps = [2 * width * math.prod(image[k:]) for k in range(len(image) + 1)]
+    return x.new_empty_strided((n, 2 * width, *image), (steps[0], 1, *steps[1:]))
 
 
 def _tile(width: int) -> tuple[int, int]:
@@ -115,37 +134,37 @@ class Plan(NamedTuple):
 
     def forward(self, given: Operands) -> Tensor:
         x, weight, bias, tensors = given
-        formula, z = self.formula, _matrix(self.formula, x)
-        if _is_one(formula, z):
-            return formula.product(_beside(formula, x, split(z, tensors, True)), weight, bias)
-        low, high = split(z, tensors, False).unbind(0)
+        formula = self.formula
+        if _is_one(formula, x):
+            return formula.product(split(x, tensors, True), weight, bias)
+        low, high = split(x, tensors, False).unbind(0)
         first, second = weight[:, 0].t(), weight[:, 1].t()
         y = low @ first if bias is None else torch.addmm(bias, low, first)
         return y.addmm_(high, second)
 
     def backward(self, dy: Tensor, given: Operands, wanted: Sequence[bool]) -> Grads:
         x, weight, _, tensors = given
-        formula, z = self.formula, _matrix(self.formula, x)
+        formula = self.formula
         inside = wanted[0] or any(wanted[3:])
         dhalves: Tensor | None
-        if formula.conv is not None and wanted[1] and z.numel() >= _LARGE:
-            # of the inputs only the shape counts here
-            phi = _beside(formula, x, z.new_empty(len(z), 2 * z.shape[1]))
+        if formula.conv is not None and wanted[1] and x.numel() >= _LARGE:
+            phi = _room(x, True)  # of the inputs only the shape counts here
             dhalves, _, db = formula.product_gradients(dy, phi, weight, (inside, False, wanted[2]))
-            dw: Tensor | None = _kernel_gradient(formula, x, split(z, tensors, False), weight, dy)
-        elif _is_one(formula, z):
+            dw: Tensor | None = _kernel_gradient(formula, split(x, tensors, False), weight, dy)
+        elif _is_one(formula, x):
             made = wanted[1] or formula.conv is not None
-            phi = _beside(formula, x, split(z, tensors, True)) if made else z
+            phi = split(x, tensors, True) if made else x
             dhalves, dw, db = formula.product_gradients(dy, phi, weight, (inside, *wanted[1:3]))
         else:
-            dw = _weight_gradient(z, tensors, weight, dy) if wanted[1] else None
+            dw = _weight_gradient(x, tensors, weight, dy) if wanted[1] else None
             db = dy.sum(0) if wanted[2] else None
-            dhalves = _half_gradients(weight, dy, z) if inside else None
+            dhalves = _half_gradients(weight, dy, x) if inside else None
         if dhalves is None or not inside:
             return [None, dw, db, *[None] * 6]
-        dhalves = dhalves if formula.conv is None else _rows(dhalves, z)
-        dx, *along = joined(z, tensors, dhalves)
-        return [_back(formula, dx, x), dw, db, *_dealt(along, tensors, wanted[3:])]
+        if formula.conv is not None:
+            dhalves = dhalves.contiguous(memory_format=torch.channels_last)
+        dx, *along = joined(x, tensors, dhalves)
+        return [dx, dw, db, *_dealt(along, tensors, wanted[3:])]
 
 
 def _dealt(along: Sequence[Tensor], tensors: Tensors, wanted: Sequence[bool]) -> Tensors:
@@ -160,17 +179,14 @@ def _dealt(along: Sequence[Tensor], tensors: Tensors, wanted: Sequence[bool]) ->
     return Tensors(**found)
 
 
-def _kernel_gradient(
-    formula: Formula, x: Tensor, halves: Tensor, weight: Tensor, dy: Tensor
-) -> Tensor:
+def _kernel_gradient(formula: Formula, halves: Tensor, weight: Tensor, dy: Tensor) -> Tensor:
     """That of the weights of a convolution, half by half."""
-    dw = torch.empty_like(weight)
-    for k, half in enumerate(halves.unbind(0)):
-        wanted, part = (False, True, False), weight[:, k : k + 1]
-        _, found, _ = formula.product_gradients(dy, _back(formula, half, x), part, wanted)
-        assert found is not None
-        dw[:, k : k + 1] = found
-    return dw
+    each = [
+        formula.convolution_gradients(dy, half, w, (False, True, False))[1]
+        for half, w in zip(halves.unbind(0), weight.unbind(1), strict=True)
+    ]
+    own = [dw for dw in each if dw is not None]  # all of them
+    return torch.stack(own, 1, out=torch.empty_like(weight))
 
 
 def takes(formula: Formula, x: Tensor, tensors: Tensors) -> bool:
@@ -190,45 +206,20 @@ def takes(formula: Formula, x: Tensor, tensors: Tensors) -> bool:
     return lies and channels > 0 and {tau0.numel(), theta0.numel()} in ({1}, {channels})
 
 
-def _is_one(formula: Formula, z: Tensor) -> bool:
+def _is_one(formula: Formula, x: Tensor) -> bool:
     """Whether one product of both halves is better than two."""
-    return formula.conv is not None or len(z) <= _FEW_ROWS
+    return formula.conv is not None or len(x) <= _FEW_ROWS
 
 
-def _matrix(formula: Formula, x: Tensor) -> Tensor:
-    """x as rows of channels, without a copy."""
-    return x if formula.conv is None else x.permute(0, 2, 3, 1).reshape(-1, x.shape[1])
-
-
-def _beside(formula: Formula, x: Tensor, both: Tensor) -> Tensor:
-    """The halves, made beside each other, as what the product reads."""
-    if formula.conv is None:
-        return both
-    n, channels, height, across = x.shape
-    return both.view(n, height, across, 2 * channels).permute(0, 3, 1, 2)
-
-
-def _rows(dphi: Tensor, z: Tensor) -> Tensor:
-    rows = dphi.contiguous(memory_format=torch.channels_last).permute(0, 2, 3, 1)
-    return rows.reshape(len(z), 2 * z.shape[1])
-
-
-def _back(formula: Formula, dx: Tensor, x: Tensor) -> Tensor:
-    if formula.conv is None:
-        return dx
-    n, channels, height, across = x.shape
-    return dx.view(n, height, across, channels).permute(0, 3, 1, 2)
-
-
-def _weight_gradient(z: Tensor, tensors: Tensors, weight: Tensor, dy: Tensor) -> Tensor:
+def _weight_gradient(x: Tensor, tensors: Tensors, weight: Tensor, dy: Tensor) -> Tensor:
     dw = torch.empty_like(weight)
-    for k, half in enumerate(split(z, tensors, False).unbind(0)):
+    for k, half in enumerate(split(x, tensors, False).unbind(0)):
         torch.mm(dy.t(), half, out=dw[:, k])
     return dw
 
 
-def _half_gradients(weight: Tensor, dy: Tensor, z: Tensor) -> Tensor:
-    dhalves = z.new_empty(2, *z.shape)
+def _half_gradients(weight: Tensor, dy: Tensor, x: Tensor) -> Tensor:
+    dhalves = x.new_empty(2, *x.shape)
     for k in (0, 1):
         torch.mm(dy, weight[:, k], out=dhalves[k])
     return dhalves

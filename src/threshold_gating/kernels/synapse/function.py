@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from threshold_gating.kernels.backend import backend, engine, no_native_op
-from threshold_gating.kernels.blend.function import differentiated
+from threshold_gating.kernels.blend.autograd import differentiated
 from threshold_gating.kernels.product.formula import Conv, check_factor
 from threshold_gating.kernels.structure import Structure
 from threshold_gating.kernels.synapse import gpu

@@ -1,0 +1,165 @@
+"""`blend` as a function of autograd: by a plan of an engine, into new memory or over x.
+
+It saves x and the parameters alone and computes the gates anew in the backward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from threshold_gating.kernels.backend import is_memory
+from threshold_gating.kernels.blend import gpu
+from threshold_gating.kernels.blend.steps import plain
+from threshold_gating.kernels.structure import Role, Shape, Structure, Tensors, Wanted, viewed
+
+
+class Plan(Protocol):
+    """What an engine has ready for one structure: `cpu.Plan`, `gpu.Plan`, `graph.Graph`.
+
+    What `read` makes of the tensors is kept between `forward` and `backward`, which gives the
+    gradients of x, the other input, tau, theta, s and c.
+    """
+
+    @property
+    def structure(self) -> Structure: ...
+
+    @property
+    def role(self) -> Role: ...
+
+    @property
+    def shape(self) -> Shape: ...
+
+    def read(self, x: Tensor, tensors: Tensors) -> Any: ...
+
+    def forward(self, x: Tensor, other: Tensor | None, given: Any) -> Tensor: ...
+
+    def backward(
+        self,
+        dy: Tensor,
+        x: Tensor,
+        other: Tensor | None,
+        tensors: Tensors,
+        given: Any,
+        wanted: Wanted,
+    ) -> Sequence[Tensor | None]: ...
+
+
+class Blend(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, other: Tensor | None, *held: Any) -> Tensor:
+        plan: Plan
+        *tensors, plan = held
+        ctx.save_for_backward(x, other, *tensors)
+        # what was read stays right: autograd sees to it that what is saved does not change
+        ctx.plan, ctx.given = plan, plan.read(x, Tensors(*tensors))
+        ctx.stride, ctx.dtype = x.stride(), x.dtype
+        y: Tensor = plan.forward(x, other, ctx.given)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        return _gradients(ctx, dy)
+
+
+class Overwrite(torch.autograd.Function):
+    """x with the gates written over it, and a copy of what it was."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, other: None, *held: Any) -> tuple[Tensor, Tensor]:
+        plan: gpu.Plan
+        *tensors, plan = held
+        ctx.plan, ctx.given = plan, plan.read(x, Tensors(*tensors))
+        ctx.stride, ctx.dtype = x.stride(), x.dtype
+        kept = torch.empty_like(x)
+        plan.overwrite(x, kept, ctx.given)
+        increment_version(x)  # autograd does not see what kernels write
+        ctx.mark_dirty(x)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(kept, other, *tensors)
+        return x, kept
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor | None, dkept: Tensor | None) -> Any:
+        if dy is None:
+            return dkept, *[None] * 8
+        dx, *rest = _gradients(ctx, dy)
+        return dx if dkept is None or dx is None else dx + dkept, *rest
+
+
+def _gradients(ctx: Any, dy: Tensor) -> Any:
+    """Of x, the other input and `Tensors`, and None for the plan."""
+    plan: Plan = ctx.plan
+    needed = ctx.needs_input_grad[:8]
+    x, other, *held = ctx.saved_tensors
+    if not torch.compiler.is_compiling():
+        if torch.is_grad_enabled() or not _is_memory_like(dy, x):
+            f = partial(_formula, plan.structure, plan.role, plan.shape)
+            return *differentiated(f, (x, other, *held), dy, needed), None
+        # a hook on saved tensors may give them back in another layout or type
+        if x.stride() != ctx.stride or x.dtype != ctx.dtype:
+            x = dy.new_empty_strided(dy.shape, ctx.stride, dtype=ctx.dtype).copy_(x)
+        if other is not None and other.dtype != ctx.dtype:
+            other = other.to(ctx.dtype)
+    wanted = Wanted.of(needed)
+    grads = plan.backward(dy, x, other, Tensors(*held), ctx.given, wanted)
+    dx, dother, dtau, dtheta, ds, dc = grads
+    ds, dc = _of_data(ds, plan.structure, "s"), _of_data(dc, plan.structure, "c")
+    drho, dtau = (None, dtau) if held[0] is None else (dtau, None)
+    dshift, dtheta = (None, dtheta) if held[1] is None else (dtheta, None)
+    return dx, dother, drho, dshift, ds, dc, dtau, dtheta, None
+
+
+def _is_memory_like(dy: Tensor, x: Tensor) -> bool:
+    """Whether an engine takes dy: a batch of gradients at once is no memory, nor what a mode or a
+    subclass makes of them, and what a hook on saved tensors gives may be of any size."""
+    return is_memory(dy) and not _is_batch(dy) and dy.shape == x.shape
+
+
+_is_batch = torch._C._functorch.is_legacy_batchedtensor  # of torch.autograd.grad(is_grads_batched)
+
+
+def _of_data(grad: Tensor | None, structure: Structure, name: str) -> Tensor | None:
+    """A gradient for the rows that are read: of those that structure knows it is 0."""
+    if grad is None or name in structure.learned:
+        return grad
+    known = [number is not None for number in getattr(structure, name)]
+    if not any(known):
+        return grad
+    # row by row: a tensor of their numbers would be a copy from the host, which no CUDA graph takes
+    rows = zip(known, grad.unbind(0), strict=True)
+    return torch.stack([torch.zeros_like(row) if zero else row for zero, row in rows])
+
+
+# `Blend.apply` without its care for functorch, whose tensors do not come here: `backend.is_memory`
+apply: Any = super(torch.autograd.Function, Blend).apply
+overwrite: Any = super(torch.autograd.Function, Overwrite).apply
+
+
+def _formula(
+    structure: Structure, role: Role, shape: Shape, x: Tensor, other: Any, *held: Any
+) -> Tensor:
+    rows = viewed(structure.rows(Tensors(*held)), shape)
+    y = plain(x, other if role == Role.READ else None, structure, rows)
+    return y * other if role == Role.TIMES else y
+
+
+def differentiated(
+    f: Callable[..., Tensor], inputs: Sequence[Tensor | None], dy: Tensor, needed: Sequence[bool]
+) -> list[Tensor | None]:
+    """The gradients of f in the needed inputs, differentiable again where that is asked for."""
+    again = torch.is_grad_enabled()
+    with torch.enable_grad():
+        # Aliases, because one input may depend on another, and only direct dependence counts here.
+        own = [None if t is None else t.view_as(t) for t in inputs]
+        y = f(*own)
+    asked = [t for t, need in zip(own, needed, strict=True) if need and t is not None]
+    dy = dy.to(y.dtype)
+    grads = torch.autograd.grad(y, asked, dy, create_graph=again, materialize_grads=True)
+    found = iter(grads)
+    return [next(found) if need else None for need in needed]
