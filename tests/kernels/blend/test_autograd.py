@@ -96,6 +96,8 @@ def check_strange(device):
             with torch.inference_mode():
                 z = x.clone()
                 torch.testing.assert_close(act(z), want, equal_nan=True)
+        with torch.no_grad(), pytest.raises(RuntimeError, match="outside InferenceMode"):
+            act(z)
         base = leaf * 2
         rows = base[1:3]  # a view: its base is overwritten, too
         y = act(rows)

@@ -288,16 +288,15 @@ static int run(const struct work *w, const float *restrict x, const float *restr
     } else if (lane) {
         EACH(n, 1, ADDED(columns))
     } else {
-        /* Whole vectors apart from the rest, so that the sums stay in registers, and `poison` for
-           each lane: gcc adds the lanes of one sum up one after the other, which for a single
-           vector takes longer than its gates. */
+        /* `poison` for each lane: gcc adds the lanes of one sum up one after the other, which for a
+           single vector takes longer than its gates */
         float each[LANES] = {0.0f};
-        for (; n >= LANES; n -= LANES, x += LANES, dy += LANES, out += LANES) {
-            OVER("omp simd", each[i], LANES, 0, ADDED(LANES))
+        for (; n > 0; n -= LANES, x += LANES, dy += LANES, out += LANES) {
+            if (n >= LANES) { OVER("omp simd", each[i], LANES, 0, ADDED(LANES)) }
+            else { OVER("omp simd", each[i], n, 0, ADDED(LANES)) }
         }
         for (int i = 0; i < LANES; i++)
             poison += each[i];
-        EACH(n, 0, ADDED(LANES))
     }
     return poison != 0.0f;
 }

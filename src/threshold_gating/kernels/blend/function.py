@@ -248,6 +248,8 @@ def _overwritten(
     if keeps_gates() or not (usual := _usual_call(x, structure, held, shape, name)):
         return None
     tensors, plan = usual
+    if x.is_inference() and not torch.is_inference_mode_enabled():
+        return None  # torch's own copy has the words to refuse it
     if _learns(x, *tensors):
         # the copy is given back, so that second derivatives find their way through it
         return autograd.overwrite(x, None, *tensors, plan)[0] if may_rebase(x) else None
