@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import zlib
 from collections.abc import Iterable, Iterator
@@ -43,7 +44,7 @@ def check(
     ]
 
 
-def found_right(file: Path | None) -> set[str]:
+def found_right(file: Path | None, device: str) -> set[str]:
     """The families that runs of this code on this machine have found right, from `file`.
 
     Checks compile much and take as long as the timing; runs with `--warm` make them side by side.
@@ -51,21 +52,25 @@ def found_right(file: Path | None) -> set[str]:
     if file is None or not file.exists():
         return set()
     lines = [json.loads(line) for line in file.read_text().splitlines()]
-    return {name for line in lines if line["of"] == _code() for name in line["families"]}
+    return {name for line in lines if line["of"] == _code(device) for name in line["families"]}
 
 
-def keep_right(file: Path, families: Iterable[str]) -> None:
+def keep_right(file: Path, device: str, families: Iterable[str]) -> None:
     """One write a line: several runs may share the file."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("a") as out:
-        out.write(json.dumps({"of": _code(), "families": sorted(families)}) + "\n")
+        out.write(json.dumps({"of": _code(device), "families": sorted(families)}) + "\n")
 
 
-def _code() -> list[str]:
-    """What a check depends on: the sources, the machine and its versions."""
+def _code(device: str) -> list[str]:
+    """What a check depends on: the sources, what runs them, the machine and its versions."""
     files = sorted(p for folder in SOURCES for p in folder.rglob("*") if p.suffix in (".py", ".c"))
     known = {name: text for name, text in machine().items() if name != "threads"}
-    return [str(zlib.crc32(b"".join(p.read_bytes() for p in files))), *known.values()]
+    how = [device, kernels.backend(), *(os.environ.get(name, "") for name in _CHOOSE)]
+    return [str(zlib.crc32(b"".join(p.read_bytes() for p in files))), *how, *known.values()]
+
+
+_CHOOSE = "TG_CPU", "TRITON_INTERPRET", "CC"  # what evaluates gates, and what compiles it
 
 
 def _dtypes(pair: Pair, device: str) -> tuple[torch.dtype, ...]:

@@ -148,7 +148,8 @@ def run(
     if beyond := unchecked(device):
         print(beyond, flush=True)
     if warm:
-        return max((called_once(work) for works in chosen.values() for work in works), default=0)
+        called = [called_once(work) for works in chosen.values() for work in works]
+        return max(called, default=0) or int(bool(wrong))
     rows: list[Row] = []
     data = {"machine": info, "how": clock.how, "wrong": wrong, "unchecked": beyond}
     _write(path, data, rows)
@@ -164,7 +165,7 @@ def run(
 
 def _wrong(device: str, families: set[str], checked: Path | None) -> list[str]:
     """Check and print; what the file says was found right before is not looked at."""
-    before = found_right(checked) & families
+    before = found_right(checked, device) & families
     if before:
         print(f"found right before, by the same code: {', '.join(sorted(before))}", flush=True)
     left = families - before
@@ -172,7 +173,7 @@ def _wrong(device: str, families: set[str], checked: Path | None) -> list[str]:
     for line in wrong:
         print(f"WRONG {line}")
     if checked is not None and left and not wrong:
-        keep_right(checked, left)
+        keep_right(checked, device, left)
     return wrong
 
 

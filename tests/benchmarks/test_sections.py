@@ -12,6 +12,7 @@ from benchmarks.__main__ import main
 from benchmarks.conversion import OF_TIMM
 from benchmarks.sections import here
 from benchmarks.timing import Place, measure
+from threshold_gating import kernels
 from threshold_gating.kernels.blend import cpu
 
 
@@ -176,8 +177,9 @@ def test_what_was_found_right_by_the_same_code_is_not_checked_again(
 def test_a_wrong_kernel_is_not_kept_as_right(monkeypatch, few, tmp_path):
     right, file = cpu.Plan.forward, tmp_path / "right.jsonl"
     monkeypatch.setattr(cpu.Plan, "forward", lambda *a: right(*a) * 1.01)
-    assert main(["--smoke", "--only", "frozen", "--checked", str(file)]) == 1
-    assert not file.exists()
+    for more in ([], ["--warm"]):
+        assert main(["--smoke", "--only", "frozen", "--checked", str(file), *more]) == 1
+        assert not file.exists()
 
 
 def test_a_wrong_kernel_is_not_timed_and_fails(monkeypatch, capsys, few):
@@ -187,3 +189,12 @@ def test_a_wrong_kernel_is_not_timed_and_fails(monkeypatch, capsys, few):
     out = capsys.readouterr().out
     assert "WRONG gelu frozen module" in out
     assert "| silu fp32" not in out
+
+
+def test_what_another_backend_or_device_found_right_is_checked_again(tmp_path):
+    file = tmp_path / "right.jsonl"
+    with kernels.use("reference"):
+        checking.keep_right(file, "cpu", ["module"])
+        assert checking.found_right(file, "cpu") == {"module"}
+        assert checking.found_right(file, "cuda") == set()
+    assert checking.found_right(file, "cpu") == set()
