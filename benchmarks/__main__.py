@@ -2,12 +2,13 @@
 
 Nothing is timed that disagrees with the reference, and nothing that has no pair in the table of
 kernels. A limit that is missed is printed as MISSED, and so is a row that fails. Exit status: 0, 1
-if a kernel is wrong, 2 if there is no such section or row.
+if a kernel is wrong, 2 if there is no such section or row, or a file cannot be written.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any
 
 from benchmarks.sections import run
 
-STDOUT = "-"
+STDOUT = Path("-")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -29,19 +30,31 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--match", metavar="TEXT", default="", help="rows with this in their name")
     parser.add_argument(
-        "--checked", metavar="FILE", type=Path, help="what was found right: read, and added to"
+        "--checked", metavar="FILE", type=_file, help="what was found right: read, and added to"
     )
-    parser.add_argument("--json", metavar="FILE|-", help="write the rows there as JSON")
+    parser.add_argument("--json", metavar="FILE|-", type=_file, help="write the rows there as JSON")
     args = parser.parse_args(argv)
     options: dict[str, Any] = {"warm": args.warm, "match": args.match, "checked": args.checked}
     if args.json != STDOUT:
-        return run(args.smoke, args.json and Path(args.json), args.only, **options)
+        return run(args.smoke, args.json, args.only, **options)
     with TemporaryDirectory() as folder, redirect_stdout(sys.stderr):
         path = Path(folder) / "bench.json"
         code = run(args.smoke, path, args.only, **options)
         found = path.read_text() if path.exists() else ""  # else there was nothing to do
     print(found, end="")
     return code
+
+
+def _file(text: str) -> Path:
+    """A file that can be written, which is to be known before anything is timed."""
+    path = Path(text)
+    folder = path.absolute().parent
+    can = folder.is_dir() and os.access(path if path.exists() else folder, os.W_OK)
+    if path != STDOUT and (path.is_dir() or not can):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} cannot be written; give a file in a folder that exists"
+        )
+    return path
 
 
 def _first_line() -> str:

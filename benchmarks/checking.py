@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import sys
 import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -51,15 +52,27 @@ def found_right(file: Path | None, device: str) -> set[str]:
     """
     if file is None or not file.exists():
         return set()
-    lines = [json.loads(line) for line in file.read_text().splitlines()]
-    return {name for line in lines if line["of"] == _code(device) for name in line["families"]}
+    here, found = _code(device), set[str]()
+    for number, line in enumerate(file.read_text(errors="replace").splitlines(), 1):
+        try:
+            kept = json.loads(line)
+            found |= set(kept["families"]) if kept["of"] == here else set()
+        except (ValueError, TypeError, KeyError):  # a run that was stopped while it wrote
+            print(
+                f"benchmarks: line {number} of {file} is not whole and is left out; what it says "
+                "was right is checked again.",
+                file=sys.stderr,
+            )
+    return found
 
 
 def keep_right(file: Path, device: str, families: Iterable[str]) -> None:
     """One write a line: several runs may share the file."""
     file.parent.mkdir(parents=True, exist_ok=True)
+    cut = file.exists() and file.read_bytes()[-1:] not in (b"", b"\n")  # a run was stopped in it
+    line = json.dumps({"of": _code(device), "families": sorted(families)})
     with file.open("a") as out:
-        out.write(json.dumps({"of": _code(device), "families": sorted(families)}) + "\n")
+        out.write("\n" * cut + line + "\n")
 
 
 def _code(device: str) -> list[str]:

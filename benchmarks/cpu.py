@@ -9,11 +9,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from benchmarks.elementwise import SOFT, Share, gradients
-from benchmarks.timing import Contenders, Place, Work
+from benchmarks.elementwise import SOFT, Share, check, gradients
+from benchmarks.timing import CHECK, Contenders, Place, Work
 from threshold_gating import Activation
 
 _CHANNELS = {"channel": 64, "layer": None}
+_GROUPS = {"channel": (1, 64, 1, 1), "layer": ()}
 # By sharing and whether it is compiled: forward, forward and backward.
 _LIMITS: dict[tuple[Share, str], tuple[float, float]] = {
     ("channel", "eager"): (1.6, 2.5),
@@ -46,13 +47,13 @@ def _contenders(elements: int, share: Share, how: str, backward: bool, place: Pl
     x = torch.randn(elements // 65536, 64, 32, 32)
     act = Activation("silu", share=share, channels=_CHANNELS[share], train=SOFT)
     ours = place.compiled(act)["compile"] if how == "compiled" else act
-    if not backward:
-        return {"silu": partial(F.silu, x), "ours": partial(ours, x)}
-    dy, x = torch.randn_like(x), x.requires_grad_()
-    return {
-        "silu": partial(gradients, F.silu, [x], [x], dy),
-        "ours": partial(gradients, ours, [x], [x, *act.parameters()], dy),
-    }
+    dy = torch.randn_like(x) if backward else None
+    found: Contenders = {"silu": partial(F.silu, x), "ours": partial(ours, x)}
+    if dy is not None:
+        x.requires_grad_()
+        found["silu"] = partial(gradients, F.silu, [x], [x], dy)
+        found["ours"] = partial(gradients, ours, [x], [x, *act.parameters()], dy)
+    return {**found, CHECK: check(found["ours"], act, x, dy, _GROUPS[share])}
 
 
 def _gelus(elements: int, how: str, backward: bool, place: Place) -> Contenders:
@@ -60,7 +61,9 @@ def _gelus(elements: int, how: str, backward: bool, place: Place) -> Contenders:
     ways: dict[str, Any] = {"gelu": gelu, "ours": act}
     if how == "compiled":
         ways = {name: place.compiled(f)["compile"] for name, f in ways.items()}
-    if not backward:
-        return {name: partial(f, x) for name, f in ways.items()}
-    dy, x = torch.randn_like(x), x.requires_grad_()
-    return {name: partial(gradients, f, [x], [x], dy) for name, f in ways.items()}
+    dy = torch.randn_like(x) if backward else None
+    found: Contenders = {name: partial(f, x) for name, f in ways.items()}
+    if dy is not None:
+        x.requires_grad_()
+        found = {name: partial(gradients, f, [x], [x], dy) for name, f in ways.items()}
+    return {**found, CHECK: check(found["ours"], act, x, dy)}

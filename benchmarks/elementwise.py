@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -10,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.timing import Contenders, Place, Work
+from benchmarks.exact import hold
+from benchmarks.timing import CHECK, Contenders, Place, Work
 from threshold_gating import Activation, kernels, primitive
 
 Share = Literal["layer", "channel", "neuron"]
@@ -94,6 +97,27 @@ def plain(act: Activation, group: tuple[int, ...]) -> Callable[[Tensor], Tensor]
     return f
 
 
+# The parameters of an `Activation` by the names that the pairs have for what they hold.
+_HELD = {"rho": "tau 0", "dtheta": "theta 0", "s": "s 0", "c": "c 0", "v": "c 0"}
+
+
+def check(
+    ours: Callable[[], Any],
+    act: Activation,
+    x: Tensor,
+    dy: Tensor | None = None,
+    group: tuple[int, ...] = (),
+) -> Callable[[], None]:
+    """For `CHECK`: that `ours` gives what the formulas of `act` give at x, or with dy its slopes
+    along x and every parameter."""
+    exact = copy.deepcopy(act).double()
+    own = {_HELD[name]: p for name, p in exact.named_parameters()}
+    tau = act.init.tau if isinstance(act.init.tau, tuple) else (act.init.tau,)
+    # torch's own op, which may stand for a frozen one, goes back from a rounded y
+    rounded = {"roundings": 1 if own else 2, "tau": max(t for t in (0.0, *tau) if t < math.inf)}
+    return partial(hold, ours, plain(exact, group), {"x": x}, own, dy, **rounded)
+
+
 def by_reference(act: nn.Module, x: Tensor) -> Tensor:
     """`act`, a gate or a layer with gates, by the formulas of the reference."""
     with kernels.use("reference"):
@@ -119,10 +143,11 @@ def _contenders(case: Case, backward: bool, place: Place) -> Contenders:
         ways |= {n: (f, own) for n, f in place.compiled(plain(act, case.group())).items()}
     found: Contenders = {"copy": partial(out.copy_, x)}
     if not backward:
-        return found | {name: partial(f, x) for name, (f, _) in ways.items()}
+        found |= {name: partial(f, x) for name, (f, _) in ways.items()}
+        return {**found, CHECK: check(found["ours"], act, x, group=case.group())}
     x = x.detach().requires_grad_()
-    steps = {n: partial(gradients, f, [x], [x, *more], dy) for n, (f, more) in ways.items()}
-    return found | steps
+    found |= {n: partial(gradients, f, [x], [x, *more], dy) for n, (f, more) in ways.items()}
+    return {**found, CHECK: check(found["ours"], act, x, dy, case.group())}
 
 
 Limits = tuple[float | None, float | None]

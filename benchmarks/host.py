@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.elementwise import SOFT, gradients
-from benchmarks.timing import Contenders, Place, Work, host_times
+from benchmarks.elementwise import SOFT, check, gradients
+from benchmarks.timing import CHECK, Contenders, Place, Work, host_times
 from threshold_gating import Activation
 
 SECTION = "host"
@@ -74,6 +74,7 @@ def _small(backward: bool, calls: int, place: Place) -> Contenders:
     found: Contenders = {}
     for name, (f, more) in ways.items():
         found[name] = partial(gradients, f, [x], [x, *more], dy) if backward else partial(f, x)
+    check(found["ours"], act, x, dy if backward else None, (1, SMALL[1]))()
     taken = host_times(found, place.device, calls)
     return {name: partial(taken.__getitem__, name) for name in taken}
 
@@ -98,14 +99,17 @@ def _learned(rows: tuple[int, int], place: Place) -> Contenders:
     act, out, dy = _channels(rows[1], place), torch.empty_like(x), torch.randn_like(x)
     copy, x = partial(out.copy_, x), x.detach().requires_grad_()
     ours = partial(gradients, act, [x], [x, *act.parameters()], dy)
-    return {"copy": copy, "silu": partial(gradients, F.silu, [x], [x], dy), "ours": ours}
+    silu = partial(gradients, F.silu, [x], [x], dy)
+    checked = check(ours, act, x, dy, (1, rows[1]))
+    return {"copy": copy, "silu": silu, "ours": ours, CHECK: checked}
 
 
 def _gelu(tokens: tuple[int, int, int], place: Place) -> Contenders:
     x = torch.randn(tokens, device=place.device).bfloat16().requires_grad_()
     dy, act = torch.randn_like(x), Activation("gelu", device=place.device)
     native = partial(gradients, F.gelu, [x], [x], dy)
-    return {"F.gelu": native, "ours": partial(gradients, act, [x], [x], dy)}
+    ours = partial(gradients, act, [x], [x], dy)
+    return {"F.gelu": native, "ours": ours, CHECK: check(ours, act, x, dy)}
 
 
 def _channels(channels: int, place: Place) -> Activation:

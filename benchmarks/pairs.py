@@ -79,18 +79,20 @@ class Pair:
         return self.draw(shape, dtype, device)
 
     def bound(self, name: str, dtype: torch.dtype) -> float:
-        """The largest `disagreement` of a result that rounding explains.
+        """The largest `disagreement` of a result that rounding explains."""
+        return allowed(name, dtype, self.roundings, self.tau) + self.off
 
-        Gates are float32 whatever x is; their sums are as exact where x goes through one pass.
-        """
-        if name.startswith(_SUMS):
-            single = ALLOWED[torch.float32]
-            rounded = (
-                single if self.roundings == 1 else self.roundings * max(single, ALLOWED[dtype])
-            )
-            return rounded + self.off
-        steep = torch.finfo(torch.float32).eps * self.tau / 4 if name == "dx" else 0.0
-        return ALLOWED[dtype] * self.roundings + steep + self.off
+
+def allowed(name: str, dtype: torch.dtype, roundings: int = 1, tau: float = 0.0) -> float:
+    """The largest of `errors` that rounding explains; see `Pair`.
+
+    Gates are float32 whatever x is; their sums are as exact where x goes through one pass.
+    """
+    if name.startswith(_SUMS):
+        single = ALLOWED[torch.float32]
+        return single if roundings == 1 else roundings * max(single, ALLOWED[dtype])
+    steep = torch.finfo(torch.float32).eps * tau / 4 if name == "dx" else 0.0
+    return ALLOWED[dtype] * roundings + steep
 
 
 def disagreement(pair: Pair, inputs: Tensors, kernel: Function | None = None) -> dict[str, float]:
@@ -98,19 +100,23 @@ def disagreement(pair: Pair, inputs: Tensors, kernel: Function | None = None) ->
     exact = {name: exactly(t) for name, t in inputs.items()}
     want = _found(pair.reference, exact, inputs)
     have = _found(kernel or pair.kernel, inputs, inputs)
-    x = next(iter(exact.values())).detach()
-    terms = float((1 + x.abs()).sum()) / 4
-    errors = {}
+    return errors(have, want, next(iter(exact.values())).detach())
+
+
+def errors(have: Tensors, want: Tensors, x: Tensor) -> dict[str, float]:
+    """Largest error of each result for the input x, over the largest value."""
+    terms = float((1 + x.abs()).sum(dtype=torch.float64)) / 4
+    found = {}
     for name, true in want.items():
         if name not in have:  # nothing flows back
-            errors[name] = math.inf
+            found[name] = math.inf
             continue
         off = (have[name].double() - true).abs().masked_fill(have[name] == true, 0.0)
         # a gate's gradient is a sum, whose rounding errors are as large as its terms
         summed = terms / true.numel() if name.startswith(_SUMS) else 0.0
         size = max(float(true[true.isfinite()].abs().max()), summed, 1e-30)
-        errors[name] = float(off.max()) / size
-    return errors
+        found[name] = float(off.max()) / size
+    return found
 
 
 _SUMS = ("dtau", "dtheta", "ds ", "dc ")

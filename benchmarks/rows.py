@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 Times = dict[str, float]  # a figure of each contender, mostly milliseconds
+UNMEASURED = "not measured"  # the verdict on a limit whose ratio is missing
 
 
 @dataclass
@@ -36,7 +37,7 @@ class Row:
 
     @property
     def ratio(self) -> float | None:
-        """Our figure over the other's; None if one of them is missing."""
+        """Our figure over the other's; None if one of them is missing, or nothing to divide by."""
         return self._ratio(self.times)
 
     @property
@@ -47,16 +48,21 @@ class Row:
     def verdict(self) -> str:
         if self.failed:
             return "MISSED"
-        if self.limit is None or self.ratio is None:
+        if self.limit is None:
             return ""
+        if self.ratio is None:
+            return UNMEASURED
         return "ok" if self.ratio <= self.limit else "MISSED"
 
     def _ratio(self, times: Times) -> float | None:
-        names = (
-            [n for n in times if n != self.ours] if self.over == "best" else self.over.split("|")
-        )
-        others = [times[name] for name in names if name in times] if self.over else [1.0]
-        return times[self.ours] / min(others) if others and self.ours in times else None
+        if not self.over:
+            return times.get(self.ours)
+        best = self.over == "best"
+        names = [n for n in times if n != self.ours] if best else self.over.split("|")
+        others = [times.get(name, 0.0) for name in names]
+        # "the faster of two" needs both
+        usable = bool(others) and all(0 < other < math.inf for other in others)
+        return times[self.ours] / min(others) if usable and self.ours in times else None
 
 
 def table(rows: Iterable[Row]) -> str:
@@ -105,8 +111,8 @@ def remarks(rows: Iterable[Row]) -> list[str]:
 
 def slope_of(rows: Iterable[Row], start: int = 25) -> float | None:
     """d log(time) / d log(elements) of our times from 2^start on."""
-    points = [(r.power, r.times["ours"]) for r in rows if r.power is not None and not r.failed]
-    points = [p for p in points if p[0] >= start]
+    points = [(r.power, r.times.get("ours", 0.0)) for r in rows if r.power is not None]
+    points = [p for p in points if p[0] >= start and 0 < p[1] < math.inf]
     if len(points) < 2:
         return None
     (a, t), (b, u) = points[0], points[-1]

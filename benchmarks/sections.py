@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,8 +19,9 @@ from benchmarks.checking import check, found_right, keep_right, machine, uncheck
 from benchmarks.conversion import conversion
 from benchmarks.cpu import on_cpu
 from benchmarks.cpu_networks import NETWORKS, SMALL, cpu_networks
+from benchmarks.exact import WrongError
 from benchmarks.pairs import PAIRS
-from benchmarks.rows import Row, remarks, slope_of, table
+from benchmarks.rows import UNMEASURED, Row, remarks, slope_of, table
 from benchmarks.small_inputs import small_inputs
 from benchmarks.timing import ON_CPU, ON_GPU, Clock, Place, Work, called_once, measure
 from benchmarks.training import training
@@ -111,6 +112,25 @@ def here(smoke: bool) -> Sections:
     }
 
 
+def whole(gpu: bool, smoke: bool = False) -> Sections:
+    """All that there is to time on a machine."""
+    return on_gpu(Place("cuda", torch.compile), LARGE) if gpu else here(smoke)
+
+
+def not_timed(rows: Iterable[Row], gpu: bool) -> list[str]:
+    """The sections of a machine that are not whole in these rows."""
+    found, lacking = {_key(row) for row in rows}, []
+    for name, works in whole(gpu).items():
+        every = {_key(row) for work in works() for row in work.rows()}
+        if left := len(every - found):
+            lacking.append(name if left == len(every) else f"{name} ({left} of {len(every)} rows)")
+    return lacking
+
+
+def _key(row: Row) -> tuple[str, str, str]:
+    return row.section, row.work, row.over
+
+
 def run(
     smoke: bool,
     path: Path | None,
@@ -131,7 +151,7 @@ def run(
     if not gpu:
         torch.set_num_threads(1)
     device, clock = ("cuda", ON_GPU) if gpu else ("cpu", ON_CPU)
-    sections = on_gpu(Place(device, torch.compile), LARGE) if gpu else here(smoke)
+    sections = whole(gpu, smoke)
     if unknown := sorted(set(only or ()) - set(sections)):
         there = ", ".join(sections)
         print(f"benchmarks: no section {unknown[0]!r} here; there are {there}.", file=sys.stderr)
@@ -151,16 +171,24 @@ def run(
         called = [called_once(work) for works in chosen.values() for work in works]
         return max(called, default=0) or int(bool(wrong))
     rows: list[Row] = []
-    data = {"machine": info, "how": clock.how, "wrong": wrong, "unchecked": beyond}
+    data: dict[str, Any] = {"machine": info, "how": clock.how, "smoke": smoke}
+    data |= {"checked": sorted(timed), "wrong": wrong, "unchecked": beyond}
     _write(path, data, rows)
     for name, works in () if wrong else ((n, w) for n, w in chosen.items() if w):
         for row in _timed(name, works, clock, smoke):
             rows.append(row)
+            if row.failed.startswith(WrongError.__name__):
+                wrong.append(f"{row.section}, {row.work}: {row.failed}")
             _write(path, data, rows)  # what was measured stays, whatever happens to the rest
-    missed = sum(row.verdict == "MISSED" for row in rows)
-    held = sum(bool(row.verdict) for row in rows)
-    print(f"\n{len(wrong)} wrong, {missed} of {held} limits missed")
+    print(f"\n{len(wrong)} wrong, {_summary([row.verdict for row in rows])}")
     return 1 if wrong else 0
+
+
+def _summary(verdicts: list[str]) -> str:
+    missed, unmeasured = verdicts.count("MISSED"), verdicts.count(UNMEASURED)
+    held = missed + verdicts.count("ok")
+    more = f", {unmeasured} {UNMEASURED}" if unmeasured else ""
+    return f"{missed} of {held} limits missed{more}"
 
 
 def _wrong(device: str, families: set[str], checked: Path | None) -> list[str]:

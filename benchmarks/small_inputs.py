@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.elementwise import PAIRS, gradients
-from benchmarks.timing import Contenders, Work
+from benchmarks.elementwise import PAIRS, check, gradients
+from benchmarks.timing import CHECK, Contenders, Work
 from threshold_gating import Activation, kernels
 
 LIMIT = 1.05
@@ -49,14 +49,19 @@ def _calls(n: int) -> int:
 def _contenders(key: str, train: tuple[str, ...], n: int, backward: bool) -> Contenders:
     act, x = Activation(key, train=train), torch.randn(n)
     call: Callable[[], Any] = partial(act, x)
-    if backward:
-        x, dy = x.requires_grad_(), torch.randn(n)
+    dy = torch.randn(n) if backward else None
+    if dy is not None:
+        x.requires_grad_()
         call = partial(gradients, act, [x], [x, *act.parameters()], dy)
     ways: dict[str, kernels.Backend] = {"ours": "auto", "reference": "reference"}
-    return {name: partial(_repeated, call, way, _calls(n)) for name, way in ways.items()}
+    found: Contenders = {
+        name: partial(_repeated, call, way, _calls(n)) for name, way in ways.items()
+    }
+    return {**found, CHECK: check(found["ours"], act, x, dy)}
 
 
-def _repeated(call: Callable[[], Any], way: kernels.Backend, calls: int) -> None:
+def _repeated(call: Callable[[], Any], way: kernels.Backend, calls: int) -> Any:
     with kernels.use(way):
         for _ in range(calls):
-            call()
+            found = call()
+    return found

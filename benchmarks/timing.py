@@ -37,6 +37,9 @@ CORES = 16
 ROUNDS, REP, RUNS = {False: 5, True: 3}, {False: 20, True: 400}, {False: 40, True: 9}
 AT_LEAST_MS, MOST_RUNS = 300, 4000  # of a contender on a CPU
 FAMILIES = {pair.family for pair in PAIRS.values()}
+# Among contenders: not timed, but called first, and it raises if ours is wrong at this size.
+CHECK = "check"
+ELSEWHERE = "checked at other sizes only"
 
 
 class Clock(NamedTuple):
@@ -68,7 +71,8 @@ class Work:
     """A row that is still to be timed.
 
     Args:
-        build: makes the contenders when it is their turn, `ours` among them.
+        build: makes the contenders when it is their turn, `ours` among them, and `CHECK` where
+            what is timed can be checked itself; a row without says so.
         limits: what `ours` is divided by and the most that may come out, a row for each; a name and
             what it is divided by where several contenders are ours.
         pairs: the families of pairs that checked what is timed; there is no timing without.
@@ -106,56 +110,75 @@ class Work:
                 f"{', '.join(sorted(FAMILIES))}."
             )
 
+    def rows(self) -> Iterator[Row]:
+        """What it gives, before it is timed."""
+        for which, limit in self.limits.items():
+            ours, over = which if isinstance(which, tuple) else ("ours", which)
+            name = self.name if ours == "ours" else f"{self.name} {ours}"
+            row = Row(self.section, name, {}, over, limit, note=self.note)
+            row.power, row.unit, row.ours = self.power, self.unit, ours
+            yield row
+
+
+class Found(NamedTuple):
+    """What was measured of a piece of work, or why nothing was."""
+
+    rounds: Rounds
+    replayed: Times
+    failed: str = ""
+    checked: bool = False  # what was timed, at its own size
+
 
 def measure(work: Work, clock: Clock) -> Iterator[Row]:
     """The rows of a piece of work; what fails is a row that says so, and the next can go on."""
-    rounds, replayed, failed = _measured(work, clock)
+    rounds, replayed, failed, checked = _measured(work, clock)
     times = {name: min(each) for name, each in rounds.items()}
-    for which, limit in work.limits.items():
-        ours, over = which if isinstance(which, tuple) else ("ours", which)
-        name = work.name if ours == "ours" else f"{work.name} {ours}"
-        row = Row(work.section, name, times, over, limit, replayed, work.note, failed)
-        row.power, row.unit, row.ours = work.power, work.unit, ours
+    for row in work.rows():
+        row.times, row.replayed, row.failed = times, replayed, failed
         said = [row.note]
+        if work.unit == "ms" and not (checked or failed):
+            said.append(ELSEWHERE)
         if work.aim is not None and row.ratio is not None and row.ratio <= work.aim:
             said.append(f"within {work.aim}, the aim")
-        slower = max(rounds[ours]) / times[ours] if times.get(ours) else 1.0
+        slower = max(rounds[row.ours]) / times[row.ours] if times.get(row.ours) else 1.0
         if slower > 1.25:
             said.append(f"the slowest round took {slower:.2f} times that")
         row.note = "; ".join(filter(None, said))
         yield row
 
 
-def _measured(work: Work, clock: Clock) -> tuple[Rounds, Times, str]:
+def _measured(work: Work, clock: Clock) -> Found:
     torch.manual_seed(0)
     threads = torch.autograd.set_multithreading_enabled(not work.alone)
     try:
         with threads:
             contenders = work.build()
+            check = contenders.pop(CHECK, None)
             with torch.set_grad_enabled(work.backward):
-                return _timed(work, clock, contenders)
+                if check is not None:
+                    check()
+                return _timed(work, clock, contenders)._replace(checked=check is not None)
     except Exception as error:  # whatever it is, the other rows do not depend on it
         first = str(error).strip().splitlines()
-        return {}, {}, f"{type(error).__name__}: {first[0] if first else ''}"[:200]
+        return Found({}, {}, f"{type(error).__name__}: {first[0] if first else ''}"[:200])
 
 
 def called_once(work: Work) -> int:
     """Build the contenders and call each; 1, and a line, if that fails."""
-    *_, failed = _measured(work, _ONCE)
-    if failed:
+    if failed := _measured(work, _ONCE).failed:
         print(f"{work.section}, {work.name}: {failed}", flush=True)
     return int(bool(failed))
 
 
-def _timed(work: Work, clock: Clock, contenders: Contenders) -> tuple[Rounds, Times, str]:
+def _timed(work: Work, clock: Clock, contenders: Contenders) -> Found:
     if work.unit != "ms":
-        return {name: [float(f())] for name, f in contenders.items()}, {}, ""
+        return Found({name: [float(f())] for name, f in contenders.items()}, {})
     called = clock.called if work.pinned or clock.loose is None else clock.loose
     rounds = called(contenders, work.slow)
     if clock.replayed is None or not work.replay:
-        return rounds, {}, ""
+        return Found(rounds, {})
     needed = set(contenders) if "best" in work.limits else {"ours", *work.limits}
-    return rounds, clock.replayed({n: f for n, f in contenders.items() if n in needed}), ""
+    return Found(rounds, clock.replayed({n: f for n, f in contenders.items() if n in needed}))
 
 
 def _in_turn(contenders: Contenders, i: int) -> list[tuple[str, Callable[[], Any]]]:

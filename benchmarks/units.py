@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.elementwise import SHORT, SOFT, gradients
-from benchmarks.timing import Contenders, Place, Work
+from benchmarks.elementwise import SHORT, SOFT, check, gradients
+from benchmarks.exact import hold
+from benchmarks.timing import CHECK, Contenders, Place, Work
 from threshold_gating import TAXONOMY, Activation, kernels
 
 _gelu_tanh = partial(F.gelu, approximate="tanh")
@@ -55,13 +55,17 @@ def _unit(name: str, shape: tuple[int, ...], place: Place, backward: bool) -> Co
     ways = {"eager": plain, "ours": ours, **place.compiled(plain)}
     if place.device == "cuda":
         ways |= _liger(name)
-    if not backward:
-        return {n: partial(f, x, up) for n, f in ways.items()}
-    steps: Contenders = {}
-    for way, f in ways.items():  # each with inputs of its own: Liger's backward overwrites them
-        given = [t.clone().requires_grad_() for t in (x, up)]
-        steps[way] = partial(gradients, f, given, given, dy)
-    return steps
+    found: Contenders = {n: partial(f, x, up) for n, f in ways.items()}
+    if backward:
+        for way, f in ways.items():  # each with inputs of its own: Liger's backward overwrites them
+            given = [t.clone().requires_grad_() for t in (x, up)]
+            found[way] = partial(gradients, f, given, given, dy)
+    inputs = {"x": x, "up": up}
+    found[CHECK] = partial(
+        hold, found["ours"], lambda x, up: t(x) * up, inputs, {}, dy if backward else None,
+        roundings=3,
+    )  # fmt: skip
+    return found
 
 
 def _liger(name: str) -> dict[str, Callable[..., Tensor]]:
@@ -84,7 +88,8 @@ def _frozen(key: str, shape: tuple[int, ...], dtype: torch.dtype, place: Place) 
     x = torch.randn(shape, device=place.device, dtype=dtype)
     native = _NATIVE[key]
     ours = Activation(key.split()[0], inplace=getattr(native, "inplace", False))
-    return {"native": partial(native, x), "ours": partial(ours, x)}
+    call = partial(ours, x)
+    return {"native": partial(native, x), "ours": call, CHECK: check(call, ours, x)}
 
 
 def growth(powers: range, place: Place) -> Iterator[Work]:
@@ -96,5 +101,6 @@ def growth(powers: range, place: Place) -> Iterator[Work]:
 
 def _grown(elements: int, place: Place) -> Contenders:
     x = torch.randn(elements, device=place.device)
-    act: Any = Activation("silu", train=SOFT, device=place.device)
-    return {"copy": partial(torch.empty_like(x).copy_, x), "ours": partial(act, x)}
+    act = Activation("silu", train=SOFT, device=place.device)
+    ours = partial(act, x)
+    return {"copy": partial(torch.empty_like(x).copy_, x), "ours": ours, CHECK: check(ours, act, x)}

@@ -5,14 +5,14 @@ from functools import partial
 
 import pytest
 import torch
-from small import FAKE, fake_rows
+from small import FAKE, SMALL, fake_rows
 
 from benchmarks import checking, pages, sections, timing
 from benchmarks.__main__ import main
 from benchmarks.conversion import OF_TIMM
 from benchmarks.sections import here
 from benchmarks.timing import Place, measure
-from threshold_gating import kernels
+from threshold_gating import Activation, kernels
 from threshold_gating.kernels.blend import cpu
 
 
@@ -114,6 +114,8 @@ def test_a_small_run_checks_times_and_writes(tmp_path, capsys, few):
         "relu in place fp32",
     }
     assert "torch" in data["machine"]
+    assert data["smoke"] is True
+    assert data["checked"] == ["frozen module"]
     page = pages.report(data)
     assert "| silu fp32 |" in page
     assert max(map(len, page.split("\n|", 1)[1].splitlines())) <= 100
@@ -121,6 +123,24 @@ def test_a_small_run_checks_times_and_writes(tmp_path, capsys, few):
     assert "0 wrong" in out
     assert "only adds time" in out
     assert "not checked and not timed, for Triton needs a GPU: blend_forward, blend_backward" in out
+
+
+@pytest.mark.parametrize("option", ["--json", "--checked"])
+@pytest.mark.parametrize("given", ["", "nowhere/bench.json", "file/bench.json", "."])
+def test_a_file_that_cannot_be_written_is_known_before_anything_is_checked(
+    monkeypatch, tmp_path, capsys, option, given
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr("benchmarks.__main__.run", None)
+    with pytest.raises(SystemExit) as stopped:
+        main(["--smoke", "--only", "frozen", option, given])
+    assert stopped.value.code == 2
+    assert (
+        f"argument {option}: {given!r} cannot be written; give a file in a folder that exists"
+        in capsys.readouterr().err
+    )
+    assert not (tmp_path / "nowhere").exists()
 
 
 def test_json_to_stdout_stands_alone(capsys, few):
@@ -172,6 +192,65 @@ def test_what_was_found_right_by_the_same_code_is_not_checked_again(
     monkeypatch.setattr(checking, "SOURCES", checking.SOURCES[:1])  # other code
     assert main(asked) == 0
     assert seen[-1]
+
+
+@pytest.mark.parametrize("cut", ['{"of": ["9', '{"of": [], "fam\n', "[]\n", "{}\n", "\xff\n"])
+def test_a_line_of_a_run_that_was_stopped_is_left_out_and_said(tmp_path, capsys, cut):
+    file = tmp_path / "right.jsonl"
+    checking.keep_right(file, "cpu", ["module"])
+    with file.open("a", encoding="latin-1") as out:
+        out.write(cut)
+    checking.keep_right(file, "cpu", ["blend"])  # behind half a line it begins one of its own
+    assert checking.found_right(file, "cpu") == {"module", "blend"}
+    assert f"line 2 of {file} is not whole and is left out" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("section", "named", "size"),
+    [
+        ("cpu", "", 2**17),
+        ("frozen", "", 2**17),
+        ("growth", "2^16", 2**16),
+        ("host", "", 32 * 256),
+        ("small inputs", "2^7", 2**7),
+    ],
+)
+def test_gates_that_are_wrong_only_at_the_size_that_is_timed_are_not_timed(
+    monkeypatch, section, named, size
+):
+    right, works = Activation.forward, [w for w in here(smoke=True)[section]() if named in w.name]
+    assert works
+    for most, begins in ((-1, ""), (size, "WrongError: ")):
+        monkeypatch.setattr(
+            Activation,
+            "forward",
+            lambda self, x, most=most: right(self, x) * (1.05 if x.numel() == most else 1),
+        )
+        failed = [row.failed for work in works for row in measure(work, FAKE)]
+        assert {each[: len("WrongError: ")] for each in failed} == {begins}
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_gated_units_that_are_wrong_are_not_timed(monkeypatch, backward):
+    right = kernels.blend
+    monkeypatch.setattr(kernels, "blend", lambda *a, **options: right(*a, **options) * 1.05)
+    works = list(sections.on_gpu(Place("cpu", None), SMALL)["gated units"]())
+    rows = [row for w in works if w.backward == backward for row in measure(w, FAKE)]
+    assert [row.failed.split()[:2] for row in rows] == [
+        ["WrongError:", "dx" if backward else "y"]
+    ] * 3
+
+
+def test_what_is_wrong_at_its_own_size_fails_the_run_and_is_written(monkeypatch, tmp_path, few):
+    right, file = Activation.forward, tmp_path / "bench.json"
+    monkeypatch.setattr(
+        Activation, "forward", lambda self, x: right(self, x) * (1 + (x.numel() == 2**17))
+    )
+    asked = ["--smoke", "--only", "frozen", "--match", "tanh"]
+    assert main([*asked, "--json", str(file)]) == 1
+    [line] = json.loads(file.read_text())["wrong"]
+    assert line.startswith("frozen, tanh fp32: WrongError: y of 131072: error ")
+    assert main([*asked, "--warm"]) == 1
 
 
 def test_a_wrong_kernel_is_not_kept_as_right(monkeypatch, few, tmp_path):

@@ -34,6 +34,21 @@ def test_a_row_that_fails_says_so_is_missed_and_lets_the_others_run():
     assert "| broken |  | copy |  |  |  | MISSED |" in page
 
 
+def test_a_row_says_whether_what_was_timed_was_checked_itself():
+    seen = []
+    both = {"copy": int, "ours": int}
+
+    def checked():
+        return {**both, timing.CHECK: lambda: seen.append("checked")}
+
+    clock = Clock("", lambda contenders, slow: seen.append(list(contenders)) or once, None)
+    once = {name: [2.0] for name in both}
+    for build, note in ((checked, ""), (lambda: dict(both), "checked at other sizes only")):
+        [row] = timing.measure(Work("s", "w", build, {"copy": 1.0}, PAIRS), clock)
+        assert row.note == note
+    assert seen == ["checked", ["copy", "ours"], ["copy", "ours"]]  # before, and it is not timed
+
+
 def test_contenders_take_turns_and_the_least_time_counts(monkeypatch):
     calls, now = [], iter(range(10**6))
     monkeypatch.setattr(timing.time, "process_time", lambda: next(now) ** 2)
@@ -62,7 +77,7 @@ def test_on_a_gpu_the_least_of_the_rounds_counts_and_a_slow_one_is_named(monkeyp
     work = Work("s", "w", lambda: {"copy": int, "ours": int}, {"copy": 1.0}, PAIRS)
     [row] = timing.measure(work, timing.ON_GPU._replace(replayed=None))
     assert row.times == {"copy": 3.0, "ours": 2.0}
-    assert row.note == "the slowest round took 1.30 times that"
+    assert row.note == f"{timing.ELSEWHERE}; the slowest round took 1.30 times that"
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="cores cannot be chosen here")
@@ -117,10 +132,11 @@ def test_what_cannot_be_recorded_has_no_replayed_time(monkeypatch):
 
 
 def test_more_than_was_asked_for_is_named_only_where_it_is_met():
-    for ours, note in ((1.02, "within 1.03, the aim"), (1.05, "")):
+    for ours, note in ((1.02, ["within 1.03, the aim"]), (1.05, [])):
         clock = Clock("", lambda _, slow, ours=ours: {"copy": [1.0], "ours": [ours]}, None)
         work = Work("s", "w", dict, {"copy": 1.08}, PAIRS, aim=1.03)
-        assert [row.note for row in timing.measure(work, clock)] == [note]
+        [row] = timing.measure(work, clock)
+        assert row.note == "; ".join([timing.ELSEWHERE, *note])
 
 
 def test_a_figure_that_is_no_time_is_taken_once_and_has_its_limit_itself():
