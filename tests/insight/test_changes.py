@@ -50,7 +50,7 @@ def test_the_gate_that_changed_most_comes_first(before, after):
 def test_nothing_changed_says_so(before):
     found = compare(before, copy.deepcopy(before))
     assert all(change.distance == 0 for change in found.sites)
-    assert "2 of 2 sites are the same" in str(found)
+    assert "2 of 2 sites that were read are the same" in str(found)
 
 
 def test_on_inputs_it_is_their_distance_and_states_that_count(before):
@@ -146,3 +146,98 @@ def test_a_long_list_is_counted_and_a_table_has_a_page():
     text = compare(model, other).table()
     assert "and 5 more" in text
     assert max(map(len, text.splitlines())) <= 100
+
+
+@pytest.mark.parametrize("how", ["networks", "folders", "readings"])
+def test_slopes_of_prelu_that_moved_are_a_change(how, tmp_path):
+    x = torch.randn(50, 6)
+    net = nn.Sequential(nn.Linear(6, 5), nn.PReLU(5), nn.Linear(5, 4), nn.ReLU())
+    one = tg.convert(net, inputs=x)
+    two = copy.deepcopy(one)
+    with torch.no_grad():
+        two[1].weight[3] = 7.0
+    pair = [one, two]
+    if how == "folders":
+        for k, model in enumerate(pair):
+            tg.conversion.save(model, tmp_path / str(k))
+        pair = [tmp_path / "0", tmp_path / "1"]
+    found = compare(*[read(m, x) for m in pair] if how == "readings" else pair)
+    change = found.sites[0]
+    assert (change.site, change.channel) == ("1:prelu#0", 3)
+    assert change.moved == {"log tau": 0, "theta": 0, "s": 6.75, "c": 0}
+    assert found.sites[1].distance == 0
+    assert "s 6.8" in str(found)
+
+
+def test_what_the_readings_could_not_read_is_said():
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.act = nn.Linear(4, 4), nn.ReLU()
+
+        def forward(self, x):
+            q = self.act(self.linear(x))
+            return nn.functional.scaled_dot_product_attention(q, q, q)
+
+    x = torch.randn(2, 3, 4)
+    one = tg.convert(Attention(), inputs=x)
+    two = copy.deepcopy(one)
+    found = compare(one, two)
+    assert "1 of 1 sites that were read are the same" in str(found)
+    assert any("Not read at :scaled_dot_product" in note for note in found.notes)
+    assert all(note in " ".join(str(found).split()) for note in found.notes)
+    assert json.loads(found.to_json())["notes"] == list(found.notes)
+    with torch.no_grad():
+        two.linear.bias[0] = math.nan
+    notes = compare(read(one, x), read(two, x)).notes
+    assert "In the second: act: 6 of its inputs are NaN or infinite, and left out." in notes
+
+
+def test_a_channel_that_died_is_not_among_the_same(before):
+    x, rule = torch.randn(60, 6), Rule(values=60)
+    after = copy.deepcopy(before)
+    with torch.no_grad():
+        after[0].bias[1] = -100.0
+    text = str(compare(read(before, x, rule=rule), read(after, x, rule=rule)))
+    assert "1 alive to dead" in text
+    assert "1 of 2 sites that were read are the same" in text
+
+
+@pytest.mark.parametrize("kind", ["glu", "tier"])
+def test_gates_whose_branches_are_not_theirs_are_compared_as_gates(kind):
+    class Unit(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(6, 8)
+
+        def forward(self, x):
+            return nn.functional.glu(self.linear(x))
+
+    if kind == "glu":
+        one = tg.convert(Unit(), train=("theta",), share="channel", inputs=torch.randn(9, 6))
+    else:
+        one = nn.Sequential(tg.Linear(4, 2, K=2, train=("theta",)))
+    two = copy.deepcopy(one)
+    (shift,) = [p for n, p in two.named_parameters() if n.endswith("dtheta")]
+    with torch.no_grad():
+        shift[..., 2] = 0.5
+    (change,) = compare(one, two).sites
+    x = torch.linspace(-10, 10, 100_001, dtype=torch.float64)
+    weight = torch.exp(-(x**2) / 2)
+    was, now = torch.sigmoid(x), torch.sigmoid(x - 0.5)
+    want = ((weight * (now - was) ** 2).sum() / (weight * was**2).sum()).sqrt().item()
+    assert change.channel == 2
+    assert change.distance == pytest.approx(want, rel=0.02)
+
+
+def test_another_number_of_heads_is_refused():
+    class Attention(nn.Module):
+        def forward(self, q):
+            return nn.functional.scaled_dot_product_attention(q, q, q)
+
+    readings = [
+        read(tg.convert(Attention(), train=("tau",), share="head", inputs=q))
+        for q in (torch.randn(1, 2, 4, 8), torch.randn(1, 3, 4, 8))
+    ]
+    with pytest.raises(ValueError, match="has 2 heads in the first and 3 in the second; give two"):
+        compare(*readings)

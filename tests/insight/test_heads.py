@@ -228,3 +228,125 @@ def test_temperatures_are_read_without_a_run_and_from_a_folder(tmp_path):
         assert found.keys.isnan().all()
         assert "nan" not in reading.table()
         assert not any("No gate learns" in note for note in reading.notes)
+
+
+class Written(Attention):
+    """Attention in torch's own steps, with a mask that is added."""
+
+    def __init__(self, mask):
+        super().__init__()
+        self.mask = mask
+
+    def forward(self, x):
+        q, k = self.project(x)
+        z = q @ k.transpose(-1, -2) / math.sqrt(6)
+        return (z + self.mask.to(z)).softmax(-1) @ k
+
+
+CAUSAL = torch.ones(7, 7, dtype=torch.bool).tril()
+
+
+@pytest.mark.parametrize("low", [-100.0, -1e4, -65504.0, -1e9, -3e38, -math.inf])
+@pytest.mark.parametrize("written", [False, True])
+def test_a_key_whose_weight_is_0_is_not_seen_whatever_number_masks_it(low, written):
+    mask = torch.zeros(7, 7).masked_fill(~CAUSAL, low)
+    model, x = Written(mask) if written else Attention(attn_mask=mask), torch.randn(2, 7, 12)
+    (found,) = read(tg.convert(model, inputs=x), x).heads
+    assert found.live.tolist() == [4.0] * 4
+    check(found, logits(model, x, causal=True))
+
+
+@pytest.mark.parametrize("tau", [0.01, 0.4, 3.0])
+@pytest.mark.parametrize("low", [-1e4, torch.finfo(torch.float32).min])
+@pytest.mark.parametrize("written", [False, True])
+def test_a_temperature_does_not_open_a_mask(tau, low, written):
+    mask = torch.zeros(7, 7).masked_fill(~CAUSAL, low)
+    model, x = Written(mask) if written else Attention(attn_mask=mask), torch.randn(2, 7, 12)
+    learner = tg.convert(model, train=("tau",), share="head", inputs=x)
+    with torch.no_grad():
+        next(iter(tg.training.gate_parameters(learner).values())).fill_(math.log(tau))
+    (found,) = read(learner, x).heads
+    # written out, the temperature is a factor of the mask, too: -1e4 is -100 at 0.01
+    assert found.live.tolist() == [4.0] * 4
+    check(found, tau * logits(model, x, causal=True))
+
+
+def test_a_mask_that_a_temperature_makes_weak_lets_keys_be_seen():
+    model = tg.convert(nn.Softmax(-1), train=("tau",), inputs=torch.randn(2, 3))
+    with torch.no_grad():
+        next(iter(tg.training.gate_parameters(model).values())).fill_(math.log(1e-3))
+    z = torch.tensor([[0.0, 1.0, -1e4]])
+    assert model(z)[0, 2] > 1e-5  # so the network sees it
+    (found,) = read(model, z).heads
+    assert found.live.tolist() == [3.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("low", ["min", -1e4])
+def test_masks_of_other_types_are_masks(dtype, low):
+    class Plain(nn.Module):
+        def forward(self, q, mask):
+            return F.scaled_dot_product_attention(q, q, q, attn_mask=mask)
+
+    q = torch.randn(2, 4, 7, 6).to(dtype)
+    mask = torch.zeros(7, 7, dtype=dtype)
+    mask.masked_fill_(~CAUSAL, torch.finfo(dtype).min if low == "min" else low)
+    (found,) = read(tg.convert(Plain(), inputs=(q, mask)), q, mask).heads
+    assert found.live.tolist() == [4.0] * 4
+    wide = q.double()
+    check(found, (wide @ wide.mT / math.sqrt(6)).masked_fill(~CAUSAL, -math.inf))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("written", [False, True])
+def test_a_query_that_is_masked_whole_is_left_out(dtype, written):
+    class Plain(nn.Module):
+        def forward(self, q, mask):
+            if written:
+                return (q @ q.mT / math.sqrt(6) + mask).softmax(-1)
+            return F.scaled_dot_product_attention(q, q, q, attn_mask=mask)
+
+    q = torch.randn(2, 4, 7, 6).to(dtype)
+    mask = torch.zeros(7, 7, dtype=dtype)
+    mask[:3] = torch.finfo(dtype).min
+    (found,) = read(tg.convert(Plain(), inputs=(q, mask)), q, mask).heads
+    assert found.queries == 2 * 4
+    assert found.live.tolist() == [7.0] * 4
+
+
+@pytest.mark.parametrize(
+    ("q", "k"),
+    [
+        ((2, 1, 5, 6), (2, 3, 7, 6)),
+        ((2, 3, 5, 6), (2, 1, 7, 6)),
+        ((1, 3, 5, 6), (2, 3, 7, 6)),
+        ((3, 5, 6), (2, 3, 7, 6)),
+    ],
+)
+def test_heads_of_queries_and_of_keys_may_stretch(q, k):
+    class Plain(nn.Module):
+        def forward(self, q, k):
+            return F.scaled_dot_product_attention(q, k, k)
+
+    q, k = torch.randn(q), torch.randn(k)
+    (found,) = read(tg.convert(Plain(), inputs=(q, k)), q, k).heads
+    assert (found.heads, found.queries) == (3, 10)
+    check(found, q.double() @ k.double().mT / math.sqrt(6))
+
+
+def test_attention_without_a_key_has_no_figures():
+    class Plain(nn.Module):
+        def forward(self, q, k):
+            return F.scaled_dot_product_attention(q, k, k)
+
+    model = tg.convert(Plain(), inputs=(torch.randn(1, 2, 3, 4), torch.randn(1, 2, 5, 4)))
+    (found,) = read(model, torch.randn(1, 2, 3, 4), torch.randn(1, 2, 0, 4)).heads
+    assert found.queries == 0
+    assert found.keys.isnan().all()
+
+
+def test_thresholds_that_are_numbers_are_not_read_as_those_of_softmax():
+    x = torch.randn(2, 7, 12)
+    model = tg.conversion.fixed_thresholds(Attention(), [x])
+    with pytest.raises(ValueError, match="its thresholds are numbers of its own"):
+        read(model, x)

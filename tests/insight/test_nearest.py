@@ -92,3 +92,44 @@ def test_many_groups_are_taken_in_parts(monkeypatch):
     whole = nearest(site_of("act", act), points(None))
     monkeypatch.setattr(module, "_AT_ONCE", 4)
     assert nearest(site_of("act", act), points(None)) == whole
+
+
+@pytest.mark.parametrize("name", ["silu", "mish", "softplus", "elu", "tanhshrink"])
+@pytest.mark.parametrize("huge", [1e4, 1e10, 1e150])
+def test_a_few_huge_values_do_not_hide_what_a_gate_is(name, huge):
+    values = torch.randn(4000).double()
+    want = nearest(frozen("act", tg.TAXONOMY[name]), points(values))
+    values[:8] *= huge
+    (found,) = nearest(frozen("act", tg.TAXONOMY[name]), points(values))
+    assert found.name == want[0].name == name
+    act = tg.Activation("silu", share="channel", channels=2, train=("tau",))
+    with torch.no_grad():
+        act.rho[1] = 0.4
+    same, other = nearest(site_of("act", act), points(values))
+    assert str(same) == "= silu"
+    assert other.distance > 0.01  # and not "=": it is another function where nearly all values are
+
+
+def test_values_are_drawn_in_only_where_they_are_far_outside():
+    values = torch.randn(5000).double().pow(3)  # with a long tail
+    ordered = values.sort().values
+    at = ((torch.arange(POINTS) + 0.5) / POINTS * 5000).long()
+    inner = ordered[at][POINTS // 200 : -(POINTS // 200)]
+    reach = 30 * (inner - ordered[at][POINTS // 2]).square().mean().sqrt()
+    assert ordered.abs().max() < reach
+    assert torch.equal(points(values), ordered[at])
+    sparse = torch.zeros(5000).double()
+    sparse[:20] = 3.0  # the rest has no spread to measure by
+    assert points(sparse).max() == 3.0
+
+
+@pytest.mark.parametrize("name", ["silu", "mish", "relu"])
+def test_the_nearest_name_is_found_where_squares_cancel(name):
+    values = torch.cat([torch.randn(2000), 1e9 * torch.rand(2000)]).double()
+    x = points(values)  # |y|^2 is 1e17, and what tells these names apart is below 1
+    (found,) = nearest(frozen("act", tg.TAXONOMY[name]), x)
+    y = ROWS[name].f(x)
+    far = {key: (row.f(x) - y).square().mean().item() for key, row in ROWS.items()}
+    assert far["relu" if name == "silu" else "silu"] > 1e-3
+    assert found.name == name
+    assert far[found.name] == min(far.values())

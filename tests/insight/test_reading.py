@@ -75,18 +75,19 @@ def test_every_site_that_an_audit_lists_is_read():
     model = tg.convert(Calls(), inputs=x)
     reading = read(model, x)
     audited = {site.name for site in tg.audit(model, x).sites}
-    assert audited - {s.name for s in reading.sites} == {":glu#0"}
+    assert audited <= {s.name for s in reading.sites}
     assert [s.name for s in reading.sites] == [
         "act",
         ":sigmoid#0",
         "act#1",
         ":leaky_relu#0",
+        ":glu#0",
         "unused",
     ]
     assert reading["unused"].unread == "never called on these inputs"
     notes = " ".join(reading.notes)
     assert "Not read at unused: never called on these inputs." in notes
-    assert "Not read at :glu#0: glu: a gated linear unit has two inputs" in notes
+    assert ":glu#0: the branches of a gated linear unit are its other input" in notes
     assert "No gate learns" in notes
     assert reading[":leaky_relu#0"].s.tolist() == [[0.2], [1.0]]
 
@@ -133,7 +134,20 @@ def test_a_layer_of_tier_w_has_its_branches_in_its_weights():
     assert set(wide.family) == {"in the weights"}
     assert wide.values.flat.isnan().all()
     torch.testing.assert_close(wide.values.mean, x.double().mean(0), rtol=1e-5, atol=1e-6)
-    assert "each synapse has a gate" in " ".join(reading.notes)
+    notes = " ".join(reading.notes)
+    assert "each synapse has a gate" in notes
+    assert "0.gate, 1.gate: the branches are in the weights, so no family" in notes
+
+
+@pytest.mark.parametrize("train", [(), ("tau", "theta")])
+def test_a_layer_of_tier_w_is_read_by_itself_too(train, tmp_path):
+    layer, x = tg.Linear(6, 5, K=2, train=train), torch.randn(50, 6)
+    tg.conversion.save(layer, tmp_path)
+    for reading in (read(layer), read(layer, x), read(tmp_path)):
+        (site,) = reading.sites
+        assert (site.name, set(site.family)) == ("gate", {"in the weights"})
+    gate = torch.sigmoid(x.double()).mean(0)
+    torch.testing.assert_close(read(layer, x)["gate"].values.open[1], gate, rtol=1e-5, atol=1e-6)
 
 
 def test_reading_leaves_the_network_and_the_inputs_as_they_were():
@@ -309,7 +323,8 @@ def test_attention_that_only_a_run_shows_is_not_called_a_network_without_gates()
 
     x = torch.randn(1, 2, 3, 4)
     gated = tg.convert(Attend(), inputs=x)
-    with pytest.raises(ValueError, match=r"#0: its gates show in a run; give inputs.*\)\.$"):
+    says = r"^read: no gate of Attend is read \(.*#0: its gates show in a run; give inputs.*\)\.$"
+    with pytest.raises(ValueError, match=says):
         read(gated)
     assert read(gated, x).heads
 
@@ -401,3 +416,151 @@ def test_an_empty_batch_is_said_to_be_empty():
     reading = read(small(), torch.zeros(0, 6))
     assert all(site.values is None for site in reading.sites)
     assert "Not read at 1, 3: it was given no values." in reading.notes
+
+
+@pytest.mark.parametrize("train", [(), ("tau", "theta")])
+def test_a_gated_linear_unit_is_read_as_a_gate_and_not_as_silu(train):
+    class Unit(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(6, 8)
+
+        def forward(self, x):
+            return F.glu(self.linear(x))
+
+    x = torch.randn(50, 6)
+    model = stirred(
+        tg.convert(Unit(), train=train, share="channel" if train else "layer", inputs=x)
+    )
+    reading = read(model, x)
+    (site,) = reading.sites
+    assert (site.started, set(site.family)) == ("glu", {"of two inputs"})
+    assert {near.name for near in site.nearest} == {""}
+    assert set(site.values.state) == {""}
+    assert site.values.flat.isnan().all()
+    b = model.linear(x)[:, 4:].detach().double()
+    gate = torch.sigmoid(site.tau * (b - site.theta))
+    torch.testing.assert_close(site.values.open[1], gate.mean(0), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(site.values.mean, b.mean(0), rtol=1e-5, atol=1e-6)
+    assert "the branches of a gated linear unit are its other input" in " ".join(reading.notes)
+    assert [s.name for s in read(model).sites] == [site.name]
+
+
+class Mixed(nn.Module):
+    """What is no element-wise function: recurrent layers, attention, PReLU, GLU, a maximum."""
+
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(4, 4, 2, batch_first=True, bidirectional=True)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.cell, self.prelu, self.act = nn.GRUCell(8, 8), nn.PReLU(8), nn.ReLU()
+
+    def forward(self, x):
+        y = self.lstm(x)[0]
+        y = self.attention(y, y, y, need_weights=False)[0]
+        y = self.act(self.prelu(self.cell(y.flatten(0, 1))))
+        return F.glu(torch.maximum(y, y.flip(0)))
+
+
+@pytest.mark.parametrize("train", [(), ("tau", "theta")])
+def test_a_folder_shows_what_its_network_shows_without_a_run(tmp_path, train):
+    x = torch.randn(3, 5, 4)
+    model = tg.convert(Mixed().eval(), train=train, inputs=x)
+    with torch.no_grad():
+        model.prelu.weight.copy_(torch.linspace(-1, 1, 8))
+    stirred(model)
+    tg.conversion.save(model, tmp_path)
+    want, have = read(model), read(tmp_path)
+    assert {s.name for s in have.sites} == {s.name for s in want.sites}
+    assert len(have.sites) == 4 * 5 + 3 + 3  # gates of the LSTM and the cell; ReLU, PReLU and GLU
+    for site in have.sites:
+        for what in EVERY:
+            assert torch.equal(getattr(site, what), getattr(want[site.name], what)), site.name
+        assert site.family == want[site.name].family
+    assert have["prelu:prelu#0"].s[0].tolist() == model.prelu.weight.tolist()
+    notes = " ".join(have.notes)
+    assert ":maximum#0: maximum: its threshold is data" in notes
+    attention = "attention:multi_head_attention_forward#0"
+    assert [a.name for a in have.heads] == ([attention] if train else [])
+    assert (f"Not read at {attention}: its gates show in a run; load the" in notes) == (not train)
+
+
+def test_a_folder_without_weights_says_that_it_does_not_show_the_gates_of_an_lstm(tmp_path):
+    model = tg.convert(Mixed().eval(), inputs=torch.randn(3, 5, 4))
+    tg.conversion.save(model, tmp_path, gates_only=True)
+    reading = read(tmp_path)
+    assert {s.name.partition(".")[0] for s in reading.sites} == {"act", ":glu#0", "cell:gru_cell#0"}
+    (note,) = [note for note in reading.notes if "tg.load" in note]
+    for name in ("lstm:lstm#0", "prelu:prelu#0", "attention:multi_head_attention_forward#0"):
+        assert name in note
+
+
+def test_a_folder_knows_the_gates_of_our_lstm_by_the_names_of_the_network(tmp_path):
+    model = nn.Sequential(tg.GRU(3, 4, 2, bidirectional=True))
+    tg.conversion.save(model, tmp_path)
+    assert {s.name for s in read(tmp_path).sites} == {s.name for s in read(model).sites}
+
+
+def test_a_folder_knows_a_layer_whose_branches_are_in_its_weights(tmp_path):
+    model = nn.Sequential(tg.Linear(6, 5, K=2), tg.Linear(5, 4, tier="S", init="silu"))
+    tg.conversion.save(model, tmp_path)
+    for site in read(tmp_path).sites:
+        assert set(site.family) == {"in the weights"}
+        assert {near.name for near in site.nearest} == {""}
+
+
+@pytest.mark.parametrize("kind", [nn.LSTMCell, nn.GRU, nn.PReLU])
+def test_calls_that_are_answered_as_they_come_are_said_to_need_a_run(kind, tmp_path):
+    model = tg.convert(kind() if kind is nn.PReLU else kind(3, 4))
+    tg.conversion.save(model, tmp_path)
+    for what, way_out in ((model, "give inputs"), (tmp_path, "load the network with tg.load")):
+        with pytest.raises(
+            ValueError, match=f"answered as they come, and show in a run; {way_out}"
+        ):
+            read(what)
+    assert read(model, torch.randn(2, 3)).sites
+
+
+def test_a_module_that_is_left_to_torch_is_named_without_a_run(tmp_path):
+    x = torch.randn(7, 6)
+    model = tg.convert(nn.Sequential(nn.Linear(6, 5), nn.SiLU(), nn.ReLU()), {"2": None}, inputs=x)
+    tg.conversion.save(model, tmp_path)
+    for reading in (read(model), read(tmp_path)):
+        assert "Not read at 2: it is left to torch." in reading.notes
+
+
+def assert_same_values(have, want):
+    for one, two in zip(have.sites, want.sites, strict=True):
+        for what in ("mean", "std", "open", "saturation", "flat"):
+            figures = getattr(one.values, what), getattr(two.values, what)
+            assert torch.equal(*figures), (one.name, what)
+
+
+def test_in_inference_mode_the_reading_is_the_same():
+    model, x = stirred(small(EVERY, "channel")), torch.randn(40, 6)
+    with torch.inference_mode():
+        have = read(model, x)
+    assert_same_values(have, read(model, x))
+
+
+def test_weights_that_were_made_in_inference_mode_are_read():
+    x = torch.randn(40, 6)
+    model = tg.convert(nn.Sequential(nn.Linear(6, 5), nn.PReLU(5)), inputs=x)
+    with torch.inference_mode():
+        made = copy.deepcopy(model)
+    assert made[1].weight.is_inference()
+    assert_same_values(read(made, x), read(model, x))
+
+
+def test_what_is_compiled_in_a_network_is_read_as_it_was_written():
+    x = torch.randn(40, 6)
+    model = stirred(small(("tau", "theta"), "channel"))
+    want = read(model, x)
+    model[1] = torch.compile(model[1], backend="eager")
+    model[3].compile(backend="eager")
+    have = read(torch.compile(model, backend="eager"), x)
+    assert [s.name for s in have.sites] == ["1", "3"]
+    assert_same_values(have, want)
+    assert "_orig_mod" in model[1]._modules  # as it was
+    (gate,) = read(torch.compile(model[3], backend="eager"), x[:, :4]).sites
+    assert torch.equal(gate.tau, want["3"].tau)

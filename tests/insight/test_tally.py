@@ -175,3 +175,17 @@ def test_cells_and_packed_sequences_are_heard_too():
     assert len(reading.sites) == 3 * 4
     cell = tg.convert(nn.GRUCell(3, 4), inputs=torch.randn(2, 3))
     assert {s.values.count for s in read(cell, torch.randn(7, 3)).sites} == {7}
+
+
+@pytest.mark.parametrize("mean", [1e6, -1e8])
+def test_the_deviation_is_right_beside_a_large_mean(mean, monkeypatch):
+    monkeypatch.setattr(tally, "_AT_ONCE", 500)  # so that parts are merged
+    z = mean + torch.randn(3, 4000).double() * torch.tensor([[1.0], [0.1], [0.0]])
+    z[0, ::7] = math.nan
+    z[1, :600] = math.nan  # of whole parts nothing is known
+    v = tallied("identity", z[:, :1003], z[:, 1003:])
+    for k, row in enumerate(z):
+        x = row[row.isfinite()]
+        assert v.mean[k] == pytest.approx(x.mean().item(), rel=1e-15)
+        # a mean that is off by one unit in the last place is as far off as it is here
+        assert v.std[k] == pytest.approx(x.std(correction=0).item(), rel=1e-9, abs=1e-7)

@@ -16,9 +16,11 @@ from threshold_gating import logits
 from threshold_gating.conversion import sites
 from threshold_gating.conversion.learned_calls import heads_of
 from threshold_gating.insight.tally import CLOSED, spread
+from threshold_gating.primitive import wide
 
 QUANTILES = (0.1, 0.5, 0.9)
 _KEPT = 4096  # thresholds of a head that are kept from a call
+_SEEN = torch.finfo(torch.float32).tiny  # a weight below it is 0 on many a device
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,8 +28,9 @@ class Heads:
     """The heads of an attention or a softmax: figures [heads] over all queries of the run.
 
     `theta` are the quantiles 10, 50 and 90 % of the thresholds [3, heads], `keys` how many keys a
-    query weighs, the mean of exp(entropy), of `live` that it can see, and `decided` the share of
-    queries of which one key has 0.99 or more. `tau` are the learned temperatures, 1 without any.
+    query weighs, the mean of exp(entropy), of `live` that it can see, with a weight of 1e-38 or
+    more, and `decided` the share of queries of which one key has 0.99 or more. `tau` are the
+    learned temperatures, 1 without any.
     All but `tau` is NaN where nothing ran. `lost` counts queries of all heads with a logit that is
     NaN or inf, whose weights are NaN: they are left out.
     """
@@ -57,19 +60,23 @@ class HeadTally:
         self.sums = torch.zeros(4, heads, dtype=torch.float64)  # rows, keys, live, decided
 
     def add(self, each: Iterable[Tensor]) -> None:
-        """The logits of one call, head by head: [queries, keys], -inf, or the lowest number of its
-        type, where a key takes no part."""
+        """The logits of one call, head by head: [queries, keys].
+
+        A key takes no part if its weight is 0. That holds for a mask of -inf as for one of -1e4,
+        and for one that a temperature makes weaker exactly where the network sees the key.
+        """
         for h, z in enumerate(each):
-            lowest = torch.finfo(z.dtype).min  # which some masks are, in the place of -inf
-            z = z.detach().float() if z.dtype != torch.float64 else z.detach()
+            z = wide(z).detach()
             broken = (z.isnan() | (z == torch.inf)).any(1)
             self.lost += int(broken.sum())
             z = z[~broken]
-            live = z > lowest / 2
-            z, live = z[live.any(1)], live[live.any(1)]
-            z = z.masked_fill(~live, -torch.inf)
-            theta = logits.thresholds(z)
             p = torch.softmax(z, -1)
+            live = p >= _SEEN  # not so NaN, of a query that has no key
+            some = live.any(1)
+            if not some.any():
+                continue
+            z, p, live = z[some], p[some], live[some]
+            theta = logits.thresholds(z.masked_fill(~live, -torch.inf))
             entropy = -(p * p.clamp_min(1e-30).log()).sum(1)
             own = [torch.ones(len(z)), entropy.exp(), live.sum(1), p.amax(1) >= CLOSED]
             self.sums[:, h] += torch.stack([w.double().sum().cpu() for w in own])
@@ -111,14 +118,19 @@ def logits_of(
         return _of_multi_head(args, kwargs, tau)
     heads = heads_of(kind, args, kwargs)
     z, dim = _softmax_arguments(*args, **kwargs)
-    z = -z if kind == "softmin" else z
+    z = wide(_masked(-z if kind == "softmin" else z))
     rows = z.movedim(dim, -1) if z.dim() else z.view(1)
     if tau is not None:
         size = -1 if len(tau) > 1 else 1
         rows = rows * tau.to(rows).view(size, 1, 1) if heads else rows * tau.to(rows)
     if heads is None:
-        return 1, [rows.reshape(-1, rows.shape[-1])]
-    return heads, (head.reshape(-1, head.shape[-1]) for head in rows.unbind(1))
+        return 1, [_rows(rows)]
+    return heads, map(_rows, rows.unbind(1))
+
+
+def _rows(z: Tensor) -> Tensor:
+    """[queries, keys] of logits; -1 for the queries would be refused where there is no key."""
+    return z.reshape(z.shape[:-1].numel(), z.shape[-1])
 
 
 def _softmax_arguments(
@@ -127,8 +139,19 @@ def _softmax_arguments(
     return input, sites.axis_and_type(input, dim, rest, more.get("dtype"))[0]
 
 
+def _masked(z: Tensor) -> Tensor:
+    """Logits, or a mask for them, with -inf for the lowest number of their type: many masks have it
+    instead, and a row of nothing else is masked, too. A temperature must not weaken it before."""
+    return z.masked_fill(z <= torch.finfo(z.dtype).min / 2, -torch.inf)
+
+
 def _of_attention(call: logits.AttentionCall, tau: Any) -> tuple[int, Iterable[Tensor]]:
     q, k, mask = call.query, call.key, call.attn_mask
+    if mask is not None and mask.is_floating_point():
+        mask = _masked(mask)
+    if not call.enable_gqa:  # then one head of the queries may meet many of the keys
+        lead = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2])  # type: ignore[no-untyped-call]
+        q, k = (w.expand(*lead, *w.shape[-2:]) for w in (q, k))
     if q.dim() < 4:
         q, k = q.view(1, -1, *q.shape[-2:]), k.view(1, -1, *k.shape[-2:])
         if q.shape[1] > 1:  # without an axis of heads: these are the batch
@@ -147,7 +170,7 @@ def _of_attention(call: logits.AttentionCall, tau: Any) -> tuple[int, Iterable[T
                 *(q[..., h : h + 1, :, :], k[..., at, :, :], own, call.is_causal, call.scale),
                 tau=None if tau is None else tau.expand(heads)[h : h + 1],
             )
-            yield z.reshape(-1, z.shape[-1])
+            yield _rows(z)
 
     return heads, each()
 
@@ -162,7 +185,7 @@ def _of_multi_head(
     heard: list[Tensor] = []
 
     def softmax(z: Tensor, dim: int = -1) -> Tensor:
-        heard.extend(z.view(-1, heads, *z.shape[-2:]).unbind(1))
+        heard.extend(_masked(z).view(-1, heads, *z.shape[-2:]).unbind(1))
         p: Tensor = sites.WHOLE["softmax"](z, dim)
         return p
 
@@ -171,4 +194,4 @@ def _of_multi_head(
         return sites.WHOLE["scaled_dot_product_attention"](*args, **kwargs)
 
     sites.multi_head(softmax, attend)(*args, **kwargs)
-    return heads, (z.reshape(-1, z.shape[-1]) for z in heard)
+    return heads, map(_rows, heard)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import fill
@@ -47,19 +47,20 @@ class Changes:
     """What differs between two readings of one network, the largest change first.
 
     `heads` has the largest change of log tau of each learned attention. `inputs` says at which
-    points the functions are compared.
+    points the functions are compared, `notes` what the readings say of what they lack.
     """
 
     sites: tuple[Change, ...]
     heads: dict[str, float]
     inputs: str
+    notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return self.table()
 
     def table(self) -> str:
         """The changes as text; sites beyond the first 20 are counted."""
-        moved = [site for site in self.sites if site.distance != 0 or any(site.moved.values())]
+        moved = [s for s in self.sites if s.distance != 0 or any(s.moved.values()) or s.state]
         header = ("site", "distance", "channel", "mean", "moved", "nearest", "went")
         parts = []
         if moved:
@@ -69,17 +70,18 @@ class Changes:
         parts += [f"{name}: log tau of a head moved by {d:.3g}" for name, d in self.heads.items()]
         same = len(self.sites) - len(moved)
         legend = (
-            f"{same} of {len(self.sites)} sites are the same. distance: RMS of the difference of "
-            "the two functions over the RMS of the first, of the channel that changed most, "
-            f"{self.inputs}; mean: of all channels. moved: the largest change of each number, of "
-            "tau its logarithm."
+            f"{same} of {len(self.sites)} sites that were read are the same. distance: RMS of the "
+            "difference of the two functions over the RMS of the first, of the channel that "
+            f"changed most, {self.inputs}; mean: of all channels. moved: the largest change of "
+            "each number, of tau its logarithm."
         )
-        return "\n".join([*parts, *([""] if parts else []), fill(legend, WIDTH)])
+        said = [line for text in (legend, *self.notes) for line in ("", fill(text, WIDTH))]
+        return "\n".join([*parts, *said] if parts else said[1:])
 
     def to_dict(self) -> dict[str, Any]:
         """The same as JSON values."""
         sites = [site._asdict() for site in self.sites]
-        return dict(jsonable({"sites": sites, "heads": self.heads, "inputs": self.inputs}))
+        return dict(jsonable({**vars(self), "sites": sites, "notes": list(self.notes)}))
 
     def to_json(self) -> str:
         """The same as a text."""
@@ -108,7 +110,14 @@ def compare(
         if a.learned or now[a.name].learned
     }
     where = f"on the first's inputs ({one.inputs})" if one.inputs else "at x from N(0, 1)"
-    return Changes(tuple(found), heads, where)
+    return Changes(tuple(found), heads, where, tuple(_notes(one, two)))
+
+
+def _notes(one: Reading, two: Reading) -> Iterator[str]:
+    """The notes of both readings, and which of them has those that the other has not."""
+    yield from (note for note in one.notes if note in two.notes)
+    for which, own, other in (("first", one, two), ("second", two, one)):
+        yield from (f"In the {which}: {note}" for note in own.notes if note not in other.notes)
 
 
 def _check_alike(one: Reading, two: Reading) -> None:
@@ -131,6 +140,13 @@ def _check_alike(one: Reading, two: Reading) -> None:
             raise ValueError(
                 f"compare: {a.name} has {a.groups} gates of K = {a.K} in the first and {b.groups} "
                 f"of K = {b.K} in the second; give two states of one network."
+            )
+    others = {a.name: a.heads for a in two.heads}
+    for name, heads, other in ((a.name, a.heads, others[a.name]) for a in one.heads):
+        if heads != other and 1 not in (heads, other):  # one may stand for all of them
+            raise ValueError(
+                f"compare: {name} has {heads} heads in the first and {other} in the second; give "
+                "two states of one network."
             )
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -12,25 +14,55 @@ from threshold_gating import kernels
 from threshold_gating.conversion import sites
 from threshold_gating.conversion.audit import described, gate_of, is_gate
 from threshold_gating.conversion.channels import Channels
+from threshold_gating.conversion.checkpoint.save_load import inner
 from threshold_gating.conversion.gate import PerCall
 from threshold_gating.conversion.learn import ATTENTION, RECURRENT
 from threshold_gating.conversion.learned_calls import step_of
 from threshold_gating.conversion.watch import Run, Told, Visit, Watch, evaluating, fresh
 from threshold_gating.insight.attention import HeadTally, logits_of
-from threshold_gating.insight.gates import behind_weights, frozen, name_of, recurrent, suffixes
+from threshold_gating.insight.gates import (
+    DATA,
+    behind_weights,
+    frozen,
+    glu,
+    name_of,
+    no_function,
+    prelu,
+    recurrent,
+    suffixes,
+)
 from threshold_gating.insight.records import mended
 from threshold_gating.insight.tally import Tally
 from threshold_gating.nn import rnn
 from threshold_gating.nn.activation import Activation
 from threshold_gating.nn.rnn_steps import blend
-from threshold_gating.primitive import Value
 from threshold_gating.training.health import Rule
 from threshold_gating.training.telemetry import LearnedSite
 from threshold_gating.training.tiers import is_tiered
 
 _ALONE = torch._C.DisableTorchFunction  # an owner around us would answer our own arithmetic
 _EMPTY = "it was given no values"
-_TWO_INPUTS = {"glu": "a gated linear unit has two inputs, and its branches are one of them"}
+_FIXED = "its thresholds are numbers of its own, and not those of softmax"
+
+
+@contextmanager
+def as_written(model: nn.Module) -> Iterator[None]:
+    """What is compiled in a network is as it was written, and runs so: a graph shows no gate."""
+    parts = [
+        (module, name, part)
+        for module in model.modules()
+        for name, part in module._modules.items()
+        if part is not None and "_orig_mod" in part._modules
+    ]
+    compiles = "torch._dynamo" in sys.modules  # to import it takes long
+    try:
+        for module, name, part in parts:
+            module._modules[name] = inner(part)
+        with torch.compiler.set_stance("force_eager") if compiles else nullcontext():
+            yield
+    finally:
+        for module, name, part in parts:
+            module._modules[name] = part
 
 
 class Look:
@@ -77,7 +109,7 @@ class Look:
         name, gate = self.names[module], gate_of(module, visit.run.index)
         x = next(iter((*visit.args, *visit.kwargs.values())), None)
         if is_tiered(module):
-            self._see_tier(f"{name}.gate", module, x)
+            self._see_tier(self.names[module.gate], module, x)
             return None
         if isinstance(gate, Activation):
             k = visit.run.index  # of a gate that is used several times each use is a site
@@ -132,7 +164,8 @@ class Look:
             self._see_attention(name, visit)
         elif kind in RECURRENT:
             self._see_recurrent(name, visit)
-        elif kind == "glu" and name in self.gates:
+        elif kind == "glu":
+            self.gates.setdefault(name, glu(name))
             self._add(name, sites.halves(*visit.args, **visit.kwargs)[1])
         elif kind == "prelu":
             return self._see_prelu(name, *visit.args, **visit.kwargs)
@@ -140,18 +173,12 @@ class Look:
             self.gates.setdefault(name, frozen(name, site.t))
             return self._add(name, visit.x)
         else:
-            why = _TWO_INPUTS.get(kind, "its threshold is data")
-            self.unread[name] = f"{kind}: {why}"
+            self.unread[name] = f"{kind}: {DATA}"
         return None
 
-    def _see_prelu(self, name: str, x: Tensor, weight: Tensor) -> Told | None:
-        start = sites.KINDS["leaky_relu"].make(0.25)
-        slopes: list[Value] = [weight.detach().flatten(), 1.0]
-        share = "channel" if weight.numel() > 1 else "layer"
-        numbers = [torch.inf], [0.0], slopes, [0.0, 0.0]
-        site = LearnedSite(name, ("s",), start, *numbers, share, (weight.numel(),))
-        self.gates.setdefault(name, site)
-        return self._add(name, x)
+    def _see_prelu(self, name: str, input: Tensor, weight: Tensor) -> Told | None:
+        self.gates.setdefault(name, prelu(name, weight))
+        return self._add(name, input)
 
     def _see_recurrent(self, name: str, visit: Visit) -> None:
         step = step_of(visit.kind, visit.args)
@@ -169,7 +196,9 @@ class Look:
     def _see_attention(self, name: str, visit: Visit) -> None:
         learned = self.gates.get(name)
         tau = None if learned is None else learned.tau[0]
-        found = logits_of(visit.kind, visit.args, visit.kwargs, tau)
+        is_fixed = visit.gate.op is not None  # as `conversion.fixed_thresholds` makes it
+        given = visit.kind, visit.args, visit.kwargs, tau
+        found = _FIXED if is_fixed else logits_of(*given)
         if isinstance(found, str):
             self.unread[name] = f"{visit.kind}: {found}"
             return
@@ -219,7 +248,7 @@ class Look:
         if tally is None:
             self.unread.pop(name, None)  # an empty call before
             whole = mended(self.gates[name])
-            made = Tally(whole, self.rule, function=name not in self.weighted)
+            made = Tally(whole, self.rule, function=not no_function(name, self.weighted))
             tally = self.tallies[name] = made
             tally.axis, tally.guessed = axis, guessed
         if tally.channels not in (None, len(z)):

@@ -13,10 +13,18 @@ from torch import Tensor, nn
 from threshold_gating.conversion.aten_ops import tensors
 from threshold_gating.conversion.checkpoint.save_load import inner
 from threshold_gating.conversion.text import some
-from threshold_gating.conversion.watch import check_weights
+from threshold_gating.conversion.watch import can_train, check_weights
 from threshold_gating.insight.attention import Heads, HeadTally
-from threshold_gating.insight.gates import behind_weights, gate_sites, saved_sites, unopened
-from threshold_gating.insight.looking import Look
+from threshold_gating.insight.gates import (
+    IN_WEIGHTS,
+    TWO_INPUTS,
+    behind_weights,
+    gate_sites,
+    no_function,
+    saved_sites,
+    unopened,
+)
+from threshold_gating.insight.looking import Look, as_written
 from threshold_gating.insight.nearest import NONE, nearest, points
 from threshold_gating.insight.records import BROKEN, Reading, SiteReading, broken_groups, mended
 from threshold_gating.primitive import Value
@@ -47,13 +55,18 @@ def read(
                 "leave the inputs out."
             )
         saved = saved_sites(model)
-        return _made(saved.model, saved.sites, set(), None, rule, saved.unread)
+        return _made(saved.model, saved.sites, saved.weighted, None, rule, saved.unread)
     if not isinstance(model, nn.Module):
         raise TypeError(
             f"read: model is a torch.nn.Module or a folder of a saved one; got "
             f"{type(model).__name__}."
         )
     model = inner(model)
+    with can_train(), as_written(model):  # in inference mode no slope could be looked at
+        return _read(model, inputs, named, rule)
+
+
+def _read(model: nn.Module, inputs: Any, named: Any, rule: Rule) -> Reading:
     check_weights(model)
     _check_values(model)
     gates = gate_sites(model)
@@ -88,7 +101,7 @@ def _made(
     gates = look.gates if look else gates
     order = list(look.order()) if look else list(gates)
     sites = [
-        _site(gates[name], look, name in weighted, unread.get(name, ""))
+        _site(gates[name], look, no_function(name, weighted), unread.get(name, ""))
         for name in order
         if gates[name].start is not None
     ]
@@ -98,17 +111,19 @@ def _made(
             tallies[name] = HeadTally(gate.groups, gate.tau[0])
     heads = [tally.reading(name) for name, tally in tallies.items()]
     if not sites and not heads:
-        others = "; ".join(f"{name}: {why}" for name, why in unread.items())
-        first = (
-            "Make its nonlinearities gates first: tg.insight.read(tg.convert(model, inputs=x), x)"
+        if unread:
+            others = "; ".join(f"{name}: {why}" for name, why in unread.items())
+            raise ValueError(f"read: no gate of {model} is read ({others}).")
+        raise ValueError(
+            f"read: {model} has no gate to read. Make its nonlinearities gates first: "
+            "tg.insight.read(tg.convert(model, inputs=x), x)."
         )
-        why = f" ({others})" if others else f". {first}"
-        raise ValueError(f"read: {model} has no gate to read{why}.")
     notes = (*_notes(sites, gates, look, unread, rule), *_notes_of_heads(heads))
     return Reading(model, inputs, tuple(sites), tuple(heads), notes, rule)
 
 
-def _site(site: LearnedSite, look: Look | None, weighted: bool, unread: str) -> SiteReading:
+def _site(site: LearnedSite, look: Look | None, branches: str, unread: str) -> SiteReading:
+    """What is read of a gate; `branches` says where they are, if they are no numbers of its own."""
     t = site.start
     assert t is not None
     tally = look.tallies.get(site.name) if look else None
@@ -116,7 +131,7 @@ def _site(site: LearnedSite, look: Look | None, weighted: bool, unread: str) -> 
     broken, whole = broken_groups(site), _on_cpu(mended(site))
     words = families_of(whole)
     at = points(None if values is None else values.sample)
-    near = (NONE,) * site.groups if weighted else nearest(whole, at)
+    near = (NONE,) * site.groups if branches else nearest(whole, at)
     if broken.any():
         lost = broken.expand(site.groups).tolist()
         words = [BROKEN if off else word for off, word in zip(lost, words, strict=True)]
@@ -133,7 +148,7 @@ def _site(site: LearnedSite, look: Look | None, weighted: bool, unread: str) -> 
         theta=_rows(site.theta, site.groups),
         s=_rows(site.s, site.groups),
         c=_rows(site.c, site.groups),
-        family=("in the weights",) * site.groups if weighted else tuple(words),
+        family=(branches,) * site.groups if branches else tuple(words),
         nearest=near,
         values=values,
         unread=unread,
@@ -152,6 +167,12 @@ def _rows(rows: Iterable[Value], groups: int) -> Tensor:
     each = [torch.as_tensor(w, dtype=torch.float64, device="cpu").detach() for w in rows]
     each = [w.expand(groups) for w in each]
     return torch.stack(each) if each else torch.zeros(0, groups, dtype=torch.float64)
+
+
+_ELSEWHERE = {
+    IN_WEIGHTS: "the branches are in the weights",
+    TWO_INPUTS: "the branches of a gated linear unit are its other input",
+}
 
 
 def _notes(
@@ -177,6 +198,10 @@ def _notes(
         if site.values is not None and site.values.lost:
             lost = site.values.lost
             yield f"{site.name}: {lost:,} of its inputs are NaN or infinite, and left out."
+    for branches, where in _ELSEWHERE.items():
+        these = some([s.name for s in sites if branches in s.family], 8)
+        if these:
+            yield f"{these}: {where}, so no family, nearest name or flat part is read."
     whys = {**{s.name: s.unread for s in sites if s.unread}, **unread}
     for why in dict.fromkeys(whys.values()):
         yield f"Not read at {some([n for n, w in whys.items() if w == why], 8)}: {why}."

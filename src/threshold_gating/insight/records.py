@@ -15,6 +15,7 @@ from threshold_gating import taxonomy
 from threshold_gating.conversion.text import WIDTH, jsonable, some
 from threshold_gating.insight import text
 from threshold_gating.insight.attention import Heads
+from threshold_gating.insight.gates import IN_WEIGHTS, TWO_INPUTS
 from threshold_gating.insight.nearest import Nearest
 from threshold_gating.insight.tally import Values
 from threshold_gating.instance import TG
@@ -31,7 +32,8 @@ class SiteReading:
 
     `tau` has one row or one for each threshold, `theta` K - 1, `s` and `c` K. `family` and
     `nearest` have a word for each group; a group whose numbers are not finite is of the family
-    "nan". `values` is None where nothing was seen, and `unread` says why.
+    "nan", and where the branches are no numbers of the gate the word says where they are. `values`
+    is None where nothing was seen, and `unread` says why.
     """
 
     name: str
@@ -60,17 +62,28 @@ class SiteReading:
     @property
     def started(self) -> str:
         """The row of the taxonomy that it started from, or how many branches it has."""
+        if TWO_INPUTS in self.family:
+            return "glu"
         return taxonomy.name_of(self.start) or f"K = {self.K}"
 
     def __repr__(self) -> str:
         return f"<{self.name}: {' '.join(text.numbers(self)[1:])}>"
 
     def at(self, x: Tensor) -> Tensor:
-        """y of points x, by the numbers of the gates now: [groups, points]."""
+        """y of points x, by the numbers of the gates now: [groups, points].
+
+        Where the branches are no numbers of the gate, it is the branch that is open, 0 the lowest,
+        in the mean of the gates.
+        """
         theta, s, c = (list(w) for w in (self.theta, self.s, self.c))
         tau: list[Value] = [math.inf] if self.start.hard else list(self.tau)
         site = LearnedSite(self.name, self.learned, self.start, tau, theta, s, c)
-        y = mended(site).blend(x.double().expand(self.groups, -1))
+        whole, x = mended(site), x.double().expand(self.groups, -1)
+        if self.family[0] in (IN_WEIGHTS, TWO_INPUTS):
+            branch = torch.arange(self.K, dtype=x.dtype)
+            y = torch.einsum("k,kgp->gp", branch, whole.gates(x))
+        else:
+            y = whole.blend(x)
         return torch.where(broken_groups(site).unsqueeze(1), torch.nan, y)
 
 

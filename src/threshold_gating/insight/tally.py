@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -65,20 +66,47 @@ class Values:
         return replace(self, state=state, **figures)  # type: ignore[arg-type]
 
 
+class Moments(NamedTuple):
+    """Count, mean and sum of squared deviations of each channel, [channels] in float64.
+
+    Those of parts are merged (Chan, Golub and LeVeque 1979): E[x^2] - E[x]^2 cancels where the mean
+    is large beside the deviation.
+    """
+
+    n: Tensor
+    mean: Tensor
+    squares: Tensor
+
+    @classmethod
+    def of(cls, x: Tensor, finite: Tensor) -> Moments:
+        """Of the values x, [channels, values], that are finite; the others have to be 0."""
+        x, n = x.double(), finite.sum(1, dtype=torch.float64)
+        mean = x.sum(1) / n.clamp_min(1)
+        off = torch.where(finite, x - mean.unsqueeze(1), 0.0)
+        return cls(n.cpu(), mean.cpu(), off.square().sum(1).cpu())
+
+    def merged(self, other: Moments) -> Moments:
+        """Those of both parts."""
+        n, apart = self.n + other.n, other.mean - self.mean
+        share = other.n / n.clamp_min(1)
+        squares = self.squares + other.squares + apart.square() * self.n * share
+        return Moments(n, self.mean + apart * share, squares)
+
+
 class Tally:
     """Adds up what reaches one site; `Values` are its result."""
 
     def __init__(self, site: LearnedSite, rule: Rule, *, function: bool = True) -> None:
         assert site.start is not None  # a temperature is no function of one number
-        self.site, self.rule, self.function = site, rule, function
+        self.site, self.rule, self.function = _own(site), rule, function
         self.scale, self.step = scale_of(site.start), is_step(site.start)
         self.calls = self.count = self.lost = 0
         self.axis: int | None = None
         self.guessed = False
         self.kept: list[Tensor] = []  # of one call in `stride`
         self.stride = 1
-        # rows: finite, x, x^2, decided, flat, |y| where flat, gates
-        self.sums: Tensor | None = None
+        self.moments: Moments | None = None
+        self.sums: Tensor | None = None  # rows: decided, flat, |y| where flat, gates
         self.ends: Tensor | None = None  # of y, for a step
 
     @property
@@ -97,13 +125,15 @@ class Tally:
         self.count += z.shape[1]
         wide = z.detach() if z.dtype == torch.float64 else z.detach().float()
         for part in torch.split(wide, max(1, _AT_ONCE // max(1, len(z))), 1):
-            found = self._figures(part).double().cpu()
-            self.sums = found if self.sums is None else self.sums + found
+            finite = part.isfinite()
+            x = torch.where(finite, part, 0.0)
+            moments, sums = Moments.of(x, finite), self._sums(part, x, finite)
+            self.moments = self.moments.merged(moments) if self.moments else moments
+            self.sums = sums if self.sums is None else self.sums + sums
 
-    def _figures(self, z: Tensor) -> Tensor:
-        finite = z.isfinite()
+    def _sums(self, z: Tensor, x: Tensor, finite: Tensor) -> Tensor:
+        """Of values z, which are x where they are finite."""
         self.lost += int((~finite).sum())
-        x = torch.where(finite, z, 0.0)
         gates = self.site.gates(x) * finite
         decided = ((gates >= CLOSED) & finite).any(0)
         flat = level = torch.zeros(len(z), device=z.device)
@@ -113,10 +143,8 @@ class Tally:
             level = seen.level * flat
             if self.step:
                 self._widen(self.site.blend(x), finite)
-        wide = x.double()
-        rows = [finite, wide, wide.square(), decided]
-        sums = [row.sum(1, dtype=torch.float64) for row in rows]
-        return torch.stack([*sums, flat.double(), level.double(), *gates.double().sum(-1)])
+        shares = torch.stack([decided.sum(1), flat, level]).double()
+        return torch.cat([shares, gates.double().sum(-1)]).cpu()
 
     def _widen(self, y: Tensor, finite: Tensor) -> None:
         low, high = (torch.where(finite, y, end) for end in (math.inf, -math.inf))
@@ -129,9 +157,10 @@ class Tally:
 
     def values(self) -> Values | None:
         """What was found; None if no value came."""
-        if self.sums is None or not self.count:
+        if self.sums is None or self.moments is None or not self.count:
             return None
-        finite, x, squares, decided, flat, level, *gates = self.sums
+        finite, mean, squares = self.moments
+        decided, flat, level, *gates = self.sums
         n = torch.where(finite > 0, finite, math.nan)  # nothing is known of no value
         level = torch.where(flat > 0, level / flat.clamp_min(1), math.nan)
         share = flat / n
@@ -143,8 +172,8 @@ class Tally:
             count=self.count,
             axis=self.axis,
             guessed=self.guessed,
-            mean=x / n,
-            std=(squares / n - (x / n).square()).clamp_min(0).sqrt(),
+            mean=torch.where(finite > 0, mean, math.nan),
+            std=(squares / n).sqrt(),
             open=torch.stack(gates) / n,
             saturation=decided / n,
             flat=share if self.function else torch.full_like(share, math.nan),
@@ -170,6 +199,15 @@ class Tally:
 
         each = zip(share.tolist(), level.tolist(), count.tolist(), strict=True)
         return tuple(word(*one) for one in each)
+
+
+def _own(site: LearnedSite) -> LearnedSite:
+    """The gate with tensors of its own: those of a network from inference mode have no slopes."""
+    rows = {
+        what: [w.clone() if isinstance(w, Tensor) else w for w in getattr(site, what)]
+        for what in ("tau", "theta", "s", "c")
+    }
+    return site._replace(**rows)  # type: ignore[arg-type]
 
 
 def spread(values: Tensor, most: int) -> Tensor:

@@ -97,8 +97,8 @@ def _shares(site: Any) -> tuple[str, ...]:
 _HEAD_COLUMNS = ("attention", "tau", "head", "theta 10 %", "median", "90 %", "keys", "decided")
 _HEAD_LEGEND = (
     "theta: quantiles of the thresholds log sum exp of the other logits (Eq. 11) over queries and "
-    "keys. keys: mean of exp(entropy) of a query's weights, of those it can see. decided: share of "
-    "queries of which one key has 0.99 or more."
+    "keys. keys: mean of exp(entropy) of a query's weights, of those it can see (a weight of 1e-38 "
+    "or more). decided: share of queries of which one key has 0.99 or more."
 )
 
 
