@@ -21,13 +21,12 @@ def having(rows: Sequence[Row], **case: Any) -> list[Row]:
 
 
 def chosen(
-    rows: Sequence[Row], rates: Sequence[float], hidden: int, seed: int, epochs: int
+    rows: Sequence[Row], rates: Sequence[float], seed: int, **setting: Any
 ) -> dict[str, float]:
     """The rate with the lowest WER on validation of each contender that ran with all of them."""
-    setting = {"kind": "train", "hidden": hidden, "seed": seed, "epochs": epochs}
     best = {}
     for arm in ARMS:
-        found = {r.case["rate"]: r for r in having(rows, arm=arm, **setting)}
+        found = {r.case["rate"]: r for r in having(rows, arm=arm, seed=seed, **setting)}
         if set(rates) <= set(found):
             best[arm] = min(rates, key=lambda rate: float(found[rate].figures["validation"]))
     return best

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 import threshold_gating as tg
 from experiments import ctc, data, fig3_speech, speech_training
+from experiments.record import Row
 from experiments.speech_networks import ARMS, Listener, Stack
 from experiments.speech_training import Lane, Recipe, corpus, planned, side_by_side
 
@@ -319,16 +320,31 @@ def test_cases_that_differ_in_the_contender_alone_share_a_lane():
 def test_a_smoke_run_has_every_stage(tmp_path, monkeypatch):
     monkeypatch.setattr(fig3_speech.record, "CHECKPOINTS", tmp_path)
     words = ["--smoke", "--device", "cpu", "--jobs", "4", "--out", str(tmp_path / "rows.jsonl")]
-    rows = fig3_speech.main([*words, "--only", "arm=standard,constant"])
+    two = ["--only", "arm=standard,constant"]
+    rows = fig3_speech.main([*words, "--stage", "sweep", "runs", "time", *two])
+    rows += fig3_speech.main([*words, "--stage", "start"])
+    rows += fig3_speech.main([*words, "--stage", "continued", *two])
     kinds = [row.case["kind"] for row in rows]
     assert {kind: kinds.count(kind) for kind in kinds} == {
-        "train": 4, "time": 2, "start": 1, "continued": 2
+        "train": 4, "time": 2, "start": 2, "continued": 2
     }  # fmt: skip
     first = [r.figures["curve_test"][0] for r in rows if r.case["kind"] == "continued"]
     assert first[0] == first[1]  # converted, it computes the same
     stacked = [row.figures.get("stacked") for row in rows if row.case["kind"] != "time"]
-    assert stacked == [2, 2, 2, 2, 1, 2, 2]
+    assert stacked == [2, 2, 2, 2, 1, 1, 2, 2]
     assert all(row.smoke for row in rows)
+
+
+def test_networks_that_go_on_have_the_best_rate_of_their_starts():
+    asked = argparse.Namespace(smoke=False, epochs=60, after=20)
+    starts = fig3_speech.cases("start", asked, [])
+    assert [(case["hidden"], case["seed"]) for case in starts] == [(1024, 0)] * 3
+    rows = [Row(case, {"validation": abs(case["rate"] - 3e-4)}, 1.0, False, {}) for case in starts]
+    cases = fig3_speech.cases("continued", asked, rows)
+    assert {case["rate"] for case in cases} == {3e-4}
+    assert [case["kind"] for case in cases] == ["start"] * 3 + ["continued"] * 9
+    with pytest.raises(SystemExit, match="run --stage start first"):
+        fig3_speech.cases("continued", asked, rows[:2])
 
 
 def test_runs_that_fail_together_stop_none_behind_them(monkeypatch):

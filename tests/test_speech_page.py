@@ -82,6 +82,43 @@ def test_a_run_that_diverged_is_named_and_counts_in_no_mean():
     assert bootstrap(drawn.of("constant", 128), drawn.of("standard", 128)).seeds == 2
 
 
+def continued_rows(rows, start, rate=3e-4, seeds=(0, 1, 2)):
+    """Runs that go on from starts which end at a WER of `start`, "constant" with fewer errors."""
+    like = next(row for row in rows if row.case["arm"] == "standard")
+    made = []
+    for seed in seeds:
+        case = {"hidden": 1024, "seed": seed, "rate": rate}
+        ended = {**like.figures, "wer": start, "validation": start}
+        begun = {"kind": "start", "epochs": 60, "arm": "standard", **case}
+        made.append(like._replace(case=begun, figures=ended))
+        for arm, errors in (("standard", [2] * 130), ("constant", [1] * 130)):
+            own = {"kind": "continued", "epochs": 20, "before": 60, "arm": arm, **case}
+            curve = [start, sum(errors) / 7.73]
+            figures = {**like.figures, "errors": errors, "wer": curve[-1], "curve_test": curve}
+            made.append(like._replace(case=own, figures=figures))
+    return made
+
+
+def test_a_start_that_was_not_trained_gives_no_verdict():
+    rows = made_rows(0.3)
+    limit = speech_page.worst(speech_page.runs_of(rows))
+    verdict = speech_page.verdicts([*rows, *continued_rows(rows, limit)])[2]
+    assert (verdict.verdict, verdict.ours[:6]) == ("reproduced", "-16.82")
+    untrained = [*rows, *continued_rows(rows, limit + 0.1)]
+    verdict = speech_page.verdicts(untrained)[2]
+    assert verdict.verdict == "not run"
+    assert verdict.ours.startswith("no start was trained (-16.82")
+    assert "Rates of a start not tried: 0.0001, 0.0008." in speech_page.page(untrained)
+
+
+def test_of_several_rates_of_a_start_the_best_counts():
+    rows = made_rows(0.3)
+    both = [*continued_rows(rows, 20.0), *continued_rows(rows, 90.0, rate=8e-4)]
+    for order in (both, both[::-1]):
+        found = speech_page.continued([*rows, *order])
+        assert {f["curve_test"][0] for own in found.values() for f in own.values()} == {20.0}
+
+
 def test_the_page_stands_with_no_rows_and_with_few():
     assert [v.verdict for v in speech_page.verdicts([])] == ["not run"] * 4
     few = made_rows(0.3, widths=(128,), seeds=(0,))
