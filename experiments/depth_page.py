@@ -20,7 +20,7 @@ from experiments.spread import (
     paired,
     spread,
 )
-from experiments.sweep import best_rates, edge
+from experiments.sweep import best_rates, beyond, edge
 from experiments.tables import table
 from threshold_gating.training import Reached, steps_to_baseline, steps_to_peak
 
@@ -59,8 +59,8 @@ def grouped(
 def _epochs(part: str) -> int:
     from experiments import fig3_depth as plan
 
-    lengths = {"grid": plan.EPOCHS, "sweep": plan.SWEEP_EPOCHS, "time": plan.TIMED_EPOCHS}
-    return lengths[part]
+    lengths = {"grid": plan.EPOCHS, "time": plan.TIMED_EPOCHS}
+    return lengths.get(part, plan.SWEEP_EPOCHS)
 
 
 def accuracies(runs: Seeds) -> dict[int, float]:
@@ -279,7 +279,8 @@ def rates(rows: Sequence[Row]) -> str:
     whole = {arm: rate for arm, rate in best_rates(rows, "accuracy").items() if len(found[arm]) > 1}
     said = edge(whole, rates, TITLES).strip() if whole else ""
     shown = table(["rate", *(f"{r:g}" for r in rates)], lines)
-    return "\n\n".join(part for part in (words, shown, said) if part)
+    higher = beyond(rows, "accuracy", TITLES)
+    return "\n\n".join(part for part in (words, shown, f"{said} {higher}".strip()) if part)
 
 
 def verdicts(rows: list[Row]) -> list[Verdict]:

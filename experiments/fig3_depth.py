@@ -37,7 +37,7 @@ from experiments.data import Labelled, cifar10, cifar100, noise
 from experiments.record import Case, Row
 
 NAME = "fig3_depth"
-SEEDS, RATES = (0, 1, 2), (0.05, 0.15, 0.45)
+SEEDS, RATES, BEYOND = (0, 1, 2), (0.05, 0.15, 0.45), 0.9
 EPOCHS, SWEEP_EPOCHS, TIMED_EPOCHS = 30, 8, 1
 BATCH, HELD_OUT = 256, 5_000
 READ = {"cifar10": (cifar10, 10), "cifar100": (cifar100, 100)}
@@ -46,7 +46,7 @@ page, verdicts, draw = depth_page.page, depth_page.verdicts, depth_page.draw
 
 
 def cases(images: str = "cifar10", smoke: bool = False) -> list[Case]:
-    """Step times, then the sweep, then the grid, what matters most first."""
+    """Step times, the sweep, then the grid, what matters most first; last a rate past the sweep."""
     if smoke:
         tried = [{"arm": arm, "depth": 8, "width": 4} for arm in ("silu", "tier W")]
         return [*times(tried), *sweep(tried, (0.1, 0.2)), *grid(tried, (0,))]
@@ -62,7 +62,9 @@ def cases(images: str = "cifar10", smoke: bool = False) -> list[Case]:
     last = [_at(arm, w) for w in sorted({*wide.values()} - {16, equal}) for arm in ("relu", "silu")]
     last += [_at("tier A", equal)]
     timed = [*first, _at("relu", 24), _at("silu", 24)]  # 24: a width that GPUs like
-    return [*times(timed), *sweep([_at(arm) for arm in ARMS]), *grid([*first, *other, *last])]
+    swept = sweep([_at(arm) for arm in ARMS])
+    higher = [{**c, "part": "beyond", "rate": BEYOND} for c in swept if c["rate"] == RATES[-1]]
+    return [*times(timed), *swept, *grid([*first, *other, *last]), *higher]
 
 
 BUDGETS = ("parameters", "macs", "hard_macs", "adc_128", "adc_512")
@@ -121,7 +123,7 @@ def run(case: Case, asked: argparse.Namespace) -> dict[str, Any]:
 def trained(name: str, arm: Arm, case: Case, asked: argparse.Namespace) -> dict[str, Any]:
     """One network: what it costs, its curve and its end."""
     data = _data(case["images"], asked.data, asked.smoke)
-    if case["part"] == "sweep":
+    if case["part"] in ("sweep", "beyond"):
         data = left_out(data, len(data.train[0]) // 10 if asked.smoke else HELD_OUT)
         rate = case["rate"]
     else:
@@ -197,7 +199,7 @@ def in_parts(
     asked: argparse.Namespace,
     work: record.Cost | None = None,
 ) -> list[Row]:
-    """Times alone on the device, then the sweep, whose rates the grid takes."""
+    """Times alone on the device, the sweep, whose rates the grid takes, and a rate past it."""
     chosen = record.matching(every, asked.only)
     asked.only = []
     if asked.list:
@@ -211,7 +213,7 @@ def in_parts(
         if own := [case for case in chosen if case["part"] == part]:
             rows.extend(record.complete(name, own, run, given, data=sha, cost=work))
 
-    parts = ("time", "sweep", "grid")
+    parts = ("time", "sweep", "grid", "beyond")
     record.in_turn({part: functools.partial(run_part, part) for part in parts})
     return rows
 

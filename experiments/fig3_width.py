@@ -38,7 +38,18 @@ from experiments.data import Labelled, cifar10
 from experiments.record import Case
 from experiments.resmlp import ResMLP, counted, gated, peaks
 from experiments.sweep import Rates
-from experiments.width_page import EPOCHS, NAME, RATES, SEEDS, WIDTHS, Size, draw, page, verdicts
+from experiments.width_page import (
+    BEYOND,
+    EPOCHS,
+    NAME,
+    RATES,
+    SEEDS,
+    WIDTHS,
+    Size,
+    draw,
+    page,
+    verdicts,
+)
 
 __all__ = ["draw", "page", "verdicts"]
 
@@ -66,7 +77,7 @@ def sweeps(arms: Iterable[str], size: Size) -> list[Case]:
 
 
 def cases(rates: Rates, size: Size) -> list[Case]:
-    """In the order in which they say most."""
+    """In the order in which they say most; last a rate past the sweep."""
     found: list[Case] = []
     for arm, widths in WIDTHS.items():
         for seed in SEEDS:
@@ -76,7 +87,8 @@ def cases(rates: Rates, size: Size) -> list[Case]:
                 if arm == "transfer":
                     case["rate_after"] = rates.get("W")
                 found.append({**case, "part": "main"})
-    return found
+    past: Case = {"h": 1, "seed": 0, "steps": size.sweep, "rate": BEYOND, "part": "beyond"}
+    return found + [{"arm": arm, **past} for arm in WIDTHS if arm != "transfer"]
 
 
 def work(case: Case) -> float:
@@ -95,7 +107,7 @@ def run(case: Case, asked: argparse.Namespace) -> dict[str, Any]:
         return transferred(case, size, data, recipe, asked.device)
     model = network(arm, case["h"], case["seed"], size)
     kept = record.checkpoint(NAME, case)
-    if case["part"] == "sweep":
+    if case["part"] in ("sweep", "beyond"):
         (images, labels), tenth = data.train, len(data.train[0]) // 10
         data = data._replace(
             train=(images[tenth:], labels[tenth:]), test=(images[:tenth], labels[:tenth])

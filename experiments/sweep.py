@@ -1,6 +1,8 @@
 """Experiments that choose a rate for each arm first: a sweep, whose rows are kept, then the rest.
 
 Cases of the sweep have `part` "sweep", an arm and a rate; the best by `metric` is that arm's rate.
+Cases with `part` "beyond" try a higher rate afterwards, in the same way. They choose nothing: they
+say whether a sweep that ends at its edge has missed something.
 """
 
 from __future__ import annotations
@@ -17,12 +19,17 @@ Rates = dict[str, float]
 
 def best_rates(rows: Iterable[Row], metric: str) -> Rates:
     """The rate of each arm with the highest `metric`; a run that failed has none."""
+    return {arm: rate for arm, (_, rate) in _best(rows, metric).items()}
+
+
+def _best(rows: Iterable[Row], metric: str) -> dict[str, tuple[float, float]]:
+    """The highest `metric` that the sweep found of each arm, and its rate."""
     best: dict[str, tuple[float, float]] = {}
     for row in rows:
         if row.case["part"] == "sweep" and metric in row.figures:
             arm, found = row.case["arm"], (row.figures[metric], row.case["rate"])
             best[arm] = max(best.get(arm, found), found)
-    return {arm: rate for arm, (_, rate) in best.items()}
+    return best
 
 
 def counting(rows: list[Row], metric: str, own: Callable[[Case], Rates]) -> list[Row]:
@@ -111,3 +118,21 @@ def edge(rates: Rates, tried: Iterable[float], titles: dict[str, str]) -> str:
                 "its edge, and a better rate may lie beyond it."
             )
     return words
+
+
+def beyond(rows: Iterable[Row], metric: str, titles: dict[str, str]) -> str:
+    """What a higher rate than all of the sweep gives each arm, beside the best of the sweep."""
+    rows, words, higher = list(rows), [], []
+    best = {arm: value for arm, (value, _) in _best(rows, metric).items()}
+    tried = [row for row in rows if row.case["part"] == "beyond" and row.case["arm"] in best]
+    for row in tried:
+        arm, value = row.case["arm"], row.figures.get(metric)
+        said = "diverged" if value is None else f"{value:.2f}"
+        words.append(f"{titles.get(arm, arm)} {said} (the sweep's best {best[arm]:.2f})")
+        if value is not None and value > best[arm]:
+            higher.append(titles.get(arm, arm))
+    if not tried:
+        return ""
+    rates = " and ".join(f"{rate:g}" for rate in sorted({row.case["rate"] for row in tried}))
+    end = f"That is better for {', '.join(higher)}." if higher else "That is better for no arm."
+    return f"Tried afterwards at {rates}, which chose nothing: {', '.join(words)}. {end}"

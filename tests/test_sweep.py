@@ -46,3 +46,25 @@ def test_an_arm_whose_sweep_fails_stops_no_other_and_has_no_rate(tmp_path):
     rows = record.rows(tmp_path / "rows.jsonl")
     assert [row.case["arm"] for row in rows if row.case["part"] == "main"] == ["relu"]
     assert len(completed(tmp_path, lambda case, asked: {"accuracy": 1.0})) == 6
+
+
+def test_a_rate_past_the_sweep_chooses_nothing_and_says_what_it_would_have_been():
+    def row(part, arm, rate, **figures):
+        return record.Row({"part": part, "arm": arm, "rate": rate}, figures, 0.0, False, {})
+
+    rows = [
+        row("sweep", "relu", 0.1, accuracy=80.0),
+        row("sweep", "relu", 0.2, accuracy=81.0),
+        row("sweep", "gates", 0.2, accuracy=82.0),
+        row("beyond", "relu", 0.4, accuracy=83.0),
+    ]
+    assert sweep.best_rates(rows, "accuracy") == {"relu": 0.2, "gates": 0.2}
+    said = sweep.beyond(rows, "accuracy", {"relu": "ReLU"})
+    assert "at 0.4" in said
+    assert "ReLU 83.00 (the sweep's best 81.00)" in said
+    assert said.endswith("That is better for ReLU.")
+    worse = [*rows[:3], row("beyond", "relu", 0.4, accuracy=80.5), row("beyond", "gates", 0.4)]
+    said = sweep.beyond(worse, "accuracy", {})
+    assert "gates diverged" in said
+    assert said.endswith("That is better for no arm.")
+    assert sweep.beyond(rows[:3], "accuracy", {}) == ""
