@@ -15,6 +15,9 @@ SiLU and for tier W alike (seed 0, an eighth of the training volumes held out, 4
 
     python -m experiments.hippocampus --data DIR --jobs 3     # the sweep first, then all
     python -m experiments.hippocampus --smoke
+
+Last result: claims: 1 not; 15 rows, NVIDIA H200, seeds 0, 1, 2, 292 s of runs (some side by side),
+2026-11-18; docs/results.md.
 """
 
 from __future__ import annotations

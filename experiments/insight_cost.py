@@ -10,6 +10,9 @@ of the process (other work on the machine does not count), writing included.
 
     python -m experiments.insight_cost             # two minutes on one core
     python -m experiments.insight_cost --smoke
+
+Last result: 3 rows, CPU (x86_64, 2 cores, 1 threads), 147 s of runs (some side by side),
+2026-11-18; docs/results.md.
 """
 
 from __future__ import annotations

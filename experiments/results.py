@@ -4,15 +4,20 @@
     python -m experiments.results --check   # fails if a page is not what the rows say
 
 Each experiment of PAGES makes its section (`page`), verdicts (`verdicts`) and pictures (`draw`).
-Rows of a smoke run are refused: nothing that was measured on made-up data reaches a page.
+Its docstring ends with a paragraph "Last result: ..." (device, seconds, seeds, date), which is made
+here, too. Rows of a smoke run are refused: nothing that made-up data gave reaches a page.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import re
 import sys
+import textwrap
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 from experiments import record
 from experiments.record import RESULTS, ROOT, Row, Verdict
@@ -56,12 +61,16 @@ def gathered(folder: Path = RESULTS) -> dict[str, list[Row]]:
     return found
 
 
+def _module(name: str) -> Any:
+    return importlib.import_module(f"experiments.{name}")
+
+
 def sections(found: dict[str, list[Row]]) -> dict[str, str]:
     """Text for each pair of markers of the two pages."""
     texts: dict[str, str] = {}
     verdicts: dict[str, list[Verdict]] = {}
     for name, rows in found.items():
-        module = importlib.import_module(f"experiments.{name}")
+        module = _module(name)
         command = f"`python -m experiments.{name}`"
         texts[name] = module.page(rows) if rows else f"Not measured yet: {command}."
         verdicts[name] = module.verdicts(rows)
@@ -101,6 +110,32 @@ def filled(text: str, texts: dict[str, str], file: Path) -> str:
     return text
 
 
+def last_result(rows: list[Row], verdicts: list[Verdict]) -> str:
+    """For the docstring of an experiment: what came of it, where, how long, which seeds, when."""
+    if not rows:
+        return "Last result: not measured yet."
+    devices = " and ".join(sorted({row.about["device"] for row in rows}))
+    seeds = sorted({row.case["seed"] for row in rows if "seed" in row.case})
+    drawn = f"seeds {', '.join(map(str, seeds))}, " if seeds else ""
+    seconds = sum(row.seconds for row in rows)
+    date = max(row.about["date"] for row in rows)
+    counts = Counter(v.verdict for v in verdicts)
+    claims = f"claims: {', '.join(f'{n} {word}' for word, n in counts.items())}; " if counts else ""
+    text = (
+        f"Last result: {claims}{len(rows)} rows, {devices}, {drawn}{seconds:,.0f} s of runs (some "
+        f"side by side), {date}; docs/results.md."
+    )
+    return textwrap.fill(text, 100)
+
+
+def dated(source: str, said: str, file: Path) -> str:
+    """The source of an experiment whose docstring ends with `said` in place of an older one."""
+    last = re.compile(r'^Last result:.*?\.$(?=\n""")', re.DOTALL | re.MULTILINE)
+    if len(last.findall(source)) != 1:
+        raise SystemExit(f'{file}: its docstring does not end with a paragraph "Last result: ..."')
+    return last.sub(lambda _: said, source)
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m experiments.results")
     parser.add_argument(
@@ -110,9 +145,14 @@ def main(argv: list[str] | None = None) -> None:
     found = gathered()
     texts = sections(found)
     old = []
-    for file in (PAGE, README):
+    sources = {
+        ROOT / "experiments" / f"{name}.py": last_result(rows, _module(name).verdicts(rows))
+        for name, rows in found.items()
+    }
+    for file in (PAGE, README, *sources):
         before = file.read_text("utf-8")
-        after = filled(before, texts, file)
+        said = sources.get(file)
+        after = filled(before, texts, file) if said is None else dated(before, said, file)
         if after != before and asked.check:
             old.append(str(file.relative_to(ROOT)))
         elif after != before:
@@ -124,7 +164,7 @@ def main(argv: list[str] | None = None) -> None:
 
         matplotlib.rcParams["svg.hashsalt"] = "results"  # the same file from the same rows
         for name, rows in found.items():
-            draw = getattr(importlib.import_module(f"experiments.{name}"), "draw", None)
+            draw = getattr(_module(name), "draw", None)
             if draw is not None and rows:
                 draw(rows, IMAGES)
 

@@ -19,7 +19,8 @@ difference of logits over that of the logits.
 The networks are timm's, with timm's weights, or those of --checkpoint NAME=FILE. 640 images, evenly
 spread, calibrate; the others judge. Native ops are off: every gate is evaluated.
 
-Last result: docs/results.md, Table 4.
+Last result: claims: 1 reproduced, 1 not, 3 partly, 1 no data here; 26 rows, CPU (x86_64, 2 cores, 1
+threads) and NVIDIA H200, 1,235 s of runs (some side by side), 2026-11-18; docs/results.md.
 """
 
 from __future__ import annotations

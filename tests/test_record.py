@@ -198,6 +198,20 @@ def test_smoke_rows_go_elsewhere_and_are_refused_by_the_page(tmp_path, monkeypat
         results.gathered(tmp_path)
 
 
+def test_the_docstring_of_an_experiment_ends_with_what_its_rows_say():
+    about = {"device": "GPU", "date": "2026-01-02"}
+    rows = [record.Row({"seed": seed}, {}, 1.5, False, about) for seed in (1, 0)]
+    said = results.last_result(rows, [Verdict("faster", "2", "1", "not")])
+    assert said.startswith("Last result: claims: 1 not; 2 rows, GPU, seeds 0, 1, 3 s of runs")
+    assert "2026-01-02" in said
+    source = '"""A claim.\n\nLast result: old,\non two lines.\n"""\n\nx = 1\n'
+    new = results.dated(source, said, results.PAGE)
+    assert new == f'"""A claim.\n\n{said}\n"""\n\nx = 1\n'
+    with pytest.raises(SystemExit, match="does not end with a paragraph"):
+        results.dated('"""A claim.\n"""\n', said, results.PAGE)
+    assert results.last_result([], []) == "Last result: not measured yet."
+
+
 def test_a_page_is_filled_between_its_markers_and_nowhere_else():
     page = "a\n<!-- x:begin -->\nold\n<!-- x:end -->\nb\n"
     filled = results.filled(page, {"x": "new"}, results.README)
