@@ -15,6 +15,7 @@ from threshold_gating.kernels.structure import (
     Shape,
     Structure,
     Tensors,
+    Weights,
     gate_of,
     is_fused,
 )
@@ -33,6 +34,7 @@ def of_call(
     anchor: Any = None,
     clamp: tuple[float, float] | None = None,
     centred: bool | None = None,
+    weights: Weights = Weights.UNKNOWN,
 ) -> tuple[Structure, Rows] | None:
     """The arguments of `primitive.blend` as a structure and rows, or None where no kernel has it.
 
@@ -54,7 +56,7 @@ def of_call(
     gate = gate_of(tau_n[0] == math.inf, K, len(taus), about)
     owners = tuple(owner) if owner else None
     huge = are_huge(slopes, constants)
-    return Structure(gate, tau_n, theta_n, s_n, c_n, owners, huge=huge), rows
+    return Structure(gate, tau_n, theta_n, s_n, c_n, owners, weights=weights, huge=huge), rows
 
 
 def common_shape(rows: Rows, dim: int) -> Shape | None:

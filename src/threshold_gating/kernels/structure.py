@@ -297,7 +297,7 @@ def of_instance(t: TG, learned: tuple[str, ...] = ()) -> Structure:
         t.clamp,
         learned,
         t.hard and "theta" in learned and _has_jump(t),
-        Weights.UNKNOWN if learned else _weights(t),
+        Weights.UNKNOWN if learned else weights_of(t),
         is_fused(t.K, t.form, t.q, points, t.clamp),
         None if learned else native_call(t),
         _names(t.hard, learned),
@@ -353,7 +353,8 @@ def _has_jump(t: TG) -> bool:
     return any(abs(end) > 1e-6 for end in ends)  # 1/6 of HardSigmoid is not exact
 
 
-def _weights(t: TG) -> Weights:
+def weights_of(t: TG) -> Weights:
+    """What is known of the weights of a frozen instance."""
     if not _are_small(t):
         return Weights.UNKNOWN
     return Weights.MIRRORED if _are_mirrored(t) else Weights.SMALL

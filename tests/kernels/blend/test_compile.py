@@ -250,3 +250,19 @@ def test_gates_inside_and_outside_of_a_checkpointed_region_are_one_graph_for_eve
             found.append([y.detach(), *(p.grad.clone() for p in net.parameters())])
         for have, want in zip(*found[::-1], strict=True):
             torch.testing.assert_close(have, want, rtol=1e-4, atol=1e-5)  # sums in another order
+
+
+@pytest.mark.parametrize("key", ["gelu", "gelu_tanh"])
+@pytest.mark.parametrize("as_a_call", [False, True])
+def test_a_frozen_instance_of_small_weights_compiles_to_one_exponential_for_each_tau(
+    key, as_a_call
+):
+    t = tg.TAXONOMY[key]
+    compiled = Compiled((lambda x: tg.kernels.blend(x, t)) if as_a_call else tg.Activation(t))
+    ends = torch.tensor([-torch.inf, -1e30, -40.0, 40.0, 1e30, torch.inf])
+    x = torch.cat([ends, torch.linspace(-12, 12, 4001)])
+    with torch.no_grad():
+        y = compiled((x,))
+    assert compiled.ops["aten.exp2.default"] == (len(t.tau) if isinstance(t.tau, tuple) else 1)
+    # tau (x - theta), at most 16 where gates turn, rounded twice: 2 * 16 * 2^-24 of a gate
+    torch.testing.assert_close(y.double(), t(x.double()), atol=4e-6, rtol=2e-6)

@@ -40,8 +40,10 @@ from threshold_gating.kernels.structure import (
     Shape,
     Structure,
     Tensors,
+    Weights,
     exact,
     viewed,
+    weights_of,
 )
 from threshold_gating.primitive.graphs import keeps_gates
 
@@ -172,7 +174,8 @@ def _instance(t: TG, x: Tensor, v: Any, up: Tensor | None, name: str) -> Tensor:
             raise no_native_op()
         return lowered(call, x)
     if torch.compiler.is_compiling() and not keeps_gates():  # a compiler cannot look anything up
-        options = {"form": t.form, "owner": t.owner, "q": t.q, "anchor": t.anchor, "clamp": t.clamp}
+        options: dict[str, Any] = {"form": t.form, "owner": t.owner, "q": t.q, "anchor": t.anchor}
+        options |= {"clamp": t.clamp, "weights": weights_of(t)}
         return _parsed(x, (t.tau, t.theta, t.s, t.c), v, up, options, name)
     return _gates(x, exact(t), _NOTHING, (), v, up, name)
 
@@ -181,10 +184,10 @@ def _parsed(
     x: Tensor, given: Sequence[Any], v: Any, up: Tensor | None, options: Any, name: str
 ) -> Tensor:
     """The arguments of `primitive.blend`; what they do not fit is left to its words."""
-    known = options.pop("known", False)
+    known, weights = options.pop("known", False), options.pop("weights", Weights.UNKNOWN)
     given = given if known else (primitive.positive(given[0]), *given[1:])
     fits = name != "reference" and isinstance(x, Tensor) and x.is_floating_point()
-    found = of_call(*given, **options) if fits else None
+    found = of_call(*given, weights=weights, **options) if fits else None
     if found is not None:
         structure, rows = found
         shape = common_shape(rows, x.dim())

@@ -108,30 +108,55 @@ def _from_below(
     z: Tensor, u: Tensor, tau: list[Value], theta: list[Value], s: list[Value], c: list[Value]
 ) -> Tensor:
     """The same with small weights: one exponential for each tau, and no largest logit. Branches are
-    counted from below; see `blend.c` and `structure` for where the exponentials may stop."""
-    J, stop = len(theta), 124 / len(theta) * math.log(2)
+    counted from below; see `blend.c` and `structure` for where the exponentials may stop. Powers of
+    2, which a compiler evaluates in fewer instructions than those of e."""
+    J = len(theta)
     weights: list[Value] = [1.0] * (J + 1)
+    starts: list[Value] = list(theta)
     if len(tau) == 1:
         middle = sum(theta[1:], theta[0]) * (1 / J)
-        rises = [torch.exp(_clamp(tau[0] * (z - middle), None, stop))] * J
+        starts = [middle]
         exponent: Value = 0.0
         for k, at in enumerate(theta[:-1], 1):
             exponent = exponent + tau[0] * (middle - at)
             weights[k] = exponent.exp() if isinstance(exponent, Tensor) else math.exp(exponent)
-    else:
-        pairs = zip(tau, theta, strict=True)
-        rises = [torch.exp(_clamp(t * (z - at), None, stop)) for t, at in pairs]
+    slopes, constants = ([_scaled(a, b) for a, b in zip(weights, w, strict=True)] for w in (s, c))
+    sharp = [t * math.log2(math.e) for t in tau]
+    starts, sharp, weights, slopes, constants = _once(starts, sharp, weights, slopes, constants)
+    pairs = zip(starts, sharp, strict=True)
+    rises = [torch.exp2(_clamp((z - at) * t, None, 124 / J)) for at, t in pairs]
+    rises = rises * J if len(tau) == 1 else rises
     share = 1 / _nested(weights, rises)
 
     def mean(w: list[Value]) -> Tensor | None:
         if all(not isinstance(wk, Tensor) and wk == 0 for wk in w):
             return None
-        return _nested([a * b for a, b in zip(weights, w, strict=True)], rises) * share
+        return _nested(w, rises) * share
 
-    slope, constant = mean(s), mean(c)
+    slope, constant = mean(slopes), mean(constants)
     if slope is not None:  # infinity times 0
         u = torch.where(slope == 0, 0.0, u)
     return _joined(u, slope, constant, share)
+
+
+def _scaled(weight: Value, w: Value) -> Value:
+    """Their product; the number 0 stays one."""
+    return w if not isinstance(w, Tensor) and w == 0 else weight * w
+
+
+def _once(*rows: list[Value]) -> list[list[Value]]:
+    """Rows of numbers and tensors with what the tensors are computed by done before the loop.
+
+    A compiler computes them anew for every few elements, exponentials too: it cannot know that y
+    lies elsewhere. `cumprod`, along an axis of one, is an op that it does not open; a graph for
+    others to read is left without it.
+    """
+    tensors = [w for row in rows for w in row if isinstance(w, Tensor)]
+    if not tensors or torch.compiler.is_exporting():
+        return list(rows)
+    done = torch.stack(torch.broadcast_tensors(*tensors)).unsqueeze(0)  # type: ignore[no-untyped-call]
+    each = iter(torch.cumprod(done, 0)[0].unbind(0))
+    return [[next(each) if isinstance(w, Tensor) else w for w in row] for row in rows]
 
 
 def _nested(w: list[Value], rises: list[Tensor]) -> Tensor:
