@@ -17,8 +17,9 @@ with --model, for who has them. Finished windows are kept in results/table5, so 
 
 Native ops are off: every gate is evaluated. Same: predictions with the original's argmax.
 
-Last result: claims: 3 reproduced, 1 partly; 11 rows, CPU (x86_64, 2 cores, 1 threads) and NVIDIA
-H200, 297 s of runs (some side by side), 2026-11-18; docs/results.md.
+Last result: claims: 3 reproduced, 1 partly; 12 rows, CPU (x86_64, 2 cores, 1 threads) and CPU
+(x86_64, 2 cores, 2 threads) and NVIDIA H200, 990 s of runs (some side by side), 2026-11-18;
+docs/results.md.
 """
 
 from __future__ import annotations
