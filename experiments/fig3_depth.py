@@ -16,8 +16,8 @@ seeds. The rate is the best of three for each arm: depth 14, w = 16, seed 0, 8 e
 5,000 training images that the sweep leaves out; it is held for all depths and widths. Times of a
 step are taken with nothing beside them. The paper trains for 200 epochs with one seed.
 
-Last result: claims: 2 reproduced, 2 partly, 3 not, 1 no data here; 115 rows, NVIDIA H200, seeds 0,
-1, 2, 12,956 s of runs (some side by side), 2026-11-18; docs/results.md.
+Last result: claims: 2 reproduced, 2 partly, 3 not, 1 no data here; 123 rows, NVIDIA H200, seeds 0,
+1, 2, 13,257 s of runs (some side by side), 2026-11-18; docs/results.md.
 """
 
 from __future__ import annotations

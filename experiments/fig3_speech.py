@@ -36,8 +36,8 @@ have 16 utterances (8), the rate rises for 3 epochs and falls by 5 % an epoch (1
 Where to read on: `speech_networks` has the network, `stacked_lstm` its recurrence in training,
 `speech_training` the steps and the word error rates, `speech_page` the tables and verdicts.
 
-Last result: claims: 3 not, 1 not run; 65 rows, NVIDIA H200, seeds 0, 1, 2, 15,359 s of runs (some
-side by side), 2026-11-18; docs/results.md.
+Last result: claims: 4 not; 94 rows, NVIDIA H200, seeds 0, 1, 2, 17,788 s of runs (some side by
+side), 2026-11-18; docs/results.md.
 """
 
 from __future__ import annotations

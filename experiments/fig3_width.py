@@ -21,7 +21,7 @@ The paper trains for 300 epochs, here it is 20. A transfer takes the rates of Re
 
 The plan, the tables and the verdicts are in `width_page`.
 
-Last result: claims: 2 not, 1 partly; 73 rows, NVIDIA H200, seeds 0, 1, 2, 4,038 s of runs (some
+Last result: claims: 2 not, 1 partly; 77 rows, NVIDIA H200, seeds 0, 1, 2, 4,133 s of runs (some
 side by side), 2026-11-18; docs/results.md.
 """
 
