@@ -125,17 +125,17 @@ def sweep(
     lane of columns and joined at the end. Products with 0 and 1 stand for selections: multipliers
     have time, comparers do not.
 
-    Where the copy engine reads, the weights p of a tile meet their values one tile LATE: that
+    Where the copy engine reads, the weights p of a tile meet their values one tile late: that
     product runs beside the exponentials of the next tile, since nobody needs it before its logits.
     """
-    LATE: tl.constexpr = not isinstance(v_base, tl.tensor)
+    late: tl.constexpr = not isinstance(v_base, tl.tensor)
     for start in tl.range(lo, hi, BLOCK_N):
         start = tl.multiple_of(start, BLOCK_N)
         z = logits(
             q, k_base, k_row, start, rows, queries, keys, mask, mask_row, mask_column, factor,
             EDGE, CAUSAL, MASK, D, BLOCK_D, BLOCK_N, PRECISION, DOT,
         )  # fmt: skip
-        if VALUES and LATE:
+        if VALUES and late:
             acc = weigh(
                 acc * shrink[:, None], p, v_base, v_row, start - BLOCK_N, keys,
                 DV, BLOCK_DV, BLOCK_N, EDGE, PRECISION, DOT,
@@ -164,7 +164,7 @@ def sweep(
                 second = tl.where(rises, 0.0, second) + fall[:, None, None]
                 second = tl.maximum(second, lane_second(e, MASK == NONE))
                 tile = tl.where(new > m1, start, tile)
-        if VALUES and not LATE:
+        if VALUES and not late:
             acc = weigh(
                 acc * shrink[:, None], p, v_base, v_row, start, keys,
                 DV, BLOCK_DV, BLOCK_N, EDGE, PRECISION, DOT,

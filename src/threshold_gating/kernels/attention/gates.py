@@ -59,21 +59,21 @@ def gates_sweep(
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """The gates of keys `lo` to `hi` times values; p is LATE as in `forward.sweep`."""
-    LATE: tl.constexpr = not isinstance(v_base, tl.tensor)
+    """The gates of keys `lo` to `hi` times values; p is late as in `forward.sweep`."""
+    late: tl.constexpr = not isinstance(v_base, tl.tensor)
     for start in tl.range(lo, hi, BLOCK_N):
         start = tl.multiple_of(start, BLOCK_N)
         z = logits(
             q, k_base, k_row, start, rows, queries, keys, mask, mask_row, mask_column, factor,
             EDGE, CAUSAL, MASK, D, BLOCK_D, BLOCK_N, PRECISION, DOT,
         )  # fmt: skip
-        if LATE:
+        if late:
             acc = weigh(
                 acc, p, v_base, v_row, start - BLOCK_N, keys,
                 DV, BLOCK_DV, BLOCK_N, EDGE, PRECISION, DOT,
             )  # fmt: skip
         p = gates_of(z, level, peak, rel, unit)
-        if not LATE:
+        if not late:
             acc = weigh(
                 acc, p, v_base, v_row, start, keys,
                 DV, BLOCK_DV, BLOCK_N, EDGE, PRECISION, DOT,

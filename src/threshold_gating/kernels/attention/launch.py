@@ -40,13 +40,16 @@ class Blocks(NamedTuple):
     shared: bool = False  # queries stay in shared memory, which leaves registers for larger tiles
 
 
-def blocks(kernel: str, head: int, dtype: torch.dtype) -> Blocks:
-    """The tiles of a kernel by the padded size of a head; 64 and 128 were swept on an H200."""
+def blocks(kernel: str, head: int, dtype: torch.dtype, copied: bool = False) -> Blocks:
+    """The tiles of a kernel by the padded size of a head; 64 and 128 were swept on an H200.
+
+    Those read by the copy engine (`copied`) are larger: no thread has addresses to keep.
+    """
     if interpreting():
         return Blocks(32, 16, 4, 1)  # small tiles, so that small tests have several
     if dtype == torch.float32:
         return Blocks(64, 32, 4, 2) if head <= 128 else Blocks(32, 16, 4, 2)
-    table = _SWEPT[kernel]
+    table = _COPIED[kernel] if copied and head <= 128 else _SWEPT[kernel]
     return next((tiles for size, tiles in table.items() if head <= size), Blocks(64, 32, 4, 2))
 
 
@@ -58,6 +61,16 @@ _SWEPT = {
     "gates": {64: Blocks(64, 64, 4, 3), 128: Blocks(64, 64, 4, 3)},
     "queries_gradient": {64: Blocks(64, 64, 4, 3), 128: Blocks(128, 64, 8, 3)},
     "keys_gradient": {64: Blocks(64, 64, 4, 3), 128: Blocks(64, 64, 4, 2)},
+}
+
+_COPIED = {
+    "fused": {64: Blocks(128, 64, 8, 3, 128, True), 128: Blocks(128, 128, 8, 2, None, True)},
+    "fused, signed": {64: Blocks(64, 64, 4, 3), 128: Blocks(128, 64, 8, 3)},
+    "fused with statistics": {64: Blocks(64, 64, 4, 3), 128: Blocks(128, 64, 8, 3)},
+    "statistics": {64: Blocks(64, 128, 4, 2), 128: Blocks(64, 128, 4, 2)},
+    "others": {64: Blocks(64, 128, 4, 2), 128: Blocks(64, 128, 4, 2)},
+    "gates": {64: Blocks(64, 64, 4, 3, 168), 128: Blocks(128, 128, 8, 2, None, True)},
+    "gates, signed": {64: Blocks(64, 64, 4, 3, 168), 128: Blocks(128, 64, 8, 3)},
 }
 
 
@@ -79,6 +92,7 @@ class Call:
         boolean = mask is not None and mask.dtype == torch.bool
         self.kind = Mask.NONE if mask is None else Mask.KEEP if boolean else Mask.ADD
         self.head = max(_padded(q), _padded(v))
+        self.signed = tau is not None or scale < 0  # else the sign of the scale is known as +
         self.copied = self.kind == Mask.NONE and _worth_copying(q, k, v)
         self.flags = {
             "CAUSAL": causal,
@@ -132,14 +146,14 @@ class Call:
             name, asked = "others", Statistics.OTHERS
         else:
             name, asked = "statistics" if out is None else _BOTH, Statistics.TOP2
-        tiles = blocks(name, self.head, self.q.dtype)
+        tiles = self._tiles(name)
         forward[self._grid(tiles.m)](
             *(*self.read(tiles), out, lse, levels, index, *self.strides),
             *(_strides(out) if out is not None else (0, 0, 0)),
             *(*self.mask_strides, self.q.shape[1], self.group, *self.sizes),
             VALUES=out is not None,
             STATISTICS=int(asked),
-            SIGN=self._signed(tiles),
+            SIGN=self.signed or not tiles.shared,
             **self.flags,
             **_tiling(tiles),
         )
@@ -147,11 +161,11 @@ class Call:
     def gates(self, levels: Tensor, out: Tensor) -> None:
         from threshold_gating.kernels.attention.gates import gates
 
-        tiles = blocks("gates", self.head, self.q.dtype)
+        tiles = self._tiles("gates")
         gates[self._grid(tiles.m)](
             *(*self.read(tiles), levels, out, *self.strides, *_strides(out), *self.mask_strides),
             *(self.q.shape[1], self.group, *self.sizes),
-            SIGN=self._signed(tiles),
+            SIGN=self.signed or not tiles.shared,
             **self.flags,
             **_tiling(tiles),
         )
@@ -195,9 +209,11 @@ class Call:
             factor = factor * self.tau.abs()[:, None]
         return torch.stack([levels[0] * factor, levels[1] * factor, levels[2]])
 
-    def _signed(self, tiles: Blocks) -> bool:
-        """Whether queries are multiplied by the sign of the scale, which puts them in registers."""
-        return self.tau is not None or self.scale < 0 or not tiles.shared
+    def _tiles(self, kernel: str) -> Blocks:
+        tiles = blocks(kernel, self.head, self.q.dtype, self.copied)
+        if tiles.shared and self.signed:  # queries times a sign are in registers
+            return blocks(f"{kernel}, signed", self.head, self.q.dtype, True)
+        return tiles
 
     def _grid(self, m: int) -> tuple[int, int]:
         return -(-self.q.shape[2] // m), self.q.shape[0] * self.q.shape[1]
@@ -235,12 +251,13 @@ def _strides(t: Tensor) -> tuple[int, ...]:
     return tuple(t.stride()[:3])
 
 
-def _worth_copying(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether the copy engine can read such tensors and its descriptors pay.
+ENOUGH_PAIRS = 2**26  # of a query and a key: 70 us of an H200, twice what descriptors take to make
 
-    They are made at every call: few pairs of a query and a key are done before.
-    """
-    enough = q.shape[2] * k.shape[2] >= 2**18 or interpreting()
+
+def _worth_copying(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether the copy engine can read such tensors and the call is worth their descriptors."""
+    pairs = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]
+    enough = pairs >= ENOUGH_PAIRS or interpreting()
     return enough and has_copy_engine(q.device) and all(_is_copied(t) for t in (q, k, v))
 
 

@@ -22,7 +22,7 @@ def rows_of(t, batch, head, batch_stride, head_stride):
     """The rows of one head, for `load_rows`: a pointer, or a descriptor and where in it."""
     if isinstance(t, tl.tensor):
         return t + batch * batch_stride + head * head_stride
-    else:  # noqa: RET505 - Triton compiles what follows a return
+    else:  # Triton compiles what follows a return
         return t, batch.to(tl.int32), head.to(tl.int32)
 
 
@@ -34,7 +34,7 @@ def load_rows(
     """COUNT rows from `start`, with 0 past `end` (if BOUND) and past the head's SIZE."""
     if isinstance(rows, tl.tensor):
         return load_by_threads(rows, stride, start, end, COUNT, SIZE, PADDED, BOUND)
-    else:  # noqa: RET505 - one instruction for all, carried out by the copy engine
+    else:  # one instruction for all, carried out by the copy engine
         descriptor, batch, head = rows
         return tl.reshape(descriptor.load([batch, head, start, 0]), [COUNT, PADDED])
 
