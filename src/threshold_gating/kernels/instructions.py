@@ -25,14 +25,6 @@ def exp2(x):
 
 
 @triton.jit
-def log2(x):
-    """2e-7 from exact, where tl.log2 takes twenty instructions."""
-    if INTERPRETED:
-        return tl.log2(x)
-    return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
-
-
-@triton.jit
 def inverse(x):
     """1 / x to one unit in the last place; 0 for inf."""
     if INTERPRETED:

@@ -19,7 +19,7 @@ from threshold_gating.kernels.attention.tiles import (
     key_range,
     logits,
     queries_of_program,
-    rows_of,
+    rows_of_head,
     store_rows,
     weigh,
 )
@@ -348,8 +348,8 @@ def forward(
         q, tau, q_batch, q_head, q_row, heads, queries, scale,
         MASK, TAU, SIGN, D, BLOCK_D, BLOCK_M, DOT,
     )  # fmt: skip
-    k_base = rows_of(k, batch, head // group, k_batch, k_head)
-    v_base = rows_of(v, batch, head // group, v_batch, v_head)
+    k_base = rows_of_head(k, batch, head // group, k_batch, k_head)
+    v_base = rows_of_head(v, batch, head // group, v_batch, v_head)
     mask_base = mask + batch * mask_batch + head * mask_head if MASK != NONE else mask
     acc, m1, total, rest, second, tile, place, end = swept(
         q_tile, k_base, k_row, v_base, v_row, rows, block, queries, keys,

@@ -12,7 +12,7 @@ from threshold_gating.kernels.attention.tiles import (
     key_range,
     logits,
     queries_of_program,
-    rows_of,
+    rows_of_head,
     store_rows,
     weigh,
 )
@@ -40,7 +40,7 @@ def excess(x, y):
 
 
 @triton.jit
-def gates_of(z, level, peak, rel, unit):
+def gates_at(z, level, peak, rel, unit):
     """sigma(z_i - theta_i) = e_i / (e_i + exp(theta_i)) for every i, all in units of exp(level).
 
     exp(theta_i) is what all others sum up to, rel + peak - e_i, with e at the maximum the `peak`:
@@ -72,7 +72,7 @@ def gates_sweep(
                 acc, p, v_base, v_row, start - BLOCK_N, keys,
                 DV, BLOCK_DV, BLOCK_N, EDGE, PRECISION, DOT,
             )  # fmt: skip
-        p = gates_of(z, level, peak, rel, unit)
+        p = gates_at(z, level, peak, rel, unit)
         if not late:
             acc = weigh(
                 acc, p, v_base, v_row, start, keys,
@@ -96,8 +96,8 @@ def gates(
         q, tau, q_batch, q_head, q_row, heads, queries, scale,
         MASK, TAU, SIGN, D, BLOCK_D, BLOCK_M, DOT,
     )  # fmt: skip
-    k_base = rows_of(k, batch, head // group, k_batch, k_head)
-    v_base = rows_of(v, batch, head // group, v_batch, v_head)
+    k_base = rows_of_head(k, batch, head // group, k_batch, k_head)
+    v_base = rows_of_head(v, batch, head // group, v_batch, v_head)
     mask_base = mask + batch * mask_batch + head * mask_head if MASK != NONE else mask
     inside = rows < queries
     plane = tl.num_programs(1).to(tl.int64) * queries

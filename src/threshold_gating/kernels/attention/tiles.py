@@ -18,7 +18,7 @@ LOWEST: tl.constexpr = tl.constexpr(-1e14)  # swallows every logit and is finite
 
 
 @triton.jit
-def rows_of(t, batch, head, batch_stride, head_stride):
+def rows_of_head(t, batch, head, batch_stride, head_stride):
     """The rows of one head, for `load_rows`: a pointer, or a descriptor and where in it."""
     if isinstance(t, tl.tensor):
         return t + batch * batch_stride + head * head_stride
@@ -149,7 +149,7 @@ def queries_of_program(
     sign = tl.where(factor < 0, -1.0, 1.0)
     factor = tl.maximum(factor * sign, 1e-30)  # not 0: it meets -inf
     unit = 1.0 if MASK == ADD else factor
-    base = rows_of(q, batch, head, q_batch, q_head)
+    base = rows_of_head(q, batch, head, q_batch, q_head)
     tile = load_rows(base, q_row, block * BLOCK_M, queries, BLOCK_M, D, BLOCK_D, True)
     tile = (tile * sign if SIGN else tile).to(DOT)
     return block, at, batch, head, rows, factor, unit, tile
