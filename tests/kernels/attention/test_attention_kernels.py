@@ -156,7 +156,7 @@ def test_16_bit_inputs(dtype, device):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("case", ["causal", "plain", "gqa causal tau"])
 def test_the_copy_engine_reads_what_threads_read(monkeypatch, case, device):
-    """Its products come one tile late, in the same order; past either end it reads 0."""
+    """In the same order; past the end it reads 0."""
     monkeypatch.setattr(launch, "ENOUGH_PAIRS", 0)
     (q, k, v), options = inputs(case, device, torch.float16, keys=37)
     options |= {} if "tau" in case else {"scale": -0.3}

@@ -109,7 +109,7 @@ def is_below_zero(e):
 
 @triton.jit
 def sweep(
-    acc, m1, total, p, shrink, q, k_base, k_row, v_base, v_row, rows, lo, hi, queries, keys,
+    acc, m1, total, q, k_base, k_row, v_base, v_row, rows, lo, hi, queries, keys,
     mask, mask_row, mask_column, factor, unit, rest, second, tile, place,
     EDGE: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, VALUES: tl.constexpr,
     STATISTICS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -124,22 +124,13 @@ def sweep(
     of the others, and `tile`, where m1 was found. All but m1 and `tile` are kept apart for each
     lane of columns and joined at the end. Products with 0 and 1 stand for selections: multipliers
     have time, comparers do not.
-
-    Where the copy engine reads, the weights p of a tile meet their values one tile late: that
-    product runs beside the exponentials of the next tile, since nobody needs it before its logits.
     """
-    late: tl.constexpr = not isinstance(v_base, tl.tensor)
     for start in tl.range(lo, hi, BLOCK_N):
         start = tl.multiple_of(start, BLOCK_N)
         z = logits(
             q, k_base, k_row, start, rows, queries, keys, mask, mask_row, mask_column, factor,
             EDGE, CAUSAL, MASK, D, BLOCK_D, BLOCK_N, PRECISION, DOT,
         )  # fmt: skip
-        if VALUES and late:
-            acc = weigh(
-                acc * shrink[:, None], p, v_base, v_row, start - BLOCK_N, keys,
-                DV, BLOCK_DV, BLOCK_N, EDGE, PRECISION, DOT,
-            )  # fmt: skip
         new = tl.maximum(m1, tl.max(z, 1))  # (BLOCK_M,)
         top = finite(new)
         level = product_below(top, unit) if STATISTICS != UNASKED else top * unit
@@ -164,13 +155,13 @@ def sweep(
                 second = tl.where(rises, 0.0, second) + fall[:, None, None]
                 second = tl.maximum(second, lane_second(e, MASK == NONE))
                 tile = tl.where(new > m1, start, tile)
-        if VALUES and not late:
+        if VALUES:
             acc = weigh(
                 acc * shrink[:, None], p, v_base, v_row, start, keys,
                 DV, BLOCK_DV, BLOCK_N, EDGE, PRECISION, DOT,
             )  # fmt: skip
         m1 = new
-    return acc, m1, total, p, shrink, rest, second, tile, place
+    return acc, m1, total, rest, second, tile, place
 
 
 @triton.jit
@@ -263,20 +254,14 @@ def swept(
     total = tl.zeros([BLOCK_M, LANES, 1], tl.float32)
     rest, place, tile = total, total, tl.zeros([BLOCK_M], tl.int32)
     second = total - INF
-    p, shrink = tl.zeros([BLOCK_M, BLOCK_N], tl.float32), tl.full([BLOCK_M], 1.0, tl.float32)
     full, end = key_range(block, keys, CAUSAL, BLOCK_M, BLOCK_N)
     for edge in tl.static_range(2):
-        acc, m1, total, p, shrink, rest, second, tile, place = sweep(
-            acc, m1, total, p, shrink, q, k_base, k_row, v_base, v_row, rows,
+        acc, m1, total, rest, second, tile, place = sweep(
+            acc, m1, total, q, k_base, k_row, v_base, v_row, rows,
             full if edge else 0, end if edge else full, queries, keys,
             mask, mask_row, mask_column, factor, unit, rest, second, tile, place,
             edge, CAUSAL, MASK, VALUES, STATISTICS,
             D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, PRECISION, DOT,
-        )  # fmt: skip
-    if VALUES and not isinstance(v_base, tl.tensor):  # the last tile is late, too
-        acc = weigh(
-            acc * shrink[:, None], p, v_base, v_row, (end - 1) // BLOCK_N * BLOCK_N, keys,
-            DV, BLOCK_DV, BLOCK_N, True, PRECISION, DOT,
         )  # fmt: skip
     return acc, m1, total, rest, second, tile, place, end
 
@@ -334,8 +319,8 @@ def forward(
     o_batch, o_head, o_row, mask_batch, mask_head, mask_row, mask_column,
     heads, group, queries, keys, scale,
     CAUSAL: tl.constexpr, MASK: tl.constexpr, TAU: tl.constexpr, VALUES: tl.constexpr,
-    STATISTICS: tl.constexpr, SIGN: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    STATISTICS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """Output and log-sum-exp of each row (VALUES), m1, m2, T and i1 of each (STATISTICS).
@@ -345,9 +330,8 @@ def forward(
     `lse` (1 plane or, under an added mask, 2) is in base 2.
     """
     block, at, batch, head, rows, factor, unit, q_tile = queries_of_program(
-        q, tau, q_batch, q_head, q_row, heads, queries, scale,
-        MASK, TAU, SIGN, D, BLOCK_D, BLOCK_M, DOT,
-    )  # fmt: skip
+        q, tau, q_batch, q_head, q_row, heads, queries, scale, MASK, TAU, D, BLOCK_D, BLOCK_M, DOT
+    )
     k_base = rows_of_head(k, batch, head // group, k_batch, k_head)
     v_base = rows_of_head(v, batch, head // group, v_batch, v_head)
     mask_base = mask + batch * mask_batch + head * mask_head if MASK != NONE else mask

@@ -53,32 +53,24 @@ def gates_at(z, level, peak, rel, unit):
 
 @triton.jit
 def gates_sweep(
-    acc, p, level, peak, rel, q, k_base, k_row, v_base, v_row, rows, lo, hi, queries, keys,
+    acc, level, peak, rel, q, k_base, k_row, v_base, v_row, rows, lo, hi, queries, keys,
     mask, mask_row, mask_column, factor, unit,
     EDGE: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """The gates of keys `lo` to `hi` times values; p is late as in `forward.sweep`."""
-    late: tl.constexpr = not isinstance(v_base, tl.tensor)
+    """The gates of keys `lo` to `hi` times values, added to acc."""
     for start in tl.range(lo, hi, BLOCK_N):
         start = tl.multiple_of(start, BLOCK_N)
         z = logits(
             q, k_base, k_row, start, rows, queries, keys, mask, mask_row, mask_column, factor,
             EDGE, CAUSAL, MASK, D, BLOCK_D, BLOCK_N, PRECISION, DOT,
         )  # fmt: skip
-        if late:
-            acc = weigh(
-                acc, p, v_base, v_row, start - BLOCK_N, keys,
-                DV, BLOCK_DV, BLOCK_N, EDGE, PRECISION, DOT,
-            )  # fmt: skip
-        p = gates_at(z, level, peak, rel, unit)
-        if not late:
-            acc = weigh(
-                acc, p, v_base, v_row, start, keys,
-                DV, BLOCK_DV, BLOCK_N, EDGE, PRECISION, DOT,
-            )  # fmt: skip
-    return acc, p
+        acc = weigh(
+            acc, gates_at(z, level, peak, rel, unit), v_base, v_row, start, keys,
+            DV, BLOCK_DV, BLOCK_N, EDGE, PRECISION, DOT,
+        )  # fmt: skip
+    return acc
 
 
 @triton.jit
@@ -87,15 +79,14 @@ def gates(
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
     o_batch, o_head, o_row, mask_batch, mask_head, mask_row, mask_column,
     heads, group, queries, keys, scale,
-    CAUSAL: tl.constexpr, MASK: tl.constexpr, TAU: tl.constexpr, SIGN: tl.constexpr,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, DOT: tl.constexpr,
+    CAUSAL: tl.constexpr, MASK: tl.constexpr, TAU: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """The output from every gate sigma(z - theta), theta from the statistics in `levels`."""
     block, at, batch, head, rows, factor, unit, q_tile = queries_of_program(
-        q, tau, q_batch, q_head, q_row, heads, queries, scale,
-        MASK, TAU, SIGN, D, BLOCK_D, BLOCK_M, DOT,
-    )  # fmt: skip
+        q, tau, q_batch, q_head, q_row, heads, queries, scale, MASK, TAU, D, BLOCK_D, BLOCK_M, DOT
+    )
     k_base = rows_of_head(k, batch, head // group, k_batch, k_head)
     v_base = rows_of_head(v, batch, head // group, v_batch, v_head)
     mask_base = mask + batch * mask_batch + head * mask_head if MASK != NONE else mask
@@ -109,19 +100,13 @@ def gates(
     T = tl.load(row + 2 * plane, mask=inside, other=0.0)
     rel = T * tl.exp2((m2 - m1) * unit) * peak
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    p = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     full, end = key_range(block, keys, CAUSAL, BLOCK_M, BLOCK_N)
     for edge in tl.static_range(2):
-        acc, p = gates_sweep(
-            acc, p, level, peak, rel, q_tile, k_base, k_row, v_base, v_row, rows,
+        acc = gates_sweep(
+            acc, level, peak, rel, q_tile, k_base, k_row, v_base, v_row, rows,
             full if edge else 0, end if edge else full, queries, keys,
             mask_base, mask_row, mask_column, factor, unit, edge, CAUSAL, MASK,
             D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, PRECISION, DOT,
-        )  # fmt: skip
-    if not isinstance(v_base, tl.tensor):  # the last tile is late, too
-        acc = weigh(
-            acc, p, v_base, v_row, (end - 1) // BLOCK_N * BLOCK_N, keys,
-            DV, BLOCK_DV, BLOCK_N, True, PRECISION, DOT,
         )  # fmt: skip
     store_rows(
         out + batch * o_batch + head * o_head, o_row, block * BLOCK_M, queries, acc,

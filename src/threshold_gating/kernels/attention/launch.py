@@ -37,19 +37,16 @@ class Blocks(NamedTuple):
     warps: int
     stages: int
     registers: int | None = None  # at most; fewer let more programs run beside each other
-    shared: bool = False  # queries stay in shared memory, which leaves registers for larger tiles
 
 
 def blocks(kernel: str, head: int, dtype: torch.dtype, copied: bool = False) -> Blocks:
-    """The tiles of a kernel by the padded size of a head; 64 and 128 were swept on an H200.
-
-    Those read by the copy engine (`copied`) are larger: no thread has addresses to keep.
-    """
+    """The tiles of a kernel by the padded size of a head; 64 and 128 were swept on an H200, also
+    as the copy engine reads them (`copied`): then no thread has addresses to keep."""
     if interpreting():
         return Blocks(32, 16, 4, 1)  # small tiles, so that small tests have several
     if dtype == torch.float32:
         return Blocks(64, 32, 4, 2) if head <= 128 else Blocks(32, 16, 4, 2)
-    table = _COPIED[kernel] if copied and head <= 128 else _SWEPT[kernel]
+    table = _SWEPT[kernel] | (_COPIED.get(kernel, {}) if copied else {})
     return next((tiles for size, tiles in table.items() if head <= size), Blocks(64, 32, 4, 2))
 
 
@@ -62,16 +59,8 @@ _SWEPT = {
     "queries_gradient": {64: Blocks(64, 64, 4, 3), 128: Blocks(128, 64, 8, 3)},
     "keys_gradient": {64: Blocks(64, 64, 4, 3), 128: Blocks(64, 64, 4, 2)},
 }
-
-_COPIED = {
-    "fused": {64: Blocks(128, 64, 8, 3, 128, True), 128: Blocks(128, 128, 8, 2, None, True)},
-    "fused, signed": {64: Blocks(64, 64, 4, 3), 128: Blocks(128, 64, 8, 3)},
-    "fused with statistics": {64: Blocks(64, 64, 4, 3), 128: Blocks(128, 64, 8, 3)},
-    "statistics": {64: Blocks(64, 128, 4, 2), 128: Blocks(64, 128, 4, 2)},
-    "others": {64: Blocks(64, 128, 4, 2), 128: Blocks(64, 128, 4, 2)},
-    "gates": {64: Blocks(64, 64, 4, 3, 168), 128: Blocks(128, 128, 8, 2, None, True)},
-    "gates, signed": {64: Blocks(64, 64, 4, 3, 168), 128: Blocks(128, 64, 8, 3)},
-}
+# where they differ
+_COPIED = {"fused": {64: Blocks(64, 64, 4, 3, 128)}, "gates": {64: Blocks(64, 64, 4, 3, 168)}}
 
 
 class Call:
@@ -92,7 +81,6 @@ class Call:
         boolean = mask is not None and mask.dtype == torch.bool
         self.kind = Mask.NONE if mask is None else Mask.KEEP if boolean else Mask.ADD
         self.head = max(_padded(q), _padded(v))
-        self.signed = tau is not None or scale < 0  # else the sign of the scale is known as +
         self.copied = self.kind == Mask.NONE and _worth_copying(q, k, v)
         self.flags = {
             "CAUSAL": causal,
@@ -153,7 +141,6 @@ class Call:
             *(*self.mask_strides, self.q.shape[1], self.group, *self.sizes),
             VALUES=out is not None,
             STATISTICS=int(asked),
-            SIGN=self.signed or not tiles.shared,
             **self.flags,
             **_tiling(tiles),
         )
@@ -165,7 +152,6 @@ class Call:
         gates[self._grid(tiles.m)](
             *(*self.read(tiles), levels, out, *self.strides, *_strides(out), *self.mask_strides),
             *(self.q.shape[1], self.group, *self.sizes),
-            SIGN=self.signed or not tiles.shared,
             **self.flags,
             **_tiling(tiles),
         )
@@ -210,10 +196,7 @@ class Call:
         return torch.stack([levels[0] * factor, levels[1] * factor, levels[2]])
 
     def _tiles(self, kernel: str) -> Blocks:
-        tiles = blocks(kernel, self.head, self.q.dtype, self.copied)
-        if tiles.shared and self.signed:  # queries times a sign are in registers
-            return blocks(f"{kernel}, signed", self.head, self.q.dtype, True)
-        return tiles
+        return blocks(kernel, self.head, self.q.dtype, self.copied)
 
     def _grid(self, m: int) -> tuple[int, int]:
         return -(-self.q.shape[2] // m), self.q.shape[0] * self.q.shape[1]

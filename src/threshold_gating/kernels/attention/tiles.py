@@ -133,13 +133,12 @@ def factor_of(scale, tau, head, TAU: tl.constexpr):
 @triton.jit
 def queries_of_program(
     q, tau, q_batch, q_head, q_row, heads, queries, scale,
-    MASK: tl.constexpr, TAU: tl.constexpr, SIGN: tl.constexpr, D: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, DOT: tl.constexpr,
+    MASK: tl.constexpr, TAU: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """Where a program is, its rows, its tile of queries, and what scales their products.
 
-    The sign of the scale sits in q, because the largest product has to be the largest logit. A tile
-    that is multiplied by it (SIGN) stays in registers, another one in shared memory.
+    The sign of the scale sits in q, because the largest product has to be the largest logit.
     """
     block = tl.num_programs(0) - 1 - tl.program_id(0)  # under a causal mask the longest first
     at = tl.program_id(1).to(tl.int64)
@@ -151,8 +150,7 @@ def queries_of_program(
     unit = 1.0 if MASK == ADD else factor
     base = rows_of_head(q, batch, head, q_batch, q_head)
     tile = load_rows(base, q_row, block * BLOCK_M, queries, BLOCK_M, D, BLOCK_D, True)
-    tile = (tile * sign if SIGN else tile).to(DOT)
-    return block, at, batch, head, rows, factor, unit, tile
+    return block, at, batch, head, rows, factor, unit, (tile * sign).to(DOT)
 
 
 @triton.jit
