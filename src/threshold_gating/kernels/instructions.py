@@ -25,16 +25,28 @@ def exp2(x):
 
 
 @triton.jit
-def log2(x):
-    """2e-7 from exact, where tl.log2 takes twenty instructions."""
-    if INTERPRETED:
-        return tl.log2(x)
-    return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
-
-
-@triton.jit
 def inverse(x):
     """1 / x to one unit in the last place; 0 for inf."""
     if INTERPRETED:
         return 1.0 / x
     return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
+
+
+@triton.jit
+def inverses(x):
+    """1 / x of numbers whose products in pairs are finite and not 0, by one reciprocal a pair.
+
+    r = 1 / (a b) gives 1 / a = b r and 1 / b = a r: a special function takes eight products' time.
+    """
+    if INTERPRETED:
+        return 1.0 / x
+    return tl.inline_asm_elementwise(
+        """{
+            .reg .f32 r;
+            mul.f32 r, $2, $3;
+            rcp.approx.ftz.f32 r, r;
+            mul.f32 $0, r, $3;
+            mul.f32 $1, r, $2;
+        }""",
+        "=&f,=&f,f,f", [x], tl.float32, True, 2,
+    )  # fmt: skip

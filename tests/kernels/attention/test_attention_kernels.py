@@ -24,6 +24,7 @@ from threshold_gating.kernels.attention import backward as flash_backward  # noq
 from threshold_gating.kernels.attention import forward as flash_forward  # noqa: E402
 from threshold_gating.kernels.attention import function as flash  # noqa: E402
 from threshold_gating.kernels.attention import gates as flash_gates  # noqa: E402
+from threshold_gating.kernels.attention import launch  # noqa: E402
 from threshold_gating.kernels.attention.launch import Call  # noqa: E402
 from threshold_gating.nn import attention  # noqa: E402
 from threshold_gating.nn.attention import row_statistics, thresholds, with_statistics  # noqa: E402
@@ -43,8 +44,8 @@ def forgotten_row(base, plane, rows, queries, BOUND: tl.constexpr, MASK: tl.cons
 
 
 @triton.jit
-def natural_logarithm(x):
-    return tl.log(x)
+def one_threshold_for_all(x, y):
+    return x + 0.0 * y
 
 
 if not on_gpu:
@@ -61,6 +62,7 @@ DEVICES = [
     pytest.param("cuda", marks=pytest.mark.gpu),
 ]
 INF = float("inf")
+EXACT = {"rtol": 0, "atol": 0}
 
 
 @pytest.fixture(autouse=True)
@@ -151,6 +153,28 @@ def test_16_bit_inputs(dtype, device):
     agree("fused", "causal", device, error, dtype)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("case", ["causal", "plain", "gqa causal tau"])
+def test_the_copy_engine_reads_what_threads_read(monkeypatch, case, device):
+    """In the same order; past the end it reads 0."""
+    monkeypatch.setattr(launch, "ENOUGH_PAIRS", 0)
+    (q, k, v), options = inputs(case, device, torch.float16, keys=37)
+    options |= {} if "tau" in case else {"scale": -0.3}
+    found = []
+    for engine in (True, False):
+        if on_gpu and engine and torch.cuda.get_device_capability()[0] < 9:
+            pytest.skip("no copy engine")
+        monkeypatch.setattr(launch, "has_copy_engine", lambda device, engine=engine: engine)
+        assert Call(q, k, v, None, None, 1.0, False).copied == engine
+        outs = [attend(q, k, v, way=way, **options) for way in ("fused", "literal")]
+        found.append([*outs, *with_statistics(q, k, v, **options)[1]])
+    for have, want in zip(*found, strict=True):
+        # compiled, other tiles are added up in another order
+        torch.testing.assert_close(
+            have, want, **({"rtol": 2e-3, "atol": 2e-3} if on_gpu else EXACT)
+        )
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("size", "dtype"), [(16, torch.bfloat16), (96, torch.float32), (256, torch.bfloat16)]
@@ -165,7 +189,7 @@ def test_every_size_of_head_compiles(way, dtype, size):
 @pytest.mark.parametrize(
     ("way", "home", "name", "wrong", "seen"),
     [
-        ("literal", flash_gates, "log2", natural_logarithm, "output"),
+        ("literal", flash_gates, "excess", one_threshold_for_all, "output"),
         ("fused", flash_forward, "key_range", last_tile_forgotten, "output"),
         ("fused", flash_backward, "key_range", last_tile_forgotten, "dq"),
         ("fused", flash_backward, "load_levels", forgotten_row, "dq"),

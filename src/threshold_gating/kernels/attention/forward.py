@@ -3,26 +3,29 @@
 """Triton: attention in one pass over the keys, and the statistics of rows of logits.
 
 Online softmax is algebraically the gates' output, sum_j sigma(z_j - theta_j) v_j = (sum_j e_j v_j)
-/ (sum_j e_j). With STATISTICS the kernel finds the top-2 statistics of Eq. 11 on the way; without
-VALUES it does only that, as the first pass of the literal form.
+/ (sum_j e_j). With STATISTICS the kernel finds the top-2 statistics of Eq. 11 on the way, or of
+them only what gates need; without VALUES it does only that, as the first pass of the literal form.
 """
 
 import triton
 import triton.language as tl
 
+from threshold_gating.kernels.attention.launch import Statistics
 from threshold_gating.kernels.attention.tiles import (
     ADD,
     INF,
     NONE,
     finite,
     key_range,
-    load_rows,
     logits,
     queries_of_program,
+    rows_of_head,
     store_rows,
+    weigh,
 )
-from threshold_gating.kernels.instructions import INTERPRETED, LOG2E
+from threshold_gating.kernels.instructions import INTERPRETED, LOG2E, constants
 
+UNASKED, OTHERS, TOP2 = constants(Statistics)
 COUNT: tl.constexpr = tl.constexpr(262144)  # far above every place in a tile
 LANES: tl.constexpr = tl.constexpr(4)  # `pairs`: lane l holds columns 2 l and 2 l + 1 of every 8
 
@@ -67,14 +70,18 @@ def lane_second(e, PAIRED: tl.constexpr):
 
 
 @triton.jit
-def entries(place):
+def entries(place, STATISTICS: tl.constexpr):
     """How many have been added to `place`: rounded by adding what leaves no room for a fraction."""
+    if STATISTICS == OTHERS:
+        return place
     return (place * (1.0 / COUNT) + 12582912.0) - 12582912.0
 
 
 @triton.jit
-def spots(BLOCK_N: tl.constexpr, PAIRED: tl.constexpr):
+def spots(BLOCK_N: tl.constexpr, PAIRED: tl.constexpr, STATISTICS: tl.constexpr):
     """What an entry adds to `place`: COUNT and where it is in its lane, 0 amid the tile."""
+    if STATISTICS == OTHERS:  # nobody asks where
+        return tl.full([BLOCK_N], 1.0, tl.float32)
     column = tl.arange(0, BLOCK_N)
     first = (column & -(2 * LANES)) + (column & 1) if PAIRED else column & -LANES
     return (first + (COUNT - BLOCK_N // 2)).to(tl.float32)
@@ -111,12 +118,12 @@ def sweep(
     """Keys `lo` to `hi` into the running state of some rows: online softmax.
 
     m1 is the maximum and `total` = sum_j exp(z_j - m1). With STATISTICS there is `rest` instead,
-    the same sum without the entries equal to m1, and `second`, its largest exponent; `tile` is
-    where m1 was found, and `place` adds the `spots` of such entries in it. They are those whose
-    exponent is not below 0, for what is subtracted is rounded down; one that is lower by less than
-    the rounding passes for a tie. All but m1 and `tile` are kept apart for each lane of columns and
-    joined at the end. Products with 0 and 1 stand for selections: multipliers have time, comparers
-    do not.
+    the same sum without the entries equal to m1, and `place` adds the `spots` of such entries. They
+    are those whose exponent is not below 0, for what is subtracted is rounded down; one that is
+    lower by less than the rounding passes for a tie. TOP2 has `second`, too, the largest exponent
+    of the others, and `tile`, where m1 was found. All but m1 and `tile` are kept apart for each
+    lane of columns and joined at the end. Products with 0 and 1 stand for selections: multipliers
+    have time, comparers do not.
     """
     for start in tl.range(lo, hi, BLOCK_N):
         start = tl.multiple_of(start, BLOCK_N)
@@ -126,30 +133,33 @@ def sweep(
         )  # fmt: skip
         new = tl.maximum(m1, tl.max(z, 1))  # (BLOCK_M,)
         top = finite(new)
-        level = product_below(top, unit) if STATISTICS else top * unit
+        level = product_below(top, unit) if STATISTICS != UNASKED else top * unit
         e = tl.fma(z, unit, -level[:, None])  # (BLOCK_M, BLOCK_N)
         p = tl.exp2(e)
         fall = (m1 - top) * unit
         shrink = tl.exp2(fall)
-        if STATISTICS:
+        if STATISTICS == UNASKED:
+            total = total * shrink[:, None, None] + lane_sum(p, MASK == NONE)
+        else:
             rises = (new > m1)[:, None, None]  # (BLOCK_M, 1, 1)
             other = is_below_zero(e)
             # entries equal to the old maximum are among the others now
-            rest = (rest + tl.where(rises, entries(place), 0.0)) * shrink[:, None, None]
+            old = tl.where(rises, entries(place, STATISTICS), 0.0)
+            rest = (rest + old) * shrink[:, None, None]
             rest += lane_sum(p * other, MASK == NONE)  # (BLOCK_M, LANES, 1), as second and place
-            second = tl.where(rises, 0.0, second) + fall[:, None, None]
-            second = tl.maximum(second, lane_second(e, MASK == NONE))
-            spot = spots(BLOCK_N, MASK == NONE)[None, :]
+            spot = spots(BLOCK_N, MASK == NONE, STATISTICS)[None, :]
             place = tl.where(rises, 0.0, place) + (
                 lane_sum(spot, MASK == NONE) - lane_sum(other * spot, MASK == NONE)
             )
-            tile = tl.where(new > m1, start, tile)
-        else:
-            total = total * shrink[:, None, None] + lane_sum(p, MASK == NONE)
+            if STATISTICS == TOP2:
+                second = tl.where(rises, 0.0, second) + fall[:, None, None]
+                second = tl.maximum(second, lane_second(e, MASK == NONE))
+                tile = tl.where(new > m1, start, tile)
         if VALUES:
-            v = load_rows(v_base, v_row, start, keys, BLOCK_N, DV, BLOCK_DV, EDGE).to(DOT)
-            acc = acc * shrink[:, None]
-            acc = tl.dot(p.to(DOT), v, acc, input_precision=PRECISION)  # (BLOCK_M, BLOCK_DV)
+            acc = weigh(
+                acc * shrink[:, None], p, v_base, v_row, start, keys,
+                DV, BLOCK_DV, BLOCK_N, EDGE, PRECISION, DOT,
+            )  # fmt: skip
         m1 = new
     return acc, m1, total, rest, second, tile, place
 
@@ -200,7 +210,7 @@ def joined(
     rest = tl.reshape(rest, [BLOCK_M, LANES])
     second = tl.reshape(second, [BLOCK_M, LANES])
     place = tl.reshape(place, [BLOCK_M, LANES])
-    tops = entries(place)  # entries equal to m1
+    tops = entries(place, TOP2)  # entries equal to m1
     start = tl.arange(0, LANES) * (2 if PAIRED else 1)
     lane = place - tops * COUNT + (BLOCK_N // 2 + start[None, :])
     i1 = tile + tl.sum(tl.where(tops > 0, lane, 0.0), 1).to(tl.int32)
@@ -213,6 +223,20 @@ def joined(
     T = T / tl.where(second == -INF, 1.0, tl.exp2(second))
     rare = (tops > 1) | ((second < -64) & (tops > 0))
     return T, i1, m2, whole, level, rare
+
+
+@triton.jit
+def joined_others(m1, unit, rest, place, BLOCK_M: tl.constexpr):
+    """The same of OTHERS: (their sum in units of exp(m1), sum of all, what m1 is in exponents).
+
+    Of entries equal to m1 all but one are among the others.
+    """
+    T = tl.sum(tl.reshape(rest, [BLOCK_M, LANES]), 1)  # (BLOCK_M,)
+    tops = tl.sum(tl.reshape(place, [BLOCK_M, LANES]), 1)
+    top = finite(m1)
+    level = product_below(top, unit)
+    peak = tl.exp2(tl.fma(top, unit, -level))
+    return T / peak + tl.maximum(tops - 1.0, 0.0), T + tops * peak, level
 
 
 @triton.jit
@@ -274,7 +298,8 @@ def store_statistics(
     tl.store(levels + row, m1 * told, mask=inside)
     tl.store(levels + plane + row, m2 * told, mask=inside)
     tl.store(levels + 2 * plane + row, T, mask=inside)
-    tl.store(index + row, tl.where(empty, 0, i1), mask=inside)
+    if index is not None:
+        tl.store(index + row, tl.where(empty, 0, i1), mask=inside)
 
 
 @triton.jit
@@ -301,13 +326,14 @@ def forward(
     """Output and log-sum-exp of each row (VALUES), m1, m2, T and i1 of each (STATISTICS).
 
     `levels` (3, B, H, L) are logits if there are VALUES, else bare products for the second pass.
+    OTHERS has m1 for m2, T in units of its exponential, and no i1.
     `lse` (1 plane or, under an added mask, 2) is in base 2.
     """
     block, at, batch, head, rows, factor, unit, q_tile = queries_of_program(
         q, tau, q_batch, q_head, q_row, heads, queries, scale, MASK, TAU, D, BLOCK_D, BLOCK_M, DOT
     )
-    k_base = k + batch * k_batch + head // group * k_head
-    v_base = v + batch * v_batch + head // group * v_head
+    k_base = rows_of_head(k, batch, head // group, k_batch, k_head)
+    v_base = rows_of_head(v, batch, head // group, v_batch, v_head)
     mask_base = mask + batch * mask_batch + head * mask_head if MASK != NONE else mask
     acc, m1, total, rest, second, tile, place, end = swept(
         q_tile, k_base, k_row, v_base, v_row, rows, block, queries, keys,
@@ -318,13 +344,16 @@ def forward(
     empty = m1 == -INF
     plane = tl.num_programs(1).to(tl.int64) * queries
     row = at * queries + rows
-    if STATISTICS:
+    if STATISTICS == TOP2:
         m1, i1, m2, T, whole, level = statistics(
             m1, rest, second, tile, place, inside, q_tile, k_base, k_row, rows, end, queries, keys,
             mask_base, mask_row, mask_column, factor, unit,
             CAUSAL, MASK, D, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION, DOT,
         )  # fmt: skip
         store_statistics(levels, index, row, plane, m1, i1, m2, T, empty, inside, unit, VALUES)
+    elif STATISTICS == OTHERS:
+        T, whole, level = joined_others(m1, unit, rest, place, BLOCK_M)
+        store_statistics(levels, None, row, plane, m1, 0, m1, T, empty, inside, unit, VALUES)
     else:
         whole = tl.sum(tl.reshape(total, [BLOCK_M, LANES]), 1)  # (BLOCK_M,)
         level = finite(m1) * unit

@@ -154,7 +154,7 @@ def attention_forward(
     levels, index = _row_levels(q, statistics or literal)
     call = Call(q, k, v, mask, tau, scale, causal)
     if literal:
-        call.forward(None, lse, levels, index)
+        call.forward(None, lse, levels, index if statistics else None)
         call.gates(levels, out)
     else:
         call.forward(out, lse, *((levels, index) if statistics else (None, None)))

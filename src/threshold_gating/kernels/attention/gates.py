@@ -10,34 +10,66 @@ from threshold_gating.kernels.attention.tiles import (
     NONE,
     finite,
     key_range,
-    load_rows,
     logits,
     queries_of_program,
+    rows_of_head,
     store_rows,
+    weigh,
 )
-from threshold_gating.kernels.instructions import inverse, log2
+from threshold_gating.kernels.instructions import INTERPRETED, inverses
+
+
+@triton.jit
+def product_above(x, y):
+    """x y rounded up, so that fma(x, y, -product_above(x, y)) is not above 0."""
+    if INTERPRETED:
+        return x * y  # its fma rounds the product as well: the difference is 0
+    return tl.inline_asm_elementwise(
+        "mul.rp.f32 $0, $1, $2;", "=f,f,f", [x, y], tl.float32, True, 1
+    )
+
+
+@triton.jit
+def excess(x, y):
+    """x - y, but not below 0, for numbers up to 1: one instruction."""
+    if INTERPRETED:
+        return tl.maximum(x - y, 0.0)
+    return tl.inline_asm_elementwise(
+        "sub.sat.f32 $0, $1, $2;", "=f,f,f", [x, y], tl.float32, True, 1
+    )
+
+
+@triton.jit
+def gates_at(z, level, peak, rel, unit):
+    """sigma(z_i - theta_i) = e_i / (e_i + exp(theta_i)) for every i, all in units of exp(level).
+
+    exp(theta_i) is what all others sum up to, rel + peak - e_i, with e at the maximum the `peak`:
+    there the last two are the same number, and rel is left.
+    """
+    e = tl.exp2(tl.fma(z, unit, -level[:, None]))  # (BLOCK_M, BLOCK_N)
+    threshold = rel[:, None] + excess(peak[:, None], e)
+    return e * inverses(e + threshold)
 
 
 @triton.jit
 def gates_sweep(
-    acc, m1, rel, q, k_base, k_row, v_base, v_row, rows, lo, hi, queries, keys,
+    acc, level, peak, rel, q, k_base, k_row, v_base, v_row, rows, lo, hi, queries, keys,
     mask, mask_row, mask_column, factor, unit,
     EDGE: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
+    """The gates of keys `lo` to `hi` times values, added to acc."""
     for start in tl.range(lo, hi, BLOCK_N):
         start = tl.multiple_of(start, BLOCK_N)
         z = logits(
             q, k_base, k_row, start, rows, queries, keys, mask, mask_row, mask_column, factor,
             EDGE, CAUSAL, MASK, D, BLOCK_D, BLOCK_N, PRECISION, DOT,
         )  # fmt: skip
-        z = (z - m1[:, None]) * unit  # (BLOCK_M, BLOCK_N)
-        # log2(1 + rel - e) for every i: at the peak 1 - e is exactly 0, and rel is left
-        theta = log2(rel[:, None] + tl.maximum(1.0 - tl.exp2(z), 0.0))
-        p = inverse(1.0 + tl.exp2(theta - z))  # sigma(z - theta)
-        v = load_rows(v_base, v_row, start, keys, BLOCK_N, DV, BLOCK_DV, EDGE).to(DOT)
-        acc = tl.dot(p.to(DOT), v, acc, input_precision=PRECISION)  # (BLOCK_M, BLOCK_DV)
+        acc = weigh(
+            acc, gates_at(z, level, peak, rel, unit), v_base, v_row, start, keys,
+            DV, BLOCK_DV, BLOCK_N, EDGE, PRECISION, DOT,
+        )  # fmt: skip
     return acc
 
 
@@ -55,20 +87,23 @@ def gates(
     block, at, batch, head, rows, factor, unit, q_tile = queries_of_program(
         q, tau, q_batch, q_head, q_row, heads, queries, scale, MASK, TAU, D, BLOCK_D, BLOCK_M, DOT
     )
-    k_base = k + batch * k_batch + head // group * k_head
-    v_base = v + batch * v_batch + head // group * v_head
+    k_base = rows_of_head(k, batch, head // group, k_batch, k_head)
+    v_base = rows_of_head(v, batch, head // group, v_batch, v_head)
     mask_base = mask + batch * mask_batch + head * mask_head if MASK != NONE else mask
     inside = rows < queries
     plane = tl.num_programs(1).to(tl.int64) * queries
     row = levels + at * queries + rows
-    m1 = finite(tl.load(row, mask=inside, other=0.0))  # (BLOCK_M,), as m2 and rel
+    m1 = finite(tl.load(row, mask=inside, other=0.0))  # (BLOCK_M,), as all that follow
     m2 = tl.load(row + plane, mask=inside, other=-INF)
-    rel = tl.load(row + 2 * plane, mask=inside, other=0.0) * tl.exp2((m2 - m1) * unit)
+    level = product_above(m1, unit)
+    peak = tl.exp2(tl.fma(m1, unit, -level))  # hardly less than 1
+    T = tl.load(row + 2 * plane, mask=inside, other=0.0)
+    rel = T * tl.exp2((m2 - m1) * unit) * peak
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     full, end = key_range(block, keys, CAUSAL, BLOCK_M, BLOCK_N)
     for edge in tl.static_range(2):
         acc = gates_sweep(
-            acc, m1, rel, q_tile, k_base, k_row, v_base, v_row, rows,
+            acc, level, peak, rel, q_tile, k_base, k_row, v_base, v_row, rows,
             full if edge else 0, end if edge else full, queries, keys,
             mask_base, mask_row, mask_column, factor, unit, edge, CAUSAL, MASK,
             D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, PRECISION, DOT,

@@ -18,11 +18,32 @@ LOWEST: tl.constexpr = tl.constexpr(-1e14)  # swallows every logit and is finite
 
 
 @triton.jit
+def rows_of_head(t, batch, head, batch_stride, head_stride):
+    """The rows of one head, for `load_rows`: a pointer, or a descriptor and where in it."""
+    if isinstance(t, tl.tensor):
+        return t + batch * batch_stride + head * head_stride
+    else:  # Triton compiles what follows a return
+        return t, batch.to(tl.int32), head.to(tl.int32)
+
+
+@triton.jit
 def load_rows(
-    base, stride, start, end,
+    rows, stride, start, end,
     COUNT: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, BOUND: tl.constexpr,
 ):  # fmt: skip
     """COUNT rows from `start`, with 0 past `end` (if BOUND) and past the head's SIZE."""
+    if isinstance(rows, tl.tensor):
+        return load_by_threads(rows, stride, start, end, COUNT, SIZE, PADDED, BOUND)
+    else:  # one instruction for all, carried out by the copy engine
+        descriptor, batch, head = rows
+        return tl.reshape(descriptor.load([batch, head, start, 0]), [COUNT, PADDED])
+
+
+@triton.jit
+def load_by_threads(
+    base, stride, start, end,
+    COUNT: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, BOUND: tl.constexpr,
+):  # fmt: skip
     rows, columns = tl.arange(0, COUNT), tl.arange(0, PADDED)
     at = base + (start + rows)[:, None].to(tl.int64) * stride + columns[None, :]  # (COUNT, PADDED)
     inside = (start + rows < end)[:, None]
@@ -87,6 +108,17 @@ def logits(
 
 
 @triton.jit
+def weigh(
+    acc, p, v_base, v_row, start, keys,
+    DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr, EDGE: tl.constexpr,
+    PRECISION: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """acc + p v for the values from `start`."""
+    v = load_rows(v_base, v_row, start, keys, BLOCK_N, DV, BLOCK_DV, EDGE).to(DOT)
+    return tl.dot(p.to(DOT), v, acc, input_precision=PRECISION)  # (BLOCK_M, BLOCK_DV)
+
+
+@triton.jit
 def finite(m):
     """A maximum that can be subtracted from -inf."""
     return tl.where(m == -INF, 0.0, m)
@@ -116,7 +148,7 @@ def queries_of_program(
     sign = tl.where(factor < 0, -1.0, 1.0)
     factor = tl.maximum(factor * sign, 1e-30)  # not 0: it meets -inf
     unit = 1.0 if MASK == ADD else factor
-    base = q + batch * q_batch + head * q_head
+    base = rows_of_head(q, batch, head, q_batch, q_head)
     tile = load_rows(base, q_row, block * BLOCK_M, queries, BLOCK_M, D, BLOCK_D, True)
     return block, at, batch, head, rows, factor, unit, (tile * sign).to(DOT)
 
