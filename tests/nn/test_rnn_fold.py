@@ -9,7 +9,7 @@ from torch.nn.utils.rnn import pack_sequence
 
 import threshold_gating as tg
 from threshold_gating import TAXONOMY, TG, kernels
-from threshold_gating.nn import rnn_buffer, rnn_fold, rnn_steps
+from threshold_gating.nn import rnn, rnn_buffer, rnn_fold, rnn_steps
 
 T, B, D, H = 7, 4, 5, 6
 BOTH = ("tau", "theta")
@@ -259,6 +259,30 @@ def test_the_bound_of_rho_is_within(dtype):
     rho = torch.tensor([-7.0, 7.0, -7.0001, 7.0001, 0.0], dtype=dtype)
     slope = rnn_fold._within(torch.ones_like(rho), rho)
     assert slope.tolist() == [1.0, 1.0, 0.0, 0.0, 1.0]
+
+
+@pytest.mark.parametrize("state", [False, True])
+@pytest.mark.parametrize("kind", ["LSTM", "GRU"])
+def test_a_batch_runs_without_a_mode_and_a_mode_around_it_sees_no_call_of_torchs(kind, state):
+    class Noting(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    layer, seen = make(kind), []
+    x, _, hx = example(layer)
+    given = [x, tuple(hx) if kind == "LSTM" else hx[0]][: 1 + state]
+    with pytest.MonkeyPatch.context() as m:
+        m.delattr(rnn, "_Folded")
+        want = layer(*given)[0]
+        with Noting():
+            have = layer(*given)[0]
+    assert torch.equal(have, want)
+    op = getattr(torch, kind.lower())
+    assert op not in seen
+    assert rnn_fold.OPS[op][0] in seen
+    assert torch.clamp not in seen
+    assert torch.Tensor.clamp not in seen
 
 
 WRONG = {

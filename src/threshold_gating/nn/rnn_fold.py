@@ -187,6 +187,18 @@ def data(input: Any) -> Any:
     return input[0] if isinstance(input, PackedSequence) else input
 
 
+def is_batch(mode: str, input: Any, hx: Any) -> bool:
+    """Whether torch's `forward` does no more than check: (T, B, I), with such a state or none."""
+    if isinstance(input, PackedSequence) or input.dim() != 3:
+        return False
+    if hx is None:
+        return True
+    states = hx if mode == "LSTM" else (hx,)
+    if type(states) is not tuple or len(states) != (2 if mode == "LSTM" else 1):
+        return False
+    return all(isinstance(s, Tensor) and s.dim() == 3 for s in states)
+
+
 def folded(op: Callable[..., Any], args: Sequence[Any], pairs: Pairs, held: Sequence[Held]) -> Any:
     """What torch's `op` returns with the gates in its weights; `held` is for each of its layers."""
     at = 2 if isinstance(args[3], bool) else 3  # packed ones have their batch sizes before
