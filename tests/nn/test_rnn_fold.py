@@ -9,7 +9,7 @@ from torch.nn.utils.rnn import pack_sequence
 
 import threshold_gating as tg
 from threshold_gating import TAXONOMY, TG, kernels
-from threshold_gating.nn import rnn_fold, rnn_steps
+from threshold_gating.nn import rnn, rnn_buffer, rnn_fold, rnn_steps
 
 T, B, D, H = 7, 4, 5, 6
 BOTH = ("tau", "theta")
@@ -226,6 +226,99 @@ def test_results_may_be_overwritten(kind, options, steps):
         assert torch.equal(a, b)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", ["one layer", "two bidirectional layers", "batch first"])
+@pytest.mark.parametrize("kind", FUSED)
+def test_results_of_cudnn_may_be_overwritten(kind, options):
+    layer = make(kind, options, torch.float32).cuda()
+    x = torch.randn((B, T, D) if layer.batch_first else (T, B, D), device="cuda")
+
+    def gradients(change):
+        y, last = layer(x)
+        out = [change(t) for t in (y, *(last if isinstance(last, tuple) else (last,)))]
+        return torch.autograd.grad(sum(t.square().sum() for t in out), list(layer.parameters()))
+
+    for a, b in zip(gradients(lambda t: t.mul_(3)), gradients(lambda t: t * 3), strict=True):
+        # cuDNN may add in another order
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-5 * float(b.abs().max() + 1))
+
+
+def test_rho_has_a_gradient_up_to_its_bound_and_none_beyond():
+    layer = make("GRU")
+    with torch.no_grad():
+        layer.gate_rho_l0.zero_()[:, :4] = torch.tensor([7.0, -7.0, 7.001, -7.001])
+    compare(layer, "padded", 1e-8)  # tau is 1100: gradients of order 1e4
+    layer(example(layer)[0])[0].square().sum().backward()
+    used = layer.gate_rho_l0.grad != 0
+    assert used[:, :2].any(0).all()
+    assert not used[:, 2:4].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_bound_of_rho_is_within(dtype):
+    rho = torch.tensor([-7.0, 7.0, -7.0001, 7.0001, 0.0], dtype=dtype)
+    slope = rnn_fold._within(torch.ones_like(rho), rho)
+    assert slope.tolist() == [1.0, 1.0, 0.0, 0.0, 1.0]
+
+
+@pytest.mark.parametrize("state", [False, True])
+@pytest.mark.parametrize("kind", ["LSTM", "GRU"])
+def test_a_batch_runs_without_a_mode_and_a_mode_around_it_sees_no_call_of_torchs(kind, state):
+    class Noting(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    layer, seen = make(kind), []
+    x, _, hx = example(layer)
+    given = [x, tuple(hx) if kind == "LSTM" else hx[0]][: 1 + state]
+    with pytest.MonkeyPatch.context() as m:
+        m.delattr(rnn, "_Folded")
+        want = layer(*given)[0]
+        with Noting():
+            have = layer(*given)[0]
+    assert torch.equal(have, want)
+    op = getattr(torch, kind.lower())
+    assert op not in seen
+    assert rnn_fold.OPS[op][0] in seen
+    assert torch.clamp not in seen
+    assert torch.Tensor.clamp not in seen
+
+
+WRONG = {
+    "other features": (torch.zeros(T, B, D + 1), None),
+    "other type": (torch.zeros(T, B, D, dtype=torch.float64), None),
+    "one dimension": (torch.zeros(D), None),
+    "state of another batch": (torch.zeros(T, B, D), torch.zeros(1, B + 1, H)),
+    "state of other layers": (torch.zeros(T, B, D), torch.zeros(2, B, H)),
+    "state without batch": (torch.zeros(T, B, D), torch.zeros(1, H)),
+    "state with batch": (torch.zeros(T, D), torch.zeros(1, B, H)),
+    "state of another type": (torch.zeros(T, B, D), torch.zeros(1, B, H, dtype=torch.float64)),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("kind", ["LSTM", "GRU"])
+def test_wrong_inputs_have_torchs_errors(kind, wrong):
+    x, h = WRONG[wrong]
+    hx = h if h is None or kind == "GRU" else (h, h)
+    theirs = getattr(nn, kind)(D, H)
+    with pytest.raises(Exception) as want:  # noqa: PT011
+        theirs(x, hx)
+    with pytest.raises(type(want.value)) as have:
+        make(kind, dtype=torch.float32)(x, hx)
+    assert str(have.value) == str(want.value)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_state_of_one_or_three_tensors_has_torchs_error(count):
+    hx = (torch.zeros(1, B, H),) * count
+    with pytest.raises(Exception) as want:  # noqa: PT011
+        nn.LSTM(D, H)(torch.zeros(T, B, D), hx)
+    with pytest.raises(type(want.value)):
+        make("LSTM", dtype=torch.float32)(torch.zeros(T, B, D), hx)
+
+
 def test_the_forward_is_that_of_the_layer_itself():
     class Counting(tg.GRU):
         calls = 0
@@ -383,8 +476,9 @@ def test_all_weights_are_written_into_one_buffer_where_that_is_wanted(options, m
         return found
 
     fold = rnn_fold.fold
-    monkeypatch.setattr(rnn_fold, "_are_in_one_buffer", lambda w: True)
-    monkeypatch.setattr(rnn_fold, "_offsets", offsets)
+    monkeypatch.setattr(rnn_buffer, "_are_in_one_buffer", lambda w: True)
+    monkeypatch.setattr(rnn_buffer, "_offsets", offsets)
+    monkeypatch.setattr(rnn_buffer, "_layout", rnn_buffer._layout.__wrapped__)
     monkeypatch.setattr(rnn_fold, "fold", noted)
     compare(layer, "padded", 1e-12)
     first = seen[0].untyped_storage()
@@ -429,6 +523,7 @@ def test_the_pairs_of_a_layer_are_found_by_their_numbers():
     assert of_cell.cell
     assert of_cell.blocks == 0
     assert rnn_fold.Pairs.of(standard, moved, ("b",)) is None  # a is frozen at another place
-    e, d = rnn_fold.Pairs(((3.0, 0.5), None)).affine({"tau": torch.zeros(1, 2)})
+    assert rnn_fold.Pairs.of(standard, moved, ("a",)) is rnn_fold.Pairs.of(standard, moved, ["a"])
+    e, theta = rnn_fold.Pairs(((3.0, 0.5), None)).values(torch.zeros(1, 2), None)
     assert torch.equal(e, torch.tensor([[3.0, 3.0], [1.0, 1.0]]))
-    assert torch.equal(d, torch.tensor([[-1.5, -1.5], [0.0, 0.0]]))
+    assert torch.equal(theta, torch.tensor([[0.5, 0.5], [0.0, 0.0]]))

@@ -174,6 +174,11 @@ class Structure(NamedTuple):
         return [v if not isinstance(s, Tensor) and s == 0 else v - s * at for v, s, at in parts]
 
     @staticmethod
+    def rho_bound() -> float:
+        """How far rho is used as it is."""
+        return rho_bound()
+
+    @staticmethod
     def sharpening(rho: Tensor) -> Tensor:
         """tau / tau0 of a learned gate: exp(rho), 1 at rho = 0 and positive for every rho."""
         # the op itself: a converted network around us answers torch.clamp

@@ -4,7 +4,8 @@ The classes are torch's and run torch's own `forward`, so arguments, checks, err
 the same. That `forward` ends in one fused op. It is called where the backend allows native and the
 gates are torch's or fold into the weights (`threshold_gating.nn.rnn_fold`); otherwise a torch
 function mode answers it by its entry in `FUNCTIONS`, which evaluates the gates
-(`threshold_gating.nn.rnn_steps`).
+(`threshold_gating.nn.rnn_steps`). A batch whose gates fold takes a shorter way to the op, with
+torch's own checks.
 
 An LSTM and a GRU can learn tau and theta of each gate and unit (`train=`). Behind an affine map
 that pair adds no function, sigma(tau (w x + b - theta)) = sigma((tau w) x + tau (b - theta)): for
@@ -270,10 +271,35 @@ class _Learnable(_Gated, nn.RNNBase):
             return None, gated, None
 
         def folded(input: Any, hx: Any) -> Any:
-            with _Folded(pairs, [self._held(suffix) for suffix in self._suffixes()]):
+            held = [self._held(suffix) for suffix in self._suffixes()]
+            if rnn_fold.is_batch(self.mode, input, hx):
+                return self._folded(input, hx, pairs, held)
+            with _Folded(pairs, held):
                 return plain(input, hx)
 
         return folded, gated, rnn_fold.data(input) if pairs.cell else None
+
+    def _folded(
+        self, x: Tensor, hx: Any, pairs: rnn_fold.Pairs, held: Sequence[rnn_fold.Held]
+    ) -> Any:
+        """Torch's `forward` for a batch, without a mode: that answers every call in it, slowly."""
+        self._update_flat_weights()
+        hx = self._zeros(x) if hx is None else hx
+        self.check_forward_args(x, hx, None)
+        options = self.bias, self.num_layers, self.dropout, self.training, self.bidirectional
+        args = (x, hx, self._flat_weights, *options, self.batch_first)
+        op = torch.lstm if self.mode == "LSTM" else torch.gru
+        y, *last = rnn_fold.folded(op, args, pairs, held)
+        return y, tuple(last) if self.mode == "LSTM" else last[0]
+
+    def _zeros(self, x: Tensor) -> Any:
+        """The state that torch starts from."""
+        shape = self.get_expected_hidden_size(x, None)
+        h = torch.zeros(shape, dtype=x.dtype, device=x.device)
+        if self.mode != "LSTM":
+            return h
+        shape = (*shape[:2], self.hidden_size)
+        return h, torch.zeros(shape, dtype=x.dtype, device=x.device)
 
     def _held(self, suffix: str) -> dict[str, Tensor]:
         train = self.learning.train
