@@ -177,7 +177,8 @@ def _timed(work: Work, clock: Clock, contenders: Contenders) -> Found:
     rounds = called(contenders, work.slow)
     if clock.replayed is None or not work.replay:
         return Found(rounds, {})
-    needed = set(contenders) if "best" in work.limits else {"ours", *work.limits}
+    pairs = [which if isinstance(which, tuple) else ("ours", which) for which in work.limits]
+    needed = set(contenders) if "best" in work.limits else {name for pair in pairs for name in pair}
     return Found(rounds, clock.replayed({n: f for n, f in contenders.items() if n in needed}))
 
 

@@ -12,7 +12,7 @@ parameters; tier S, a gate for each synapse, gains less for its parameters. Arms
 
 W and S start from the weights of the ReLU network of the same seed, their low branch at 0. All have
 one optimiser (AdamW, decay 0.05), one schedule, the same batches; the rate of each arm is the best
-of four for seed 0 at h = 1, over 6 epochs, on 5,000 training images that this sweep leaves out.
+of seven for seed 0 at h = 1, over 6 epochs, on 5,000 training images that this sweep leaves out.
 The paper trains for 300 epochs, here it is 20. A transfer takes the rates of ReLU and of W.
 
     python -m experiments.fig3_width --data DIR --jobs 8            # the sweep first, then all
