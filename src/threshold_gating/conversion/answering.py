@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,7 @@ from threshold_gating import kernels
 from threshold_gating.conversion import learned_calls, recomputing, sites
 from threshold_gating.conversion.lines import calling_line, traced_line
 from threshold_gating.conversion.site import ConversionError, Site
+from threshold_gating.instance import TG
 from threshold_gating.nn.spec import Elementwise, at_start
 from threshold_gating.primitive import graphs
 
@@ -63,6 +65,7 @@ class Answering(TorchFunctionMode):
         # Without gradients from the start there is no backward in which anything is run again.
         self.region = recomputing.region() if torch.is_grad_enabled() else _NEVER
         self.eager = plan is not None and not torch.compiler.is_compiling()
+        self.rows = _rows_of(plan, owner) if plan is not None and self.eager else {}
         self.unlike: dict[str, bool] = {}
         self.whole: list[tuple[str, str, str]] = []  # calls of whole numbers, with their lines
 
@@ -102,29 +105,47 @@ class Answering(TorchFunctionMode):
         function of a plain tensor, which learns nothing and which nobody looks at. `_NEVER` for
         others, which come the long way; nothing is counted then.
         """
-        x = args[0] if args else None
+        rest = args[1:]
+        try:
+            row = self.rows[(func, rest, *kwargs.items()) if kwargs else (func, rest)]
+        except (KeyError, TypeError):
+            row = self._new_row(func, rest, kwargs)
+        if row is None or not args or type(x := args[0]) is not Tensor:
+            return _NEVER
         watched = self.watch is not None or torch._C._len_torch_dispatch_stack() > 0
-        if watched or type(x) is not Tensor or not x.is_floating_point() or graphs.keeps_gates():
+        if watched or not x.is_floating_point() or torch.compiler._is_exporting_flag:
             return _NEVER
-        spelled = _spelled(func, args[1:], kwargs)
-        if spelled is None:
-            return _NEVER
-        kind, parameters = spelled
+        kind, found = row
         count = self.counts.get(kind, 0)
-        site = cast("dict[str, Site | None]", self.plan).get(f"{kind}#{count}")
-        if site is None or site.t is None or site.learns or site.parameters != parameters:
+        if count >= len(found) or (quick := found[count]) is None:
             return _NEVER
-        if site.line and self._is_told_apart(kind):
-            return _NEVER
-        if self.region is not _NEVER:
+        # asked here, for nearly always there is no region to be followed
+        if self.region is not _NEVER and (_hooks(True) is not None or not torch.is_grad_enabled()):
             self._follow()
         self.counts[kind] = count + 1
         if torch._C._len_torch_function_stack() == 0:
-            y = kernels.evaluate(site.t, x, site.op)
+            y = quick(x)
         else:
             with torch._C.DisableTorchFunction():
-                y = kernels.evaluate(site.t, x, site.op)
+                y = quick(x)
         return y.clone() if y is x else y
+
+    def _new_row(self, func: Any, rest: tuple[Any, ...], named: dict[str, Any]) -> _Row | None:
+        """What answers the calls of this kind with these arguments, in order; see `_rows_of`."""
+        spelled = _spelled(func, rest, named)
+        if spelled is None:
+            return None
+        kind, parameters = spelled
+        apart, found = self._is_told_apart(kind), list[Op | None]()
+        while (name := f"{kind}#{len(found)}") in (self.plan or {}):
+            site = cast("Mapping[str, Site | None]", self.plan)[name]
+            asked = site is None or site.t is None or site.learns or (site.line and apart)
+            fits = not asked and cast(Site, site).parameters == parameters
+            found.append(_quick(cast(Site, site)) if fits else None)
+        if len(self.rows) >= _MOST_SPELLED:
+            self.rows.clear()
+        row = self.rows[(func, rest, *named.items()) if named else (func, rest)] = kind, found
+        return row
 
     def _inside(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """A checkpointed region of a compiled graph, which is traced without this mode.
@@ -238,6 +259,42 @@ class Answering(TorchFunctionMode):
                     "calls; convert it with inputs that take the same path.",
                     kind,
                 )
+
+
+_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+Op = Callable[[Tensor], Tensor]
+_Row = tuple[str, list[Op | None]]  # a kind, and what answers its calls one after the other
+_Rows = dict[Any, _Row]
+_ROWS: WeakKeyDictionary[nn.Module, tuple[Mapping[str, Site | None], _Rows]] = WeakKeyDictionary()
+
+
+def _rows_of(plan: Mapping[str, Site | None], owner: nn.Module | None) -> _Rows:
+    """What is known of the calls of an owner by function and arguments, for as long as it has this
+    plan: whoever changes what answers a call gives it a new one."""
+    found = None if owner is None else _ROWS.get(owner)
+    if found is not None and found[0] is plan:
+        return found[1]
+    # an op that is none of torch's may hold its owner, which then would stay for good
+    foreign = any(site and site.op and site.t is None for site in plan.values())
+    rows: _Rows = {}
+    if owner is not None and not foreign:
+        _ROWS[owner] = plan, rows
+    return rows
+
+
+def _quick(site: Site) -> Op:
+    """The frozen instance of a site by the backend in force, in as few steps as can be."""
+    t, op = cast(TG, site.t), site.op
+    if op is None:
+        return functools.partial(kernels.evaluate, t)
+    run, parameters = kernels.opened(op)
+
+    def quick(x: Tensor) -> Tensor:
+        if kernels.takes_native():
+            return run(x, *parameters)
+        return kernels.evaluate(t, x)
+
+    return quick
 
 
 Spelled = tuple[str, tuple[Any, ...]]
