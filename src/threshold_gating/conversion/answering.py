@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any, cast
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -20,10 +18,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from threshold_gating import kernels
-from threshold_gating.conversion import learned_calls, recomputing, sites
+from threshold_gating.conversion import learned_calls, quick, recomputing, sites
 from threshold_gating.conversion.lines import calling_line, traced_line
 from threshold_gating.conversion.site import ConversionError, Site
-from threshold_gating.instance import TG
 from threshold_gating.nn.spec import Elementwise, at_start
 from threshold_gating.primitive import graphs
 
@@ -65,7 +62,7 @@ class Answering(TorchFunctionMode):
         # Without gradients from the start there is no backward in which anything is run again.
         self.region = recomputing.region() if torch.is_grad_enabled() else _NEVER
         self.eager = plan is not None and not torch.compiler.is_compiling()
-        self.rows = _rows_of(plan, owner) if plan is not None and self.eager else {}
+        self.rows = quick.rows_of(plan, owner) if plan is not None and self.eager else {}
         self.unlike: dict[str, bool] = {}
         self.whole: list[tuple[str, str, str]] = []  # calls of whole numbers, with their lines
 
@@ -101,51 +98,39 @@ class Answering(TorchFunctionMode):
                 return answer(site, func, args, kwargs, self.owner)
 
     def _at_once(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The answer to what nearly every call is, with as few steps as can be: an element-wise
-        function of a plain tensor, which learns nothing and which nobody looks at. `_NEVER` for
-        others, which come the long way; nothing is counted then.
+        """The answer to what nearly every call is, with as few steps as can be: a function of a
+        plain tensor, which learns nothing and which nobody looks at. `_NEVER` for others, which
+        come the long way; nothing is counted then.
         """
-        rest = args[1:]
-        try:
-            row = self.rows[(func, rest, *kwargs.items()) if kwargs else (func, rest)]
-        except (KeyError, TypeError):
-            row = self._new_row(func, rest, kwargs)
+        row = self.rows.get(func)  # what is no element-wise function, whatever its arguments
+        if row is None:
+            row = self._row(func, args[1:], kwargs)
         if row is None or not args or type(x := args[0]) is not Tensor:
             return _NEVER
         watched = self.watch is not None or torch._C._len_torch_dispatch_stack() > 0
         if watched or not x.is_floating_point() or torch.compiler._is_exporting_flag:
             return _NEVER
-        kind, found = row
+        kind, answers = row
         count = self.counts.get(kind, 0)
-        if count >= len(found) or (quick := found[count]) is None:
+        if count >= len(answers) or (quickly := answers[count]) is None or "out" in kwargs:
             return _NEVER
         # asked here, for nearly always there is no region to be followed
         if self.region is not _NEVER and (_hooks(True) is not None or not torch.is_grad_enabled()):
             self._follow()
         self.counts[kind] = count + 1
         if torch._C._len_torch_function_stack() == 0:
-            y = quick(x)
+            y = quickly(args, kwargs)
         else:
             with torch._C.DisableTorchFunction():
-                y = quick(x)
+                y = quickly(args, kwargs)
         return y.clone() if y is x else y
 
-    def _new_row(self, func: Any, rest: tuple[Any, ...], named: dict[str, Any]) -> _Row | None:
-        """What answers the calls of this kind with these arguments, in order; see `_rows_of`."""
-        spelled = _spelled(func, rest, named)
-        if spelled is None:
-            return None
-        kind, parameters = spelled
-        apart, found = self._is_told_apart(kind), list[Op | None]()
-        while (name := f"{kind}#{len(found)}") in (self.plan or {}):
-            site = cast("Mapping[str, Site | None]", self.plan)[name]
-            asked = site is None or site.t is None or site.learns or (site.line and apart)
-            fits = not asked and cast(Site, site).parameters == parameters
-            found.append(_quick(cast(Site, site)) if fits else None)
-        if len(self.rows) >= _MOST_SPELLED:
-            self.rows.clear()
-        row = self.rows[(func, rest, *named.items()) if named else (func, rest)] = kind, found
-        return row
+    def _row(self, func: Any, rest: tuple[Any, ...], named: dict[str, Any]) -> quick.Row | None:
+        try:
+            return self.rows[(func, rest, *named.items()) if named else (func, rest)]
+        except (KeyError, TypeError):
+            plan = cast(quick.Plan, self.plan)
+            return quick.new_row(self.rows, plan, func, rest, named, self._is_told_apart)
 
     def _inside(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """A checkpointed region of a compiled graph, which is traced without this mode.
@@ -262,68 +247,6 @@ class Answering(TorchFunctionMode):
 
 
 _hooks = torch._C._autograd._top_saved_tensors_default_hooks
-Op = Callable[[Tensor], Tensor]
-_Row = tuple[str, list[Op | None]]  # a kind, and what answers its calls one after the other
-_Rows = dict[Any, _Row]
-_ROWS: WeakKeyDictionary[nn.Module, tuple[Mapping[str, Site | None], _Rows]] = WeakKeyDictionary()
-
-
-def _rows_of(plan: Mapping[str, Site | None], owner: nn.Module | None) -> _Rows:
-    """What is known of the calls of an owner by function and arguments, for as long as it has this
-    plan: whoever changes what answers a call gives it a new one."""
-    found = None if owner is None else _ROWS.get(owner)
-    if found is not None and found[0] is plan:
-        return found[1]
-    # an op that is none of torch's may hold its owner, which then would stay for good
-    foreign = any(site and site.op and site.t is None for site in plan.values())
-    rows: _Rows = {}
-    if owner is not None and not foreign:
-        _ROWS[owner] = plan, rows
-    return rows
-
-
-def _quick(site: Site) -> Op:
-    """The frozen instance of a site by the backend in force, in as few steps as can be."""
-    t, op = cast(TG, site.t), site.op
-    if op is None:
-        return functools.partial(kernels.evaluate, t)
-    run, parameters = kernels.opened(op)
-
-    def quick(x: Tensor) -> Tensor:
-        if kernels.takes_native():
-            return run(x, *parameters)
-        return kernels.evaluate(t, x)
-
-    return quick
-
-
-Spelled = tuple[str, tuple[Any, ...]]
-_SPELLED: dict[Any, Spelled | None] = {}
-_MOST_SPELLED = 4096
-_SIMPLE = (bool, int, float, str, type(None))
-
-
-def _spelled(func: Any, rest: tuple[Any, ...], named: dict[str, Any]) -> Spelled | None:
-    """The kind and the parameters of a call with these arguments behind its input; None for one
-    that is not element-wise or writes over something, and for arguments that are not all plain."""
-    key = (func, rest, *named.items()) if named else (func, rest)
-    try:
-        return _SPELLED[key]
-    except (KeyError, TypeError):
-        given = (*rest, *named.values())
-        if not all(type(w) in _SIMPLE and w == w for w in given):
-            return None
-    kind, over = sites.FUNCTIONS[func]
-    found = None
-    if kind in sites.KINDS and not over and "out" not in named and "input" not in named:
-        with suppress(TypeError, ValueError):  # torch says what is wrong
-            _, parameters, asked = sites.KINDS[kind].read(torch.empty(0), *rest, **named)
-            drawn = kind == "rrelu" and parameters[-1]  # in training, see `sites.read`
-            found = None if asked or drawn else (kind, parameters)
-    if len(_SPELLED) >= _MOST_SPELLED:
-        _SPELLED.clear()
-    _SPELLED[key] = found
-    return found
 
 
 def _line() -> str:
