@@ -71,6 +71,7 @@ def test_the_backend_is_asked_in_every_call(name, monkeypatch):
         asked.append(given)
         return torch.zeros(4, 4)
 
+    vars(net)["tg_sites"] = dict(vars(net)["tg_sites"])  # `convert` has run it, and knows it
     monkeypatch.setattr(tg.kernels, "evaluate", gates)
     monkeypatch.setitem(sites.WHOLE, "softmax", gates)
     for backend, by_gates in (("auto", 0), ("reference", 1), ("native", 0), ("reference", 1)):
@@ -132,3 +133,20 @@ def test_a_result_is_written_where_the_call_says():
     x = torch.randn(3, 4)
     assert net(x) is out
     torch.testing.assert_close(out, x.softmax(-1))
+
+
+def test_a_mask_of_another_class_does_not_answer_attention():
+    class Mask(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            raise AssertionError("the class of the mask was asked")
+
+    class Attention(nn.Module):
+        def forward(self, x, mask):
+            return F.scaled_dot_product_attention(x, x, x, attn_mask=mask)
+
+    x, mask = torch.randn(1, 2, 3, 4), torch.zeros(3, 3)
+    net = tg.convert(Attention(), inputs=(x, mask))
+    with torch._C.DisableTorchFunction():
+        foreign = mask.as_subclass(Mask)
+    torch.testing.assert_close(net(x, foreign), net(x, mask))

@@ -113,7 +113,13 @@ def _whole(site: Site, func: Any) -> Answer | None:
     if site.t is not None or site.op is not None:
         return None
     gated = sites.WHOLE[site.kind]
-    return lambda args, named: kernels.either(func, gated)(*args, **named)
+
+    def answer(args: Any, named: Any) -> Any:
+        # its other tensors may be of a class that would answer it
+        with torch._C.DisableTorchFunction():
+            return kernels.either(func, gated)(*args, **named)
+
+    return answer
 
 
 Spelled = tuple[str, tuple[Any, ...]]

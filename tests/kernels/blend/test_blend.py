@@ -209,6 +209,16 @@ def test_a_kernel_that_is_ready_is_given_no_address_of_another_device(monkeypatc
     assert len(calls) == 1
 
 
+@pytest.mark.parametrize("key", ["relu", "leaky_relu"])
+def test_hard_gates_take_nested_tensors(key):
+    parts = [torch.randn(2), torch.randn(3)]
+    x = torch.nested.nested_tensor(parts, layout=torch.jagged)
+    act = Activation(key)
+    y = kernels.blend(x, act._structure, act._held)
+    for have, part in zip(y.unbind(), parts, strict=True):
+        torch.testing.assert_close(have, kernels.blend(part, act._structure, act._held))
+
+
 def test_of_what_a_caller_made_itself_only_the_address_is_asked(monkeypatch):
     run, calls = runtime.Launch(None, (1,), 4, (7,)), []
     run.ready[0, torch.float32] = lambda *given: calls.append(given)

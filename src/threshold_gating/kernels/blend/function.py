@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -273,15 +272,15 @@ def _usual_call(
     x: Tensor, structure: Structure, held: Tensors | Rows, shape: Shape, name: str
 ) -> tuple[Tensors, cpu.Plan | gpu.Plan] | None:
     """The tensors and the plan, if x is what most inputs are."""
-    if torch.compiler.is_compiling() or keeps_gates():
+    # no memory comes further: sizes and strides of a nested tensor cannot be asked for
+    if torch.compiler.is_compiling() or keeps_gates() or not is_memory(x):
         return None
-    if runs_triton(x, name):
-        plan = _usual(structure, x.shape, x.stride(), x.dtype, shape, True)
-    elif name == "auto" and x.is_cpu:
-        plan = _usual(structure, x.shape, x.stride(), x.dtype, shape, False)
-    else:
+    triton = runs_triton(x, name)
+    # few elements of hard gates are left to formulas, which take any layout
+    if not triton and (name != "auto" or not x.is_cpu or structure.gate == Gate.HARD):
         return None
-    if plan is None or not is_memory(x):
+    plan = _usual(structure, x.shape, x.stride(), x.dtype, shape, triton)
+    if plan is None:
         return None
     tensors = held if isinstance(held, Tensors) else whole(held, shape)
     return None if _is_elsewhere(tensors, x) else (tensors, plan)
@@ -302,7 +301,7 @@ def _usual(
     plan: cpu.Plan | gpu.Plan | None = None
     if triton:
         plan = gpu.plan(structure, Role.ALONE, sizes, stride, dtype, shape)
-    elif dtype.is_floating_point and not _are_few(structure, math.prod(sizes)):
+    elif dtype.is_floating_point:
         plan = cpu.plan(structure, sizes, stride, shape)
     return None if plan is None or plan.copies else plan
 
@@ -316,11 +315,7 @@ def _is_few(x: Tensor, structure: Structure, name: str) -> bool:
     n = x.numel()
     if n == 0 or torch.compiler.is_compiling():  # there a question of sizes would compile again
         return n == 0
-    return x.is_cpu and name != "triton" and _are_few(structure, n)
-
-
-def _are_few(structure: Structure, n: int) -> bool:
-    return structure.gate == Gate.HARD and n <= _FEW
+    return structure.gate == Gate.HARD and x.is_cpu and n <= _FEW and name != "triton"
 
 
 def _alike(other: Any, x: Tensor) -> bool:
