@@ -71,7 +71,7 @@ def test_the_backend_is_asked_in_every_call(name, monkeypatch):
         asked.append(given)
         return torch.zeros(4, 4)
 
-    vars(net)["tg_sites"] = dict(vars(net)["tg_sites"])  # `convert` has run it, and knows it
+    quick._ROWS.pop(net)  # `convert` has run it
     monkeypatch.setattr(tg.kernels, "evaluate", gates)
     monkeypatch.setitem(sites.WHOLE, "softmax", gates)
     for backend, by_gates in (("auto", 0), ("reference", 1), ("native", 0), ("reference", 1)):
@@ -93,14 +93,20 @@ def test_other_parameters_are_refused_after_calls_that_were_answered():
         net(x)
 
 
-def test_a_new_plan_is_answered_by_what_it_has():
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_plan_that_has_changed_is_answered_by_what_it_has(in_place):
     net, x = tg.convert(Calling(F.relu), inputs=torch.randn(9)), torch.randn(9)
     net(x)
-    ((name, site),) = vars(net)["tg_sites"].items()
+    plan = vars(net)["tg_sites"]
+    if not in_place:
+        plan = vars(net)["tg_sites"] = dict(plan)
+    ((name, site),) = plan.items()
     other = tg.TAXONOMY["silu"]
-    made = type(site)(site.name, site.kind, other, False, 0.3, site.parameters)
-    vars(net)["tg_sites"] = {name: made}
+    plan[name] = type(site)(site.name, site.kind, other, False, 0.3, site.parameters)
     torch.testing.assert_close(net(x), F.silu(x), rtol=0, atol=1e-6)
+    plan["relu#1"] = plan.pop(name)
+    with pytest.raises(ConversionError, match="the call relu#0 was not made"):
+        net(x)
 
 
 def test_what_is_kept_of_calls_does_not_keep_their_network():

@@ -7,6 +7,7 @@ function and its arguments behind the input is decided once; a call looks that u
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -36,20 +37,30 @@ class Row(NamedTuple):
 
 
 Rows = dict[Any, Row]
+# For each owner the plan as it was, and what is known of its calls.
 _ROWS: WeakKeyDictionary[nn.Module, tuple[Plan, Rows]] = WeakKeyDictionary()
 
 
 def rows_of(plan: Plan, owner: nn.Module | None) -> Rows:
-    """What is known of the calls of an owner. Whoever changes an answer gives it a new plan."""
+    """What is known of the calls of an owner, nothing once its plan has changed; asked in each run.
+
+    A plan is a dict: a site of it may have been exchanged in place.
+    """
     found = None if owner is None else _ROWS.get(owner)
-    if found is not None and found[0] is plan:
+    if found is not None and _is_same(found[0], plan):
         return found[1]
     # an op that is none of torch's may hold its owner, which then would stay for good
     foreign = any(site and site.op and site.t is None for site in plan.values())
     rows: Rows = {}
     if owner is not None and not foreign:
-        _ROWS[owner] = plan, rows
+        _ROWS[owner] = dict(plan), rows
     return rows
+
+
+def _is_same(before: Plan, plan: Plan) -> bool:
+    # sites that are equal may still have other ops
+    same = len(before) == len(plan) and all(map(operator.is_, before.values(), plan.values()))
+    return same and [*before] == [*plan]
 
 
 def new_row(

@@ -105,10 +105,7 @@ def _blend(
     count = len(given)
     if options or not (count == 2 or (count == 1 and callable(given[0]))):
         raise TypeError(wrong_call("blend", "tensors, shape", given, options))
-    # a learned gate, which has no op, need not ask whether one may run
-    if (name == "native" or (name == "auto" and structure.native is not None)) and takes_native(
-        name
-    ):
+    if takes_native(name):
         if native and v is None and up is None and structure.native is not None:
             return lowered(structure.native, x, inplace)
         if name == "native":
