@@ -44,6 +44,7 @@ TESTS = {
     "conversion/gate.py": ("apply", "intercept", "plan"),
     "conversion/intercept.py": ("intercept", "apply", "audit"),
     "conversion/answering.py": ("intercept", "apply", "audit"),
+    "conversion/quick.py": ("quick", "intercept"),
     "conversion/site_error.py": ("certificate", "outputs", "apply"),
     "conversion/certificate.py": ("certificate", "outputs", "apply"),
     "conversion/verification.py": ("certificate", "outputs", "apply"),

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -19,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from threshold_gating import kernels
-from threshold_gating.conversion import learned_calls, recomputing, sites
+from threshold_gating.conversion import learned_calls, quick, recomputing, sites
 from threshold_gating.conversion.lines import calling_line, traced_line
 from threshold_gating.conversion.site import ConversionError, Site
 from threshold_gating.nn.spec import Elementwise, at_start
@@ -63,6 +62,7 @@ class Answering(TorchFunctionMode):
         # Without gradients from the start there is no backward in which anything is run again.
         self.region = recomputing.region() if torch.is_grad_enabled() else _NEVER
         self.eager = plan is not None and not torch.compiler.is_compiling()
+        self.rows = quick.rows_of(plan, owner) if plan is not None and self.eager else {}
         self.unlike: dict[str, bool] = {}
         self.whole: list[tuple[str, str, str]] = []  # calls of whole numbers, with their lines
 
@@ -98,33 +98,39 @@ class Answering(TorchFunctionMode):
                 return answer(site, func, args, kwargs, self.owner)
 
     def _at_once(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The answer to what nearly every call is, with as few steps as can be: an element-wise
-        function of a plain tensor, which learns nothing and which nobody looks at. `_NEVER` for
-        others, which come the long way; nothing is counted then.
+        """The answer to what nearly every call is, with as few steps as can be: a function of a
+        plain tensor, which learns nothing and which nobody looks at. `_NEVER` for others, which
+        come the long way; nothing is counted then.
         """
-        x = args[0] if args else None
+        row = self.rows.get(func)  # what is no element-wise function, whatever its arguments
+        if row is None:
+            row = self._row(func, args[1:], kwargs)
+        if row is None or not args or type(x := args[0]) is not Tensor:
+            return _NEVER
         watched = self.watch is not None or torch._C._len_torch_dispatch_stack() > 0
-        if watched or type(x) is not Tensor or not x.is_floating_point() or graphs.keeps_gates():
+        if watched or not x.is_floating_point() or torch.compiler._is_exporting_flag:
             return _NEVER
-        spelled = _spelled(func, args[1:], kwargs)
-        if spelled is None:
-            return _NEVER
-        kind, parameters = spelled
+        kind, answers = row
         count = self.counts.get(kind, 0)
-        site = cast("dict[str, Site | None]", self.plan).get(f"{kind}#{count}")
-        if site is None or site.t is None or site.learns or site.parameters != parameters:
+        if count >= len(answers) or (quickly := answers[count]) is None or "out" in kwargs:
             return _NEVER
-        if site.line and self._is_told_apart(kind):
-            return _NEVER
-        if self.region is not _NEVER:
+        # asked here, for nearly always there is no region to be followed
+        if self.region is not _NEVER and (_hooks(True) is not None or not torch.is_grad_enabled()):
             self._follow()
         self.counts[kind] = count + 1
         if torch._C._len_torch_function_stack() == 0:
-            y = kernels.evaluate(site.t, x, site.op)
+            y = quickly(args, kwargs)
         else:
             with torch._C.DisableTorchFunction():
-                y = kernels.evaluate(site.t, x, site.op)
+                y = quickly(args, kwargs)
         return y.clone() if y is x else y
+
+    def _row(self, func: Any, rest: tuple[Any, ...], named: dict[str, Any]) -> quick.Row | None:
+        try:
+            return self.rows[(func, rest, *named.items()) if named else (func, rest)]
+        except (KeyError, TypeError):
+            plan = cast(quick.Plan, self.plan)
+            return quick.new_row(self.rows, plan, func, rest, named, self._is_told_apart)
 
     def _inside(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """A checkpointed region of a compiled graph, which is traced without this mode.
@@ -240,33 +246,7 @@ class Answering(TorchFunctionMode):
                 )
 
 
-Spelled = tuple[str, tuple[Any, ...]]
-_SPELLED: dict[Any, Spelled | None] = {}
-_MOST_SPELLED = 4096
-_SIMPLE = (bool, int, float, str, type(None))
-
-
-def _spelled(func: Any, rest: tuple[Any, ...], named: dict[str, Any]) -> Spelled | None:
-    """The kind and the parameters of a call with these arguments behind its input; None for one
-    that is not element-wise or writes over something, and for arguments that are not all plain."""
-    key = (func, rest, *named.items()) if named else (func, rest)
-    try:
-        return _SPELLED[key]
-    except (KeyError, TypeError):
-        given = (*rest, *named.values())
-        if not all(type(w) in _SIMPLE and w == w for w in given):
-            return None
-    kind, over = sites.FUNCTIONS[func]
-    found = None
-    if kind in sites.KINDS and not over and "out" not in named and "input" not in named:
-        with suppress(TypeError, ValueError):  # torch says what is wrong
-            _, parameters, asked = sites.KINDS[kind].read(torch.empty(0), *rest, **named)
-            drawn = kind == "rrelu" and parameters[-1]  # in training, see `sites.read`
-            found = None if asked or drawn else (kind, parameters)
-    if len(_SPELLED) >= _MOST_SPELLED:
-        _SPELLED.clear()
-    _SPELLED[key] = found
-    return found
+_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 def _line() -> str:

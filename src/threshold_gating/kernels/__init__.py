@@ -13,7 +13,7 @@ from threshold_gating.kernels.backend import (
     use,
 )
 from threshold_gating.kernels.blend.function import blend, evaluate
-from threshold_gating.kernels.lowering import native, overwritten
+from threshold_gating.kernels.lowering import native, opened, overwritten
 from threshold_gating.kernels.product.formula import Conv
 from threshold_gating.kernels.product.function import gated_product
 from threshold_gating.kernels.recurrent.lstm import lstm
@@ -34,6 +34,7 @@ __all__ = [
     "gated_product",
     "lstm",
     "native",
+    "opened",
     "overwritten",
     "synaptic",
     "takes_native",

@@ -73,12 +73,19 @@ def start_from(name: str) -> None:
 
 def backend() -> str:
     """The name of the backend in force."""
-    if torch.compiler.is_compiling():
-        return _thread.compiled
-    if torch._C._current_graph_task_id() != -1:
+    return _thread.compiled if torch.compiler.is_compiling() else eager_backend()
+
+
+_running = torch._C._current_graph_task_id  # looked up here, for it is asked in every call
+
+
+def eager_backend() -> str:
+    """`backend` for code that knows that nothing is being compiled."""
+    if _running() != -1:
         return _of_forward()
-    name = _chosen()
-    notes = _thread.notes
+    name, notes = _choice.get(), _thread.notes
+    if name is None:
+        name = _thread.start
     if notes is None or notes.names[-1] != name or _last[0] is not notes:  # asked in every call
         _note(name)
     return name

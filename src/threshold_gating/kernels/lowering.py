@@ -59,6 +59,13 @@ def native(t: TG) -> Op | None:
     return partial(_call, op, call.parameters) if call.parameters else op
 
 
+def opened(op: Op) -> tuple[Callable[..., Tensor], tuple[float, ...]]:
+    """An op of `native` as a function of torch and what it is given behind x: two calls less."""
+    if isinstance(op, partial) and op.func is _call:
+        return op.args[0], op.args[1]
+    return op, ()
+
+
 def native_call(t: TG) -> Native | None:
     """`native` as a name and parameters."""
     if t in _FIXED:

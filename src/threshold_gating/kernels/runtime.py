@@ -56,8 +56,9 @@ def cached(table: Callable[..., Any], *key: Any) -> Any:
 
 def readable(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Gate tensors as kernels read them; only mixed precision and odd views are copied for it."""
+    float32 = torch.float32
     for t in tensors:
-        if t.dtype != torch.float32 or not t.is_contiguous():
+        if t.dtype is not float32 or not t.is_contiguous():
             return tuple([w.detach().float().contiguous() for w in tensors])
     return tensors
 
@@ -107,6 +108,27 @@ class Launch:
             compiled = self._ordinary(tensors)
         if not odd:
             self.ready[key] = _runner(compiled, self.grid, device)
+
+    def beside(
+        self, given: tuple[Tensor, ...], made: Sequence[Tensor], others: tuple[Tensor, ...]
+    ) -> None:
+        """Run for tensors in this order, of which the caller has `made` some: these are on the
+        device of x, the first, and lie as they should. The types follow from that of x."""
+        x = given[0]
+        device = x.get_device()
+        foreign = (*given, *others)
+        places = [*map(_address, foreign)]
+        run = self.ready.get((device, x.dtype))
+        if (
+            run is None
+            or functools.reduce(operator.or_, places) & 15
+            or [*map(_device, foreign)].count(device) != len(foreign)
+            or torch._C._cuda_getDevice() != device
+        ):  # a longer look, which says what is wrong
+            self((*given, *made, *others), x.dtype)
+            return
+        n = len(given)
+        run(*places[:n], *map(_address, made), *places[n:], *self.rest)
 
     def along(self, tensors: tuple[Tensor, ...], lines: Tensor, backwards: bool = False) -> None:
         """Run for each line of `lines`, the kernel's last tensor, from the first or from the last.

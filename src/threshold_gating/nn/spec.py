@@ -86,7 +86,7 @@ class Elementwise:
     def held(self, holder: nn.Module, prefix: str, x: Tensor) -> tuple[Any, tuple[int, ...]]:
         """The tensors of the gate, and the shape in which a group's values broadcast against x."""
         own = self.tensors_of(holder, prefix)
-        if x.dtype == torch.float64 and not self.learned and own["theta0"].dtype != torch.float64:
+        if not self.learned and x.dtype == torch.float64 and own["theta0"].dtype != torch.float64:
             # float32 has not all digits of 0.2
             own = {name: self.start(name, x.device, x.dtype) for name in self.roles()}
         shape: tuple[int, ...] = ()

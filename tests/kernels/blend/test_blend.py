@@ -209,6 +209,32 @@ def test_a_kernel_that_is_ready_is_given_no_address_of_another_device(monkeypatc
     assert len(calls) == 1
 
 
+@pytest.mark.parametrize("key", ["relu", "leaky_relu"])
+def test_hard_gates_take_nested_tensors(key):
+    parts = [torch.randn(2), torch.randn(3)]
+    x = torch.nested.nested_tensor(parts, layout=torch.jagged)
+    act = Activation(key)
+    y = kernels.blend(x, act._structure, act._held)
+    for have, part in zip(y.unbind(), parts, strict=True):
+        torch.testing.assert_close(have, kernels.blend(part, act._structure, act._held))
+
+
+def test_of_what_a_caller_made_itself_only_the_address_is_asked(monkeypatch):
+    run, calls = runtime.Launch(None, (1,), 4, (7,)), []
+    run.ready[0, torch.float32] = lambda *given: calls.append(given)
+    monkeypatch.setattr(runtime, "_address", OnDevice.data_ptr)
+    monkeypatch.setattr(runtime, "_device", OnDevice.get_device)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+    here, made = OnDevice(0), OnDevice(0)
+    made.get_device = None
+    run.beside((here, here), (made,), (here,))
+    assert calls == [(16, 16, 16, 16, 7)]
+    for given, others in (((here, OnDevice(-1)), (here,)), ((here,), (OnDevice(-1),))):
+        with pytest.raises(RuntimeError, match=r"one device, got cpu, cuda:0; move the module"):
+            run.beside(given, (here,), others)
+    assert len(calls) == 1
+
+
 class Compiled:
     """As much of a compiled kernel as a launch asks for, around Triton's own launcher."""
 

@@ -265,6 +265,39 @@ def test_saved_tensors_of_another_size_are_refused():
         torch.autograd.grad(y.sum(), x)
 
 
+def test_saved_parameters_of_another_size_are_not_written_past():
+    act, x, dy = case("silu", "channel")
+    hooks = torch.autograd.graph.saved_tensors_hooks(
+        lambda t: t, lambda t: t[:, :1].clone() if t is act.s else t
+    )
+    with hooks:
+        y = act(x)
+    with pytest.raises(RuntimeError):
+        torch.autograd.grad(y, [x, *act.parameters()], dy)
+
+
+def test_each_gradient_is_memory_of_its_own():
+    act, x, dy = case("silu", "channel")
+    for grad in gradients(act, x, dy):
+        assert grad.untyped_storage().nbytes() == grad.numel() * grad.element_size()
+
+
+@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize("channels", [63, 64, 65, 200])
+def test_a_channel_has_the_same_bits_among_many_and_alone(key, channels, no_tiles):
+    torch.manual_seed(0)
+    many = Activation(key, share="channel", channels=channels, train=LEARNED)
+    for w in many.parameters():
+        w.data += 0.1 * torch.randn_like(w)
+    x = torch.randn(5, channels, 7)
+    y = many(x)
+    for k in (0, channels // 2, channels - 1):
+        one = Activation(key, share="channel", channels=1, train=LEARNED)
+        for name, w in many.named_parameters():
+            getattr(one, name).data.copy_(w.data[..., k : k + 1])
+        assert torch.equal(y[:, k : k + 1], one(x[:, k : k + 1].contiguous()))
+
+
 @pytest.mark.parametrize("key", ["silu", "tanh", "mish", "gelu"])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("name", ["dtheta", "s", "c"])

@@ -5,6 +5,7 @@ It saves x and the parameters alone and computes the gates anew in the backward 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -16,7 +17,16 @@ from torch.autograd.graph import increment_version
 from threshold_gating.kernels.backend import is_memory
 from threshold_gating.kernels.blend import gpu
 from threshold_gating.kernels.blend.steps import plain
-from threshold_gating.kernels.structure import Role, Shape, Structure, Tensors, Wanted, viewed
+from threshold_gating.kernels.structure import (
+    Held,
+    Numbers,
+    Role,
+    Shape,
+    Structure,
+    Tensors,
+    Wanted,
+    viewed,
+)
 
 
 class Plan(Protocol):
@@ -35,7 +45,7 @@ class Plan(Protocol):
     @property
     def shape(self) -> Shape: ...
 
-    def read(self, x: Tensor, tensors: Tensors) -> Any: ...
+    def read(self, x: Tensor, tensors: Held) -> Any: ...
 
     def forward(self, x: Tensor, other: Tensor | None, given: Any) -> Tensor: ...
 
@@ -44,7 +54,7 @@ class Plan(Protocol):
         dy: Tensor,
         x: Tensor,
         other: Tensor | None,
-        tensors: Tensors,
+        tensors: Held,
         given: Any,
         wanted: Wanted,
     ) -> Sequence[Tensor | None]: ...
@@ -56,11 +66,10 @@ class Blend(torch.autograd.Function):
         plan: Plan
         *tensors, plan = held
         ctx.save_for_backward(x, other, *tensors)
+        given = plan.read(x, tensors)
         # what was read stays right: autograd sees to it that what is saved does not change
-        ctx.plan, ctx.given = plan, plan.read(x, Tensors(*tensors))
-        ctx.stride, ctx.dtype = x.stride(), x.dtype
-        y: Tensor = plan.forward(x, other, ctx.given)
-        return y
+        ctx.kept = plan, given, x.stride(), x.dtype
+        return plan.forward(x, other, given)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
@@ -74,10 +83,10 @@ class Overwrite(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, other: None, *held: Any) -> tuple[Tensor, Tensor]:
         plan: gpu.Plan
         *tensors, plan = held
-        ctx.plan, ctx.given = plan, plan.read(x, Tensors(*tensors))
-        ctx.stride, ctx.dtype = x.stride(), x.dtype
+        given = plan.read(x, tensors)
+        ctx.kept = plan, given, x.stride(), x.dtype
         kept = torch.empty_like(x)
-        plan.overwrite(x, kept, ctx.given)
+        plan.overwrite(x, kept, given)
         increment_version(x)  # autograd does not see what kernels write
         ctx.mark_dirty(x)
         ctx.set_materialize_grads(False)
@@ -94,25 +103,34 @@ class Overwrite(torch.autograd.Function):
 
 def _gradients(ctx: Any, dy: Tensor) -> Any:
     """Of x, the other input and `Tensors`, and None for the plan."""
-    plan: Plan = ctx.plan
+    plan: Plan
+    plan, given, stride, dtype = ctx.kept
     needed = ctx.needs_input_grad[:8]
     x, other, *held = ctx.saved_tensors
-    if not torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
+        wanted = Wanted.of(needed)
+    else:
         if torch.is_grad_enabled() or not _is_memory_like(dy, x):
             f = partial(_formula, plan.structure, plan.role, plan.shape)
             return *differentiated(f, (x, other, *held), dy, needed), None
         # a hook on saved tensors may give them back in another layout or type
-        if x.stride() != ctx.stride or x.dtype != ctx.dtype:
-            x = dy.new_empty_strided(dy.shape, ctx.stride, dtype=ctx.dtype).copy_(x)
-        if other is not None and other.dtype != ctx.dtype:
-            other = other.to(ctx.dtype)
-    wanted = Wanted.of(needed)
-    grads = plan.backward(dy, x, other, Tensors(*held), ctx.given, wanted)
-    dx, dother, dtau, dtheta, ds, dc = grads
-    ds, dc = _of_data(ds, plan.structure, "s"), _of_data(dc, plan.structure, "c")
+        if x.stride() != stride or x.dtype is not dtype:
+            x = dy.new_empty_strided(dy.shape, stride, dtype=dtype).copy_(x)
+        if other is not None and other.dtype is not dtype:
+            other = other.to(dtype)
+        wanted = _wanted(needed)
+    dx, dother, dtau, dtheta, ds, dc = plan.backward(dy, x, other, held, given, wanted)
+    learned = plan.structure.learned
+    if ds is not None and "s" not in learned:
+        ds = _of_data(ds, plan.structure.s)
+    if dc is not None and "c" not in learned:
+        dc = _of_data(dc, plan.structure.c)
     drho, dtau = (None, dtau) if held[0] is None else (dtau, None)
     dshift, dtheta = (None, dtheta) if held[1] is None else (dtheta, None)
     return dx, dother, drho, dshift, ds, dc, dtau, dtheta, None
+
+
+_wanted = functools.lru_cache(256)(Wanted.of)  # of 2^8 at most
 
 
 def _is_memory_like(dy: Tensor, x: Tensor) -> bool:
@@ -124,11 +142,9 @@ def _is_memory_like(dy: Tensor, x: Tensor) -> bool:
 _is_batch = torch._C._functorch.is_legacy_batchedtensor  # of torch.autograd.grad(is_grads_batched)
 
 
-def _of_data(grad: Tensor | None, structure: Structure, name: str) -> Tensor | None:
+def _of_data(grad: Tensor, numbers: Numbers) -> Tensor:
     """A gradient for the rows that are read: of those that structure knows it is 0."""
-    if grad is None or name in structure.learned:
-        return grad
-    known = [number is not None for number in getattr(structure, name)]
+    known = [number is not None for number in numbers]
     if not any(known):
         return grad
     # row by row: a tensor of their numbers would be a copy from the host, which no CUDA graph takes

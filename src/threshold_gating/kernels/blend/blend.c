@@ -422,11 +422,14 @@ static void take_chunks(void *shared)
     }
 }
 
-/* The gradients of the parameters (SUMS, G) from the sums of all slots, in double. */
-static void finish(const struct work *w, long slots, float *grads)
+/* The gradients of the parameters (rows, G) from the sums of all slots, in double; `grads` are those
+   of tau, theta, s and c, NULL for one that nobody wants. */
+static void finish(const struct work *w, long slots, float *const *grads)
 {
+    const int first[] = {MOVED, TURN, SLOPE, CONSTANT};
     for (int row = 0; row < SUMS; row++) {
-        for (long g = 0; g < w->G; g++) {
+        int of = (row >= TURN) + (row >= SLOPE) + (row >= CONSTANT);
+        for (long g = 0; grads[of] != NULL && g < w->G; g++) {
             double total = 0.0, factor = 1.0;
             for (long slot = 0; slot < slots; slot++)
                 total += w->sums[(slot * SUMS + row) * w->G + g];
@@ -434,30 +437,64 @@ static void finish(const struct work *w, long slots, float *grads)
                 factor = w->p[(CHAIN + row - MOVED) * w->G + g];
             else if (row < SLOPE)
                 factor = -w->p[(TAU + (T == 1 ? 0 : row - TURN)) * w->G + g];
-            grads[row * w->G + g] = (float)(factor * total);
+            grads[of][(row - first[of]) * w->G + g] = (float)(factor * total);
         }
     }
 }
 
 typedef void team(void (*)(void *), void *, unsigned, unsigned);
 
-/* y, or with `back` dx, and with `grads` (SUMS, G) the gradients of the parameters as well,
-   for which `sums` is room. Threads are those of `start`: GOMP_parallel of the OpenMP that torch has
+enum { FEW = 16384 }; /* sums that fit the stack; one_pass._FEW_SUMS */
+
+/* y, or with `back` dx, and with slots for sums in `sizes` the gradients of the parameters as well,
+   for which `sums` is room, needed only for more than FEW. Threads are those of `start`: GOMP_parallel of the OpenMP that torch has
    loaded. Gives 1 if a value is not finite, or where a tensor turns out to have no memory. */
-int blend(const void *x, const void *dy, void *out, const float *p, float *sums, float *grads,
-          const long *sizes, int type, int constants, int back, unsigned threads, team *start)
+int blend(const void *x, const void *dy, void *out, const float *p, float *sums, float *dtau,
+          float *dtheta, float *ds, float *dc, const long *sizes, int type, int constants, int back,
+          unsigned threads, team *start)
 {
-    if (x == NULL || out == NULL || (back && dy == NULL))
+    const long slots = sizes[8], count = slots * SUMS * sizes[1];
+    if (x == NULL || out == NULL || (back && dy == NULL) || (sums == NULL && count > FEW))
         return 1;
+    float *const grads[] = {dtau, dtheta, ds, dc};
+    float room[sums == NULL ? count + 1 : 1];
+    sums = slots == 0 ? NULL : sums == NULL ? room : sums;
     struct work w = {x, dy, out, p, sums, sizes[0], sizes[1], sizes[2], sizes[3], sizes[4],
                      sizes[5], sizes[6], sizes[7], type, constants, back};
     if (threads > 1)
         start(take_chunks, &w, threads, 0);
     else
         take_chunks(&w);
-    if (grads != NULL)
-        finish(&w, sizes[8], grads);
+    if (slots > 0)
+        finish(&w, slots, grads);
     return w.strange;
+}
+
+/* Groups that `fold` takes at once, row by row, so that a compiler makes vectors of all but exp. */
+enum { BLOCK = 64 };
+
+/* A row of a parameter in double: the known number, or what the tensor has; NaN without either. */
+INLINE void row_of(double *to, const float *tensor, double known, long n)
+{
+    int read = isnan(known) && tensor != NULL;
+    for (long g = 0; g < n; g++)
+        to[g] = read ? tensor[g] : known;
+}
+
+/* Whether branches can be counted from below everywhere (structure._are_small): what is left of a
+   branch where the exponential stops growing is no more than a unit in the last place of the last. */
+INLINE int are_small(double w[K][BLOCK], double s[K][BLOCK], double c[K][BLOCK], long g)
+{
+    double left = exp2(-124.0), unit = exp2(-23.0);
+    int small = 1;
+    for (int k = 0; k < K; k++, left *= exp2(124.0 / J)) {
+        double slope = fabs(s[k][g]), constant = fabs(c[k][g]), rest = left * w[k][g];
+        if (k < K - 1)
+            small = small && rest <= exp2(-24.0) && rest * slope <= unit * fabs(s[J][g])
+                    && rest * constant <= unit * fabs(c[J][g]);
+        small = small && slope <= 2.0 && constant <= 2.0;
+    }
+    return small;
 }
 
 /* Parameters as they are read above, from what a module holds (G numbers a row, NULL for nothing):
@@ -469,57 +506,59 @@ double fold(const float *rho, const float *dtheta, const float *s, const float *
 {
     const double log2e = 1.4426950408889634, bound = 7.0; /* structure.rho_bound */
     double largest = 0.0;
-    for (long g = 0; g < G; g++) {
-        double tau[T], theta[J], weight = 0.0, mid = 0.0, sharp = 0.0;
-#define OF(tensor, row, m) \
-    (!isnan(known[(row) + (m)]) ? known[(row) + (m)] : (tensor) == NULL ? NAN : (tensor)[(m) * G + g])
-#define TO(row, m) p[((row) + (m)) * G + g]
+    int bad = 0;
+    for (long from = 0; from < G; from += BLOCK) {
+        long n = G - from < BLOCK ? G - from : BLOCK;
+        double tau[T][BLOCK], theta[J][BLOCK], slope[K][BLOCK], constant[K][BLOCK], w[K][BLOCK];
+        double mid[BLOCK] = {0.0}, sharp[BLOCK] = {0.0}, weight[BLOCK] = {0.0};
+#define READ(to, tensor, row, m) \
+    row_of(to[m], (tensor) == NULL ? NULL : (tensor) + (m) * G + from, known[(row) + (m)], n)
+#define ALL for (long g = 0; g < n; g++)
+#define TO(row, m) p[((row) + (m)) * G + from + g]
         for (int m = 0; m < T; m++) {
-            double r = rho == NULL ? 0.0 : rho[m * G + g];
-            int within = fabs(r) <= bound;
-            tau[m] = OF(tau0, 0, m) * exp(r < -bound ? -bound : r > bound ? bound : r);
-            TO(TAU, m) = (float)tau[m];
-            TO(EXPONENT, m) = (float)(tau[m] * log2e);
-            TO(CHAIN, m) = rho == NULL ? 1.0f : within ? (float)tau[m] : 0.0f;
+            READ(tau, tau0, 0, m);
+            if (rho == NULL) {
+                ALL TO(CHAIN, m) = 1.0f;
+            } else {
+                const float *r = rho + m * G + from;
+                ALL tau[m][g] *= exp(r[g] < -bound ? -bound : r[g] > bound ? bound : r[g]);
+                ALL TO(CHAIN, m) = fabs(r[g]) <= bound ? (float)tau[m][g] : 0.0f;
+            }
+            ALL TO(TAU, m) = (float)tau[m][g];
+            ALL TO(EXPONENT, m) = (float)(tau[m][g] * log2e);
+            ALL bad |= !(tau[m][g] > 0);
         }
         for (int m = 0; m < J; m++) {
-            double t = tau[T == 1 ? 0 : m];
-            theta[m] = OF(theta0, T, m) + (dtheta == NULL ? 0.0 : dtheta[m * G + g]);
-            mid += t * theta[m];
-            sharp += t;
-            largest = t > 0 ? largest : NAN;
-            TO(THETA, m) = (float)theta[m];
+            const double *t = tau[T == 1 ? 0 : m];
+            READ(theta, theta0, T, m);
+            if (dtheta != NULL)
+                ALL theta[m][g] += dtheta[m * G + from + g];
+            ALL TO(THETA, m) = (float)theta[m][g];
+            ALL mid[g] += t[g] * theta[m][g];
+            ALL sharp[g] += t[g];
         }
-        /* structure._are_small: what is left of a branch where the exponential stops growing is no
-           more than a unit in the last place of the last one */
-        int small = GATE == ONE_TAU;
-        double left = exp2(-124.0), unit = exp2(-23.0), poison = 0.0;
-        double least[] = {unit * fabs(OF(s, T + J, J)), unit * fabs(OF(c, T + J + K, J))};
-        mid = (double)(TO(MID, 0) = (float)(mid / sharp));
-        for (int k = 0; k < K; k++, left *= exp2(124.0 / J)) {
-            double slope = OF(s, T + J, k), constant = OF(c, T + J + K, k), w;
+        ALL mid[g] = TO(MID, 0) = (float)(mid[g] / sharp[g]);
+        for (int k = 0; k < K; k++) {
+            READ(slope, s, T + J, k);
+            READ(constant, c, T + J + K, k);
             if (k > 0)
-                weight -= tau[T == 1 ? 0 : k - 1] * (theta[k - 1] - mid) * log2e;
+                ALL weight[g] -= tau[T == 1 ? 0 : k - 1][g] * (theta[k - 1][g] - mid[g]) * log2e;
             /* 0 but for the rounding of mid, which is seen where tau mid is large; two gates have
                theta as float32 for their mid */
-            if (k == K - 1 && (K == 2 || fabs(weight) < exp2(-21.0)))
-                weight = 0.0;
-            largest = fabs(weight) < largest || isnan(largest) ? largest : fabs(weight);
-            w = exp2(weight);
-            if (k < K - 1)
-                small = small && left * w <= exp2(-24.0) && left * w * fabs(slope) <= least[0]
-                        && left * w * fabs(constant) <= least[1];
-            small = small && fabs(slope) <= 2.0 && fabs(constant) <= 2.0;
-            TO(W, k) = (float)w;
-            TO(S, k) = (float)slope;
-            TO(C, k) = (float)constant;
-            TO(WS, k) = (float)(w * slope);
-            TO(WC, k) = (float)(w * constant);
+            if (k == K - 1)
+                ALL weight[g] = K == 2 || fabs(weight[g]) < exp2(-21.0) ? 0.0 : weight[g];
+            ALL bad |= isnan(weight[g]);
+            ALL largest = fabs(weight[g]) > largest ? fabs(weight[g]) : largest;
+            ALL w[k][g] = K == 2 ? 1.0 : exp2(weight[g]);
+            ALL TO(W, k) = (float)w[k][g];
+            ALL TO(S, k) = (float)slope[k][g];
+            ALL TO(C, k) = (float)constant[k][g];
+            ALL TO(WS, k) = (float)(w[k][g] * slope[k][g]);
+            ALL TO(WC, k) = (float)(w[k][g] * constant[k][g]);
         }
-        TO(SMALL, 0) = (float)small;
+        ALL TO(SMALL, 0) = GATE == ONE_TAU && are_small(w, slope, constant, g);
         for (int row = 0; row < ROWS; row++)
-            poison += TO(row, 0) * 0.0f;
-        largest = poison == 0.0 ? largest : NAN;
+            ALL bad |= is_strange(TO(row, 0));
     }
-    return largest;
+    return bad ? NAN : largest;
 }

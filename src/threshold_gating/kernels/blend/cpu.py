@@ -15,11 +15,12 @@ from threshold_gating.kernels.blend import one_pass, tiles
 from threshold_gating.kernels.blend.arithmetic import Scratch, Sums
 from threshold_gating.kernels.layout import Sizes, flat, like, placed
 from threshold_gating.kernels.structure import (
+    MOST_BRANCHES,
+    Held,
     Role,
     Rows,
     Shape,
     Structure,
-    Tensors,
     Wanted,
     rho_bound,
 )
@@ -28,6 +29,7 @@ from threshold_gating.kernels.structure import (
 # would fit a nearer cache, but then calling torch costs more than the arithmetic.
 _TILE = {True: 2**18, False: 2**17}
 _MOST_KEPT = 2**16  # numbers of folded parameters that are kept however small x is
+_MOST_ROWS = one_pass.folded_rows(MOST_BRANCHES, MOST_BRANCHES - 1)
 
 Part = tuple[slice, slice, slice]
 
@@ -35,7 +37,7 @@ Part = tuple[slice, slice, slice]
 class Given(NamedTuple):
     """What was given, and the parameters as compiled code reads them, where it takes them."""
 
-    tensors: Tensors
+    tensors: Held
     ready: one_pass.Ready | None
 
 
@@ -48,19 +50,21 @@ class Plan(NamedTuple):
     copies: bool
     role: Role = Role.READ  # of another input, if there is one
 
-    def read(self, x: Tensor, tensors: Tensors) -> Given:
+    def read(self, x: Tensor, tensors: Held) -> Given:
         return Given(tensors, None if self._reads_again() else self._ready(x, tensors))
 
-    def _ready(self, x: Tensor, tensors: Tensors) -> one_pass.Ready | None:
+    def _ready(self, x: Tensor, tensors: Held) -> one_pass.Ready | None:
         return one_pass.ready(x, self.structure, tensors, self.sizes[1])
 
     def _reads_again(self) -> bool:
         """Whether what code reads is not kept until the backward pass: it is larger than x."""
         outer, group, inner = self.sizes
+        if group * _MOST_ROWS <= _MOST_KEPT:
+            return False
         rows = one_pass.folded_rows(self.structure.K, len(self.structure.tau))
         return group * rows > _MOST_KEPT and rows > outer * inner
 
-    def _rows(self, x: Tensor, tensors: Tensors) -> Rows:
+    def _rows(self, x: Tensor, tensors: Held) -> Rows:
         """The parameters as they are now: numbers, or (1, G, 1) each."""
         structure = self.structure
         if self.sizes[1] == 1:
@@ -74,7 +78,7 @@ class Plan(NamedTuple):
             None if w is None else w.detach().to(dtype).reshape(shape)
             for w, shape in zip(tensors, shapes, strict=True)
         ]
-        return structure.rows(Tensors(*each))
+        return structure.rows(each)
 
     def forward(self, x: Tensor, v: Tensor | None, given: Given) -> Tensor:
         ready = self._ready(x, given.tensors) if self._reads_again() else given.ready
@@ -97,16 +101,17 @@ class Plan(NamedTuple):
         dy: Tensor,
         x: Tensor,
         v: Tensor | None,
-        tensors: Tensors,
+        tensors: Held,
         given: Given,
         wanted: Wanted,
     ) -> list[Tensor | None]:
         """The gradients of x, v, tau, theta, s and c."""
         ready = self._ready(x, tensors) if self._reads_again() else given.ready
         if ready is not None and v is None:
-            done = ready.backward(dy, x, self.sizes, wanted)
+            learned = _learned(tensors, wanted)
+            done = ready.backward(dy, x, self.sizes, learned)
             if done is not None:
-                return [done[0], None, *_shaped(done[1], tensors, wanted)]
+                return [done[0], None, *map(_as_its_own, done[1], learned)]
         rows = self._rows(x, tensors)
         work, slopes = self._tiles(x, v, rows), flat(like(dy, x), self.sizes)
         if work.parts == [None]:
@@ -149,20 +154,15 @@ class Plan(NamedTuple):
         return totals
 
     @staticmethod
-    def _parameters(sums: Sums, tensors: Tensors, now: Rows, wanted: Wanted) -> list[Tensor | None]:
+    def _parameters(sums: Sums, tensors: Held, now: Rows, wanted: Wanted) -> list[Tensor | None]:
         """The gradients of what is learned from those of tau, theta, s and c as they are now."""
-        rho, dtheta, s, c, tau0, theta0 = tensors
-        taus, thetas, slopes, constants = sums
+        rho, learned = tensors[0], _learned(tensors, wanted)
+        taus, *others = sums
         if rho is not None and wanted.tau:
             taus = [total * tau for total, tau in zip(taus, now.tau, strict=True)]
         grads = [
-            _gathered(row, w) if want and w is not None else None
-            for row, w, want in (
-                (taus, tau0 if rho is None else rho, wanted.tau),
-                (thetas, theta0 if dtheta is None else dtheta, wanted.theta),
-                (slopes, s, wanted.s),
-                (constants, c, wanted.c),
-            )
+            None if w is None else _gathered(row, w)
+            for row, w in zip((taus, *others), learned, strict=True)
         ]
         if rho is not None and grads[0] is not None:
             grads[0] = torch.where(rho.abs() <= rho_bound(), grads[0], 0.0)
@@ -192,14 +192,20 @@ class _Tiles(NamedTuple):
         return self.room.copy(t) if t.element_size() < 4 else t
 
 
-def _shaped(grads: Sequence[Tensor], tensors: Tensors, wanted: Wanted) -> Iterator[Tensor | None]:
-    """Gradients (rows, G) of tau, theta, s and c as those of the tensors that are learned."""
+def _learned(tensors: Held, wanted: Wanted) -> Held:
+    """Whose gradients are wanted, for tau, theta, s and c."""
     rho, dtheta, s, c, tau0, theta0 = tensors
-    held = (tau0 if rho is None else rho, theta0 if dtheta is None else dtheta, s, c)
-    if not grads:
-        yield from (None,) * 4
-    for grad, w, want in zip(grads, held, wanted[2:], strict=bool(grads)):
-        yield grad.view(w.shape).to(w.dtype) if want and w is not None else None
+    return (
+        (tau0 if rho is None else rho) if wanted.tau else None,
+        (theta0 if dtheta is None else dtheta) if wanted.theta else None,
+        s if wanted.s else None,
+        c if wanted.c else None,
+    )
+
+
+def _as_its_own(grad: Tensor | None, w: Tensor | None) -> Tensor | None:
+    """A gradient in the type of what is learned."""
+    return grad if grad is None or w is None or grad.dtype is w.dtype else grad.to(w.dtype)
 
 
 def _laid(d: Tensor | None, x: Tensor) -> Tensor | None:

@@ -104,15 +104,18 @@ def _blend(
         if name == "native":
             raise no_native_op()
         return _parsed(x, (structure, *given), v, up, options, name)
-    if options or not (len(given) == 2 or (len(given) == 1 and callable(given[0]))):
+    count = len(given)
+    if options or not (count == 2 or (count == 1 and callable(given[0]))):
         raise TypeError(wrong_call("blend", "tensors, shape", given, options))
     if takes_native(name):
         if native and v is None and up is None and structure.native is not None:
             return lowered(structure.native, x, inplace)
         if name == "native":
             raise no_native_op()
-    tensors, shape = given if len(given) == 2 else given[0](x)
+    tensors, shape = given if count == 2 else given[0](x)
     if not inplace:
+        if v is None and up is None and (usual := _usual_call(x, structure, tensors, shape, name)):
+            return _applied(x, None, *usual)  # the shortest way for what nearly every call is
         return _gates(x, structure, tensors, shape, v, up, name)
     if v is None and up is None:
         y = _overwritten(x, structure, tensors, shape, name)
@@ -248,12 +251,15 @@ def _overwritten(
     x: Tensor, structure: Structure, held: Tensors | Rows, shape: Shape, name: str
 ) -> Tensor | None:
     """The gates written over x in one launch, or None where that cannot be."""
-    if keeps_gates() or not (usual := _usual_call(x, structure, held, shape, name)):
+    usual = _usual_call(x, structure, held, shape, name)
+    if usual is None:
         return None
     tensors, plan = usual
+    if not isinstance(plan, gpu.Plan):
+        return None
     if x.is_inference() and not torch.is_inference_mode_enabled():
         return None  # torch's own copy has the words to refuse it
-    if _learns(x, *tensors):
+    if torch.is_grad_enabled() and _learns(x, *tensors):
         # the copy is given back, so that second derivatives find their way through it
         return autograd.overwrite(x, None, *tensors, plan)[0] if may_rebase(x) else None
     plan.overwrite(x, None, plan.read(x, tensors))
@@ -264,12 +270,17 @@ def _overwritten(
 
 def _usual_call(
     x: Tensor, structure: Structure, held: Tensors | Rows, shape: Shape, name: str
-) -> tuple[Tensors, gpu.Plan] | None:
-    """The tensors and the plan, if x is what most inputs on a GPU are."""
-    if not runs_triton(x, name) or torch.compiler.is_compiling():
+) -> tuple[Tensors, cpu.Plan | gpu.Plan] | None:
+    """The tensors and the plan, if x is what most inputs are."""
+    # no memory comes further: sizes and strides of a nested tensor cannot be asked for
+    if torch.compiler.is_compiling() or keeps_gates() or not is_memory(x):
         return None
-    plan = _usual(structure, x.shape, x.stride(), x.dtype, shape)
-    if plan is None or not is_memory(x):
+    triton = runs_triton(x, name)
+    # few elements of hard gates are left to formulas, which take any layout
+    if not triton and (name != "auto" or not x.is_cpu or structure.gate == Gate.HARD):
+        return None
+    plan = _usual(structure, x.shape, x.stride(), x.dtype, shape, triton)
+    if plan is None:
         return None
     tensors = held if isinstance(held, Tensors) else whole(held, shape)
     return None if _is_elsewhere(tensors, x) else (tensors, plan)
@@ -282,11 +293,16 @@ def _usual(
     stride: Sequence[int],
     dtype: torch.dtype,
     shape: Shape,
-) -> gpu.Plan | None:
-    """What runs for most inputs on a GPU, found in one look-up: there Python is what takes time."""
+    triton: bool,
+) -> cpu.Plan | gpu.Plan | None:
+    """What runs for most inputs, found in one look-up: of small ones Python is what takes time."""
     if not structure.fused or structure.huge or structure.jumps or 0 in sizes:
         return None
-    plan = gpu.plan(structure, Role.ALONE, sizes, stride, dtype, shape)
+    plan: cpu.Plan | gpu.Plan | None = None
+    if triton:
+        plan = gpu.plan(structure, Role.ALONE, sizes, stride, dtype, shape)
+    elif dtype.is_floating_point:
+        plan = cpu.plan(structure, sizes, stride, shape)
     return None if plan is None or plan.copies else plan
 
 
@@ -337,18 +353,17 @@ def _by_kernel(
 
 
 def _applied(x: Tensor, other: Tensor | None, tensors: Tensors, plan: autograd.Plan) -> Tensor:
-    if _learns(x, other, *tensors):
+    if torch.is_grad_enabled() and _learns(x, other, *tensors):
         y: Tensor = autograd.apply(x, other, *tensors, plan)
         return y
     return plan.forward(x, other, plan.read(x, tensors))
 
 
 def _learns(*tensors: Tensor | None) -> bool:
-    """Whether autograd is to know of what is computed from these."""
-    if torch.is_grad_enabled():
-        for t in tensors:
-            if t is not None and t.requires_grad:
-                return True
+    """Whether autograd is to know of what is computed from these, if anything is."""
+    for t in tensors:  # noqa: SIM110  (a generator takes longer, in every call)
+        if t is not None and t.requires_grad:
+            return True
     return False
 
 

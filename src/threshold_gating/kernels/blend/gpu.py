@@ -20,11 +20,11 @@ from threshold_gating.kernels.runtime import Launch, interpreting
 from threshold_gating.kernels.structure import (
     DIGITS,
     Gate,
+    Held,
     Numbers,
     Role,
     Shape,
     Structure,
-    Tensors,
     Wanted,
     Weights,
 )
@@ -264,14 +264,13 @@ class Plan:
         self.over = prepared(self.known._replace(role=int(Role.KEPT)), sizes, size).run
         self._ready: dict[Wanted, _Backward] = {}
 
-    def read(self, x: Tensor, tensors: Tensors) -> tuple[Tensor, ...]:
+    def read(self, x: Tensor, tensors: Held) -> tuple[Tensor, ...]:
         """What the kernels read: tau, rho, theta, shift, s, c."""
         return runtime.readable(read(self.structure, tensors, self.sizes[1], x.device))
 
     def forward(self, x: Tensor, other: Tensor | None, given: tuple[Tensor, ...]) -> Tensor:
         y = torch.empty_like(x)
-        second = x if other is None else like(other, x)
-        self.run((x, second, y, *given), x.dtype)
+        self.run.beside((x, x if other is None else like(other, x)), (y,), given)
         return y
 
     def overwrite(self, x: Tensor, kept: Tensor | None, given: tuple[Tensor, ...]) -> None:
@@ -286,7 +285,7 @@ class Plan:
         dy: Tensor,
         x: Tensor,
         other: Tensor | None,
-        tensors: Tensors,
+        tensors: Held,
         given: tuple[Tensor, ...],
         wanted: Wanted,
     ) -> list[Tensor | None]:
@@ -296,16 +295,16 @@ class Plan:
         dx = torch.empty_like(x) if wanted.x else None
         dother = torch.empty_like(x) if wanted.other else None
         second = x if other is None else like(other, x)
-        _, rho, _, shift, s, c = given
+        learned = given[1], *given[3:]  # rho, shift, s, c
         grads: list[Tensor | None] = [None, None, None, None]
-        into = [rho, rho, rho, rho]  # of float32; nothing is written to what is not wanted
+        into = [given[1]] * 4  # of float32; nothing is written to what is not wanted
         for k in found.whose:
-            grads[k] = into[k] = torch.empty_like((rho, shift, s, c)[k])
+            grads[k] = into[k] = torch.empty_like(learned[k])
         sums = into
         if found.add is not None:  # strided, because `new_empty` takes twice as long
             sums = [x.new_empty_strided(found.sums, found.stride, dtype=torch.float32)] * 4
-        to = x if dx is None else dx, x if dother is None else dother
-        found.run((x, second, dy, *to, *sums, *given), x.dtype)
+        to = x if dx is None else dx, x if dother is None else dother, *sums
+        found.run.beside((x, second, dy), to, given)
         if found.add is not None:
             found.add((sums[0], *into), torch.float32)
         return [dx, dother, *grads]
@@ -335,7 +334,7 @@ def plan(
 
 
 def read(
-    structure: Structure, tensors: Tensors, group: int, device: torch.device
+    structure: Structure, tensors: Held, group: int, device: torch.device
 ) -> tuple[Tensor, ...]:
     """tau, rho, theta, shift, s and c; another stands for one that no kernel reads."""
     rho, dtheta, s, c, tau, theta = tensors

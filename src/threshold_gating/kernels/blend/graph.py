@@ -27,7 +27,7 @@ from threshold_gating.kernels import runtime
 from threshold_gating.kernels.blend import gpu
 from threshold_gating.kernels.blend.steps import steps
 from threshold_gating.kernels.layout import dense, like
-from threshold_gating.kernels.structure import Role, Shape, Structure, Tensors, Wanted, viewed
+from threshold_gating.kernels.structure import Held, Role, Shape, Structure, Wanted, viewed
 
 
 class Graph(NamedTuple):
@@ -37,11 +37,11 @@ class Graph(NamedTuple):
     role: Role
     shape: Shape
 
-    def read(self, x: Tensor, tensors: Tensors) -> Tensors:
+    def read(self, x: Tensor, tensors: Held) -> Held:
         """The tensors as they are: what follows from them is a step of the graph."""
         return tensors
 
-    def forward(self, x: Tensor, other: Tensor | None, tensors: Tensors) -> Tensor:
+    def forward(self, x: Tensor, other: Tensor | None, tensors: Held) -> Tensor:
         structure = self.structure
         if self.role == Role.ALONE and (structure.hard or structure.K == 2):
             y = steps(x, None, structure, viewed(structure.rows(tensors), self.shape))
@@ -57,7 +57,7 @@ class Graph(NamedTuple):
         dy: Tensor,
         x: Tensor,
         other: Tensor | None,
-        tensors: Tensors,
+        tensors: Held,
         given: Any,
         wanted: Wanted,
     ) -> list[Tensor | None]:
@@ -74,7 +74,7 @@ class Graph(NamedTuple):
             at += rows
         return grads
 
-    def _read(self, x: Tensor, tensors: Tensors) -> list[Tensor]:
+    def _read(self, x: Tensor, tensors: Held) -> list[Tensor]:
         return list(gpu.read(self.structure, tensors, math.prod(self.shape), x.device))
 
 

@@ -28,7 +28,7 @@ from threshold_gating import primitive
 from threshold_gating.kernels.backend import BackendError
 from threshold_gating.kernels.compiler import CompilerError, library
 from threshold_gating.kernels.layout import Sizes, like
-from threshold_gating.kernels.structure import Gate, Structure, Tensors, Wanted, Weights
+from threshold_gating.kernels.structure import Gate, Held, Structure, Tensors, Weights
 
 _SOURCE = Path(__file__).with_name("blend.c")
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -39,6 +39,7 @@ _WIDEST, _WIDEST_OF_SUMS = 60.0, 24.0
 _CHUNK = 2**14  # elements that a thread takes at once
 _GROUPS = 32  # of a chunk, at most, where each is a run of elements
 _COLUMNS = 256  # of a chunk whose sums are for each column
+_FEW_SUMS = 2**14  # numbers for which the code has room by itself, FEW in `blend.c`
 CHOICES = ("auto", "torch", "c")
 _NOTHING = Tensors()
 
@@ -95,6 +96,10 @@ class Code:
         return self.taus, self.K - 1, self.K, self.K
 
     @functools.cached_property
+    def count(self) -> int:
+        return sum(self.sums)
+
+    @functools.cached_property
     def counts(self) -> tuple[int, ...]:
         """Rows of each of `Tensors`."""
         return *self.sums, *self.sums[:2]
@@ -119,7 +124,7 @@ def _functions(K: int, gate: int) -> Code:
     except AttributeError as error:
         raise CompilerError(f"what the compiler made lacks a function ({error})") from None
     address, long = ctypes.c_void_p, ctypes.c_long
-    blend.argtypes = [*[address] * 7, *[ctypes.c_int] * 3, ctypes.c_uint, address]
+    blend.argtypes = [*[address] * 10, *[ctypes.c_int] * 3, ctypes.c_uint, address]
     fold.argtypes, fold.restype = [*[address] * 7, long, address], ctypes.c_double
     taus = K - 1 if gate in (Gate.OWN_TAUS, _MIRRORED) else 1
     widest = 0.0 if K == 2 else _WIDEST if taus == 1 else _WIDEST_OF_SUMS
@@ -166,7 +171,7 @@ def _error(made: Code, x: Tensor, rows: Sequence[Tensor]) -> float:
     ready = _filled(made, Tensors(None, None, *rows[2:], *rows[:2]), known, group, True)
     if ready is None:
         return math.inf
-    y, found = ready.forward(x, sizes), ready.backward(x, x, sizes, Wanted(*[True] * 6))
+    y, found = ready.forward(x, sizes), ready.backward(x, x, sizes, rows)
     if y is None or found is None:
         return math.inf
     along = [torch.linspace(1, 0.5, len(w), dtype=z.dtype, device="cpu")[:, None] for w in rows]
@@ -177,6 +182,7 @@ def _error(made: Code, x: Tensor, rows: Sequence[Tensor]) -> float:
 
     h, moved = 1e-4, torch.zeros_like(z[0])
     for grad, d in zip(found[1], along, strict=True):
+        assert grad is not None  # all are asked for
         moved += (grad * d).sum(0)
     pairs = (
         (y, value(0, 0)),
@@ -207,54 +213,46 @@ class Ready(NamedTuple):
 
     def forward(self, x: Tensor, sizes: Sizes) -> Tensor | None:
         """y, or None where it is not all finite."""
-        y = torch.empty_like(x)
-        return y if self._run(x, None, y, None, None, _cut(sizes, False)) else None
+        y, cut = torch.empty_like(x), _cut(sizes, False)
+        at = x.data_ptr(), None, y.data_ptr(), self.parameters, None, None, None, None, None
+        return None if self._is_strange(at, x.dtype, cut) else y
 
     def backward(
-        self, dy: Tensor, x: Tensor, sizes: Sizes, wanted: Wanted
-    ) -> tuple[Tensor, Sequence[Tensor]] | None:
-        """dx and, if wanted, the gradients of tau, theta, s and c, (rows, G) each; None where they
-        are not all finite."""
+        self, dy: Tensor, x: Tensor, sizes: Sizes, learned: Held
+    ) -> tuple[Tensor, list[Tensor | None]] | None:
+        """dx and the gradients of what is `learned` of tau, theta, s and c, in memory of their own:
+        views of one would take longer than the arithmetic. None where they are not all finite, or
+        a tensor has another size than when it was read."""
         if torch._C._len_torch_dispatch_stack() > 0 or not (_is_plain(x) and _is_plain(dy)):
             return None
-        dy, dx, cut = like(dy, x), torch.empty_like(x), _cut(sizes, any(wanted[2:]))
-        sums = grads = None
-        if cut.slots:
-            rows = sum(self.code.sums)
-            sums = torch.empty((cut.slots, rows, sizes[1]), dtype=torch.float32)
-            grads = torch.empty((rows, sizes[1]), dtype=torch.float32)
-        if not self._run(x, dy, dx, sums, grads, cut):
-            return None
-        return dx, () if grads is None else grads.split_with_sizes(self.code.sums)
+        grads: list[Tensor | None] = []
+        places: list[int | None] = [None]  # of the sums, then of the gradients
+        for w, rows in zip(learned, self.code.sums, strict=True):
+            if w is None:
+                grads.append(None)
+                places.append(None)
+            elif w.numel() != rows * sizes[1]:
+                return None
+            else:
+                grads.append(new := _room_for(w))
+                places.append(new.data_ptr())
+        dy, dx, cut = like(dy, x), torch.empty_like(x), _cut(sizes, any(places))
+        if (count := cut.slots * self.code.count * sizes[1]) > _FEW_SUMS:
+            room = torch.empty(count, dtype=torch.float32)
+            places[0] = room.data_ptr()
+        at = x.data_ptr(), dy.data_ptr(), dx.data_ptr(), self.parameters, *places
+        return None if self._is_strange(at, x.dtype, cut) else (dx, grads)
 
-    def _run(
-        self,
-        x: Tensor,
-        dy: Tensor | None,
-        out: Tensor,
-        sums: Tensor | None,
-        grads: Tensor | None,
-        cut: _Cut,
-    ) -> bool:
-        """Whether all that came out is finite."""
+    def _is_strange(self, at: tuple[Any, ...], dtype: torch.dtype, cut: _Cut) -> int:
+        """Run; whether anything that came out is not finite."""
         threads = 1
         if cut.chunks > 1 and _TEAM and _Process.threads:
             threads = min(torch.get_num_threads(), cut.chunks)
+        back = at[1] is not None
         strange: int = self.code.blend(
-            x.data_ptr(),
-            None if dy is None else dy.data_ptr(),
-            out.data_ptr(),
-            self.parameters,
-            None if sums is None else sums.data_ptr(),
-            None if grads is None else grads.data_ptr(),
-            cut.sizes,
-            _TYPES[x.dtype],
-            self.constants,
-            dy is not None,
-            threads,
-            _TEAM,
+            *at, cut.sizes, _TYPES[dtype], self.constants, back, threads, _TEAM
         )
-        return not strange
+        return strange
 
 
 class _Cut(NamedTuple):
@@ -276,8 +274,9 @@ def _cut(sizes: Sizes, summed: bool) -> _Cut:
     blocks, pieces = -(-outer // rows), -(-width // columns)
     slots = blocks if lane else blocks * pieces
     blocks = blocks if lane else blocks * -(-group // groups)
+    slots = slots if summed else 0
     found = (ctypes.c_long * 9)(outer, group, inner, rows, groups, columns, blocks, pieces, slots)
-    return _Cut(found, blocks * pieces, slots if summed else 0)
+    return _Cut(found, blocks * pieces, slots)
 
 
 class _Kind(NamedTuple):
@@ -288,12 +287,13 @@ class _Kind(NamedTuple):
     constants: bool
 
 
-def ready(x: Tensor, structure: Structure, tensors: Tensors, group: int) -> Ready | None:
+def ready(x: Tensor, structure: Structure, tensors: Held, group: int) -> Ready | None:
     """What evaluates these gates at x, or None where that is left to `tiles`."""
     # whoever looks at every op of torch is to see those of the gates
     if torch._C._len_torch_dispatch_stack() > 0 or x.is_neg():
         return None
-    if tensors.s is None and tensors.c is None and tensors.tau0 is None and tensors.theta0 is None:
+    _, _, s, c, tau0, theta0 = tensors
+    if s is None and c is None and tau0 is None and theta0 is None:
         return _known(structure, x.dtype)
     kind = _kind(structure, x.dtype)
     return None if kind is None else _filled(kind.code, tensors, kind.known, group, kind.constants)
@@ -327,27 +327,41 @@ def _doubles(numbers: Sequence[float | None]) -> Any:
     return (ctypes.c_double * len(each))(*each)
 
 
-def _filled(made: Code, tensors: Tensors, known: Any, group: int, constants: bool) -> Ready | None:
+def _filled(made: Code, tensors: Held, known: Any, group: int, constants: bool) -> Ready | None:
     """The code with these parameters, or None where it does not take them."""
     at: list[int | None] = []
+    float32 = torch.float32
     for w, count in zip(tensors, made.counts, strict=True):
         if w is None:
             at.append(None)
         elif type(w) not in _PLAIN or not w.is_cpu or w.numel() != count * group:
             return None
-        elif w.dtype is torch.float32 and w.is_contiguous() and not w.is_neg():
+        elif w.dtype is float32 and w.is_contiguous() and not w.is_neg():
             at.append(w.data_ptr())
         else:
             return _filled(made, _copied(tensors), known, group, constants)
     if 0 in at:  # a tensor without memory
         return None
     # memory of ctypes: a small tensor takes longer to make than its numbers to compute
-    parameters = (ctypes.c_float * (made.rows * group))()
+    parameters = _floats(made.rows * group)()
     widest: float = made.fold(*at, known, group, parameters)
     return Ready(made, parameters, constants) if widest <= made.widest else None
 
 
+@functools.lru_cache(256)
+def _floats(count: int) -> Any:
+    """The type of so many, which takes longer to make than they do."""
+    return ctypes.c_float * count
+
+
 _PLAIN = (torch.nn.Parameter, Tensor)
+
+
+def _room_for(w: Tensor) -> Tensor:
+    """Memory for the gradient of w, in float32, one number after the other."""
+    if w.dtype is torch.float32 and w.is_contiguous():
+        return torch.empty_like(w)
+    return torch.empty(w.shape, dtype=torch.float32)
 
 
 def _is_plain(t: Tensor) -> bool:
@@ -355,7 +369,7 @@ def _is_plain(t: Tensor) -> bool:
     return type(t) in _PLAIN and t.is_cpu and t.layout is torch.strided and not t.is_neg()
 
 
-def _copied(tensors: Tensors) -> Tensors:
+def _copied(tensors: Held) -> Tensors:
     """The same as float32, one number after the other."""
     each = [None if w is None else w.detach().float().contiguous().resolve_neg() for w in tensors]
     return Tensors(*each)

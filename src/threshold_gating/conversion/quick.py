@@ -1,0 +1,158 @@
+"""What answers a call of torch in as few steps as can be, kept while an owner has its plan.
+
+Python takes longer for a small call than torch computes. So all that follows from the plan, the
+function and its arguments behind the input is decided once; a call looks that up.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from threshold_gating import kernels
+from threshold_gating.conversion import sites
+from threshold_gating.conversion.site import Site
+from threshold_gating.kernels.backend import eager_backend
+
+Plan = Mapping[str, Site | None]
+Answer = Callable[[Any, Any], Any]  # of the arguments, by position and by name
+# Calls that are read alike whatever their arguments are, and write over nothing: see `sites.read`.
+_WHOLE = frozenset(("softmax", "softmin", "glu", "prelu", "scaled_dot_product_attention"))
+_SIMPLE = (bool, int, float, str, type(None))
+_MOST = 4096
+
+
+class Row(NamedTuple):
+    """A kind of calls, and what answers them one after the other; None is for a longer look."""
+
+    kind: str
+    answers: list[Answer | None]
+
+
+Rows = dict[Any, Row]
+# For each owner the plan as it was, and what is known of its calls.
+_ROWS: WeakKeyDictionary[nn.Module, tuple[Plan, Rows]] = WeakKeyDictionary()
+
+
+def rows_of(plan: Plan, owner: nn.Module | None) -> Rows:
+    """What is known of the calls of an owner, nothing once its plan has changed; asked in each run.
+
+    A plan is a dict: a site of it may have been exchanged in place.
+    """
+    found = None if owner is None else _ROWS.get(owner)
+    if found is not None and _is_same(found[0], plan):
+        return found[1]
+    # an op that is none of torch's may hold its owner, which then would stay for good
+    foreign = any(site and site.op and site.t is None for site in plan.values())
+    rows: Rows = {}
+    if owner is not None and not foreign:
+        _ROWS[owner] = dict(plan), rows
+    return rows
+
+
+def _is_same(before: Plan, plan: Plan) -> bool:
+    # sites that are equal may still have other ops
+    same = len(before) == len(plan) and all(map(operator.is_, before.values(), plan.values()))
+    return same and [*before] == [*plan]
+
+
+def new_row(
+    rows: Rows, plan: Plan, func: Any, rest: tuple[Any, ...], named: dict[str, Any], apart: Any
+) -> Row | None:
+    """The row of calls with these arguments behind their input, which is there from now on; None
+    for calls that take a longer look. `apart` says whether calls of a kind have unlike answers."""
+    kind, over = sites.FUNCTIONS[func]
+    if kind in _WHOLE and not over:
+        return _kept(rows, func, Row(kind, _answers(plan, kind, apart(kind), _whole, (), func)))
+    spelled = _spelled(func, rest, named)
+    if spelled is None:
+        return None
+    kind, parameters = spelled
+    answers = _answers(plan, kind, apart(kind), _elementwise, parameters, func)
+    key = (func, rest, *named.items()) if named else (func, rest)
+    return _kept(rows, key, Row(kind, answers))
+
+
+def _kept(rows: Rows, key: Any, row: Row) -> Row:
+    if len(rows) >= _MOST:  # a network whose parameters are new in every call
+        rows.clear()
+    rows[key] = row
+    return row
+
+
+def _answers(
+    plan: Plan, kind: str, apart: bool, made: Any, parameters: Any, func: Any
+) -> list[Answer | None]:
+    """What answers the calls of a kind in their order, where they are what was converted."""
+    answers: list[Answer | None] = []
+    while (name := f"{kind}#{len(answers)}") in plan:
+        site = plan[name]
+        asked = site is None or site.learns or (site.line and apart)
+        fits = site is not None and not asked and site.parameters == parameters
+        answers.append(made(site, func) if fits else None)
+    return answers
+
+
+def _elementwise(site: Site, func: Any) -> Answer | None:
+    """The frozen instance of a site by the backend in force."""
+    t, op = site.t, site.op
+    if t is None:
+        return None
+    if op is None:
+        return lambda args, named: kernels.evaluate(t, args[0])
+    run, parameters = kernels.opened(op)
+
+    def answer(args: Any, named: Any) -> Any:
+        name = eager_backend()
+        # no graph is being exported, where it would matter what that holds: see `takes_native`
+        if name == "auto" or name == "native":
+            return run(args[0], *parameters)
+        return kernels.evaluate(t, args[0])
+
+    return answer
+
+
+def _whole(site: Site, func: Any) -> Answer | None:
+    """A call that is no element-wise function, by torch itself or by gates."""
+    if site.t is not None or site.op is not None:
+        return None
+    gated = sites.WHOLE[site.kind]
+
+    def answer(args: Any, named: Any) -> Any:
+        # its other tensors may be of a class that would answer it
+        with torch._C.DisableTorchFunction():
+            return kernels.either(func, gated)(*args, **named)
+
+    return answer
+
+
+Spelled = tuple[str, tuple[Any, ...]]
+
+
+@functools.lru_cache(_MOST)
+def _read(func: Any, rest: tuple[Any, ...], named: tuple[tuple[str, Any], ...]) -> Spelled | None:
+    kind, over = sites.FUNCTIONS[func]
+    given = dict(named)
+    if kind not in sites.KINDS or over or "out" in given or "input" in given:
+        return None
+    with suppress(TypeError, ValueError):  # torch says what is wrong
+        _, parameters, asked = sites.KINDS[kind].read(torch.empty(0), *rest, **given)
+        drawn = kind == "rrelu" and parameters[-1]  # in training, see `sites.read`
+        return None if asked or drawn else (kind, parameters)
+    return None
+
+
+def _spelled(func: Any, rest: tuple[Any, ...], named: dict[str, Any]) -> Spelled | None:
+    """The kind and the parameters of a call with these arguments behind its input; None for one
+    that is not element-wise or writes over something, and for arguments that are not all plain."""
+    given = (*rest, *named.values())
+    if not all(type(w) in _SIMPLE and w == w for w in given):
+        return None
+    return _read(func, rest, tuple(named.items()))
