@@ -38,7 +38,7 @@ from experiments.data import Labelled, cifar10, cifar100, noise
 from experiments.record import Case, Row
 
 NAME = "fig3_depth"
-SEEDS, RATES, BEYOND = (0, 1, 2), (0.05, 0.15, 0.45), 0.9
+SEEDS, RATES, BEYOND = (0, 1, 2), (0.05, 0.15, 0.45), (0.9,)
 EPOCHS, SWEEP_EPOCHS, TIMED_EPOCHS = 30, 8, 1
 BATCH, HELD_OUT = 256, 5_000
 READ = {"cifar10": (cifar10, 10), "cifar100": (cifar100, 100)}
@@ -63,8 +63,8 @@ def cases(images: str = "cifar10", smoke: bool = False) -> list[Case]:
     last = [_at(arm, w) for w in sorted({*wide.values()} - {16, equal}) for arm in ("relu", "silu")]
     last += [_at("tier A", equal)]
     timed = [*first, _at("relu", 24), _at("silu", 24)]  # 24: a width that GPUs like
-    swept = sweep([_at(arm) for arm in ARMS])
-    higher = [{**c, "part": "beyond", "rate": BEYOND} for c in swept if c["rate"] == RATES[-1]]
+    every = [_at(arm) for arm in ARMS]
+    swept, higher = sweep(every), [{**c, "part": "beyond"} for c in sweep(every, BEYOND)]
     return [*times(timed), *swept, *grid([*first, *other, *last]), *higher]
 
 

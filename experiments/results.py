@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import re
 import sys
 import textwrap
 from collections import Counter
@@ -130,10 +129,12 @@ def last_result(rows: list[Row], verdicts: list[Verdict]) -> str:
 
 def dated(source: str, said: str, file: Path) -> str:
     """The source of an experiment whose docstring ends with `said` in place of an older one."""
-    last = re.compile(r'^Last result:.*?\.$(?=\n""")', re.DOTALL | re.MULTILINE)
-    if len(last.findall(source)) != 1:
+    quotes = '"""'
+    text, closed, code = source.removeprefix(quotes).partition(quotes)
+    body, _, last = text.rpartition("\n\n")
+    if not (source.startswith(quotes) and closed and last.startswith("Last result:")):
         raise SystemExit(f'{file}: its docstring does not end with a paragraph "Last result: ..."')
-    return last.sub(lambda _: said, source)
+    return f"{quotes}{body}\n\n{said}\n{quotes}{code}"
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -8,6 +8,7 @@ say whether a sweep that ends at its edge has missed something.
 from __future__ import annotations
 
 import argparse
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable
 
@@ -26,10 +27,17 @@ def _best(rows: Iterable[Row], metric: str) -> dict[str, tuple[float, float]]:
     """The highest `metric` that the sweep found of each arm, and its rate."""
     best: dict[str, tuple[float, float]] = {}
     for row in rows:
-        if row.case["part"] == "sweep" and metric in row.figures:
-            arm, found = row.case["arm"], (row.figures[metric], row.case["rate"])
+        value = _value(row, metric)
+        if row.case["part"] == "sweep" and value is not None:
+            arm, found = row.case["arm"], (value, row.case["rate"])
             best[arm] = max(best.get(arm, found), found)
     return best
+
+
+def _value(row: Row, metric: str) -> float | None:
+    """None for a run that failed or diverged; rows have NaN as a word."""
+    value = row.figures.get(metric)
+    return float(value) if value is not None and math.isfinite(float(value)) else None
 
 
 def counting(rows: list[Row], metric: str, own: Callable[[Case], Rates]) -> list[Row]:
@@ -121,18 +129,22 @@ def edge(rates: Rates, tried: Iterable[float], titles: dict[str, str]) -> str:
 
 
 def beyond(rows: Iterable[Row], metric: str, titles: dict[str, str]) -> str:
-    """What a higher rate than all of the sweep gives each arm, beside the best of the sweep."""
-    rows, words, higher = list(rows), [], []
-    best = {arm: value for arm, (value, _) in _best(rows, metric).items()}
-    tried = [row for row in rows if row.case["part"] == "beyond" and row.case["arm"] in best]
-    for row in tried:
-        arm, value = row.case["arm"], row.figures.get(metric)
-        said = "diverged" if value is None else f"{value:.2f}"
-        words.append(f"{titles.get(arm, arm)} {said} (the sweep's best {best[arm]:.2f})")
-        if value is not None and value > best[arm]:
-            higher.append(titles.get(arm, arm))
+    """What rates past the sweep's edge give each arm, beside the best of the sweep."""
+    rows = list(rows)
+    tried: dict[str, dict[float, float | None]] = {}
+    for row in (row for row in rows if row.case["part"] == "beyond"):
+        tried.setdefault(row.case["arm"], {})[row.case["rate"]] = _value(row, metric)
     if not tried:
         return ""
-    rates = " and ".join(f"{rate:g}" for rate in sorted({row.case["rate"] for row in tried}))
-    end = f"That is better for {', '.join(higher)}." if higher else "That is better for no arm."
-    return f"Tried afterwards at {rates}, which chose nothing: {', '.join(words)}. {end}"
+    best, words, higher = _best(rows, metric), [], []
+    for arm, values in tried.items():
+        name, level = titles.get(arm, arm), best[arm][0] if arm in best else -math.inf
+        each = ", ".join(
+            f"{'diverged' if value is None else f'{value:.2f}'} at {rate:g}"
+            for rate, value in sorted(values.items())
+        )
+        words.append(f"{name} {each} ({f'{level:.2f}' if arm in best else 'none'} in the sweep)")
+        gained = max((v for v in values.values() if v is not None), default=-math.inf) - level
+        higher += [f"{name} by {gained:.2f}"] if gained > 0 else []
+    end = f"Better than in the sweep: {', '.join(higher)}." if higher else "No arm is better there."
+    return f"Tried afterwards, which chose nothing: {'; '.join(words)}. {end}"

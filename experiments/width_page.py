@@ -28,7 +28,7 @@ WIDTHS = {
     "S": (1, 2),
     "silu": (1, 1.5, 3),
 }
-RATES, BEYOND = (1e-3, 2e-3, 4e-3, 8e-3, 16e-3, 32e-3, 64e-3), 128e-3
+RATES, BEYOND = (1e-3, 2e-3, 4e-3, 8e-3), (16e-3, 32e-3, 64e-3)
 BATCH, IMAGES, EPOCHS = 512, 50_000, 20
 TITLES = {
     "relu": "ReLU",

@@ -60,11 +60,21 @@ def test_a_rate_past_the_sweep_chooses_nothing_and_says_what_it_would_have_been(
     ]
     assert sweep.best_rates(rows, "accuracy") == {"relu": 0.2, "gates": 0.2}
     said = sweep.beyond(rows, "accuracy", {"relu": "ReLU"})
-    assert "at 0.4" in said
-    assert "ReLU 83.00 (the sweep's best 81.00)" in said
-    assert said.endswith("That is better for ReLU.")
-    worse = [*rows[:3], row("beyond", "relu", 0.4, accuracy=80.5), row("beyond", "gates", 0.4)]
+    assert "ReLU 83.00 at 0.4 (81.00 in the sweep)" in said
+    assert said.endswith("Better than in the sweep: ReLU by 2.00.")
+    worse = [*rows[:3], row("beyond", "relu", 0.8, accuracy=80.5), row("beyond", "relu", 0.4)]
+    worse += [row("beyond", "gates", 0.4, accuracy="nan"), row("beyond", "new", 0.4, accuracy=9)]
     said = sweep.beyond(worse, "accuracy", {})
-    assert "gates diverged" in said
-    assert said.endswith("That is better for no arm.")
+    assert "relu diverged at 0.4, 80.50 at 0.8 (81.00 in the sweep)" in said
+    assert "gates diverged at 0.4" in said
+    assert said.endswith("Better than in the sweep: new by inf.")
     assert sweep.beyond(rows[:3], "accuracy", {}) == ""
+
+
+def test_a_run_that_diverged_is_not_the_best_whatever_its_row_has():
+    rows = [
+        record.Row({"part": "sweep", "arm": "relu", "rate": rate}, figures, 0.0, False, {})
+        for rate, figures in ((0.3, {"accuracy": float("nan")}), (0.1, {"accuracy": 80.0}))
+    ]
+    rows.append(rows[0]._replace(figures={"accuracy": "nan"}))
+    assert sweep.best_rates(rows, "accuracy") == {"relu": 0.1}

@@ -106,8 +106,8 @@ def test_curves_are_read_in_the_order_of_steps_and_the_sweeps_edge_is_said():
         if "curve" in row.figures:
             row.figures["curve"] = steps
     assert "h = 1: 50.00, 50.00, 50.00" in width_page.page(rows)  # 1000 over 20
-    said = sweep.said({"relu": 64e-3, "W": 4e-3}, width_page.RATES, width_page.TITLES)
-    assert "0.064, the highest that was tried, is the best for ReLU: the sweep ends at" in said
+    said = sweep.said({"relu": 8e-3, "W": 4e-3}, width_page.RATES, width_page.TITLES)
+    assert "0.008, the highest that was tried, is the best for ReLU: the sweep ends at" in said
     assert "edge" not in sweep.said({"W": 2e-3}, width_page.RATES, width_page.TITLES)
 
 

@@ -805,3 +805,14 @@ def test_a_call_in_an_autograd_function_learns_nothing_and_this_is_said():
         tg.conversion.ConversionError, match=r"tanh.* cannot: it is in an autograd.Fu"
     ):
         tg.convert(ByFunction(), sites={":tanh#0": tg.GateConfig(train=("tau",))}, inputs=x)
+
+
+@pytest.mark.parametrize("shape", [(5, 4), (3, 5, 4), (2, 1, 5, 4), (2, 2, 1, 5, 4)])
+def test_learned_attention_has_the_shape_of_torchs_for_every_number_of_axes(shape):
+    class Attend(nn.Module):
+        def forward(self, z):
+            return F.scaled_dot_product_attention(z, z, value=z)
+
+    net = tg.convert(Attend(), inputs=torch.randn(2, 1, 5, 4), train=("tau",))
+    z = torch.randn(shape)
+    torch.testing.assert_close(net(z), Attend()(z))

@@ -75,11 +75,20 @@ def heads_of(kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | 
 
 
 def _learned_attention(
-    learns: Any, holder: Any, prefix: str, query: Tensor, *args: Any, **kwargs: Any
+    learns: Any,
+    holder: Any,
+    prefix: str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *args: Any,
+    **kwargs: Any,
 ) -> Tensor:
     heads = query.shape[-3] if query.dim() > 2 else 1
     tau = learns.tau(holder, prefix, heads)
-    return attention.scaled_dot_product_attention(query, *args, tau=tau, **kwargs)
+    y = attention.scaled_dot_product_attention(query, key, value, *args, tau=tau, **kwargs)
+    # a temperature comes with an axis of heads, which these do not have
+    return y.squeeze(0) if query.dim() == key.dim() == value.dim() == 2 else y
 
 
 def _learned_multi_head(

@@ -266,3 +266,17 @@ def test_a_frozen_instance_of_small_weights_compiles_to_one_exponential_for_each
     assert compiled.ops["aten.exp2.default"] == (len(t.tau) if isinstance(t.tau, tuple) else 1)
     # tau (x - theta), at most 16 where gates turn, rounded twice: 2 * 16 * 2^-24 of a gate
     torch.testing.assert_close(y.double(), t(x.double()), atol=4e-6, rtol=2e-6)
+
+
+@pytest.mark.parametrize("key", ["gelu_k5", "elu_k4_one_tau", "hardswish_k4"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_frozen_call_compiled_for_every_size_has_the_digits_of_its_type(key, dtype):
+    t = tg.TAXONOMY[key]
+    torch._dynamo.reset()
+    f = torch.compile(lambda x: tg.kernels.blend(x, t), backend="aot_eager", dynamic=True)
+    for size in (33, 200):
+        x = torch.linspace(-30, 30, size, dtype=dtype)
+        with torch.no_grad():
+            y = f(x)
+        most = 64 * torch.finfo(dtype).eps  # tau theta is 16 at most, twice
+        torch.testing.assert_close(y.double(), t(x.double()), atol=most, rtol=most)

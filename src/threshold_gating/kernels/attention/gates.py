@@ -16,7 +16,7 @@ from threshold_gating.kernels.attention.tiles import (
     store_rows,
     weigh,
 )
-from threshold_gating.kernels.instructions import INTERPRETED, inverses
+from threshold_gating.kernels.instructions import INTERPRETED, inverse, inverses
 
 
 @triton.jit
@@ -40,15 +40,17 @@ def excess(x, y):
 
 
 @triton.jit
-def gates_at(z, level, peak, rel, unit):
+def gates_at(z, level, peak, rel, unit, MASK: tl.constexpr):
     """sigma(z_i - theta_i) = e_i / (e_i + exp(theta_i)) for every i, all in units of exp(level).
 
     exp(theta_i) is what all others sum up to, rel + peak - e_i, with e at the maximum the `peak`:
-    there the last two are the same number, and rel is left.
+    there the last two are the same number, and rel is left. Straight from a product, neighbours in
+    a thread are columns of one row and share a reciprocal; a mask may move them to other threads,
+    and rows must not share one: NaN would pass from row to row.
     """
     e = tl.exp2(tl.fma(z, unit, -level[:, None]))  # (BLOCK_M, BLOCK_N)
-    threshold = rel[:, None] + excess(peak[:, None], e)
-    return e * inverses(e + threshold)
+    whole = e + (rel[:, None] + excess(peak[:, None], e))
+    return e * (inverses(whole) if MASK == NONE else inverse(whole))
 
 
 @triton.jit
@@ -67,7 +69,7 @@ def gates_sweep(
             EDGE, CAUSAL, MASK, D, BLOCK_D, BLOCK_N, PRECISION, DOT,
         )  # fmt: skip
         acc = weigh(
-            acc, gates_at(z, level, peak, rel, unit), v_base, v_row, start, keys,
+            acc, gates_at(z, level, peak, rel, unit, MASK), v_base, v_row, start, keys,
             DV, BLOCK_DV, BLOCK_N, EDGE, PRECISION, DOT,
         )  # fmt: skip
     return acc

@@ -39,7 +39,8 @@ def steps(x: Tensor, v: Tensor | None, structure: Structure, rows: Rows) -> Tens
     tau, theta, s, c = [[ready(w) for w in row] for row in rows]
     derived = _needs_gradient(x, v, *data)
     if structure.K > 2:
-        small = structure.weights >= Weights.SMALL and not derived
+        # what "small" means is known for float32
+        small = structure.weights >= Weights.SMALL and not derived and z.dtype != torch.float64
         return (_from_below if small else _many)(z, u, tau, theta, s, c).to(x.dtype)
     moved = tau[0] * (z - theta[0])
     empty = all(not isinstance(w, Tensor) and w == 0 for w in (s[0], c[0]))
@@ -112,16 +113,17 @@ def _from_below(
     2, which a compiler evaluates in fewer instructions than those of e."""
     J = len(theta)
     weights: list[Value] = [1.0] * (J + 1)
-    starts: list[Value] = list(theta)
+    # tensors, for numbers of a dynamic graph are symbols: math.exp would ask for a sum's value
+    taus, thetas = ([_as_tensor(w, z) for w in row] for row in (tau, theta))
+    starts: list[Value] = [*thetas]
     if len(tau) == 1:
-        middle = sum(theta[1:], theta[0]) * (1 / J)
-        starts = [middle]
-        exponent: Value = 0.0
-        for k, at in enumerate(theta[:-1], 1):
-            exponent = exponent + tau[0] * (middle - at)
-            weights[k] = exponent.exp() if isinstance(exponent, Tensor) else math.exp(exponent)
+        middle = sum(thetas[1:], thetas[0]) * (1 / J)
+        starts, exponent = [middle], torch.zeros_like(middle)
+        for k, at in enumerate(thetas[:-1], 1):
+            exponent = exponent + taus[0] * (middle - at)
+            weights[k] = torch.exp(exponent)
     slopes, constants = ([_scaled(a, b) for a, b in zip(weights, w, strict=True)] for w in (s, c))
-    sharp = [t * math.log2(math.e) for t in tau]
+    sharp: list[Value] = [t * math.log2(math.e) for t in taus]
     starts, sharp, weights, slopes, constants = _once(starts, sharp, weights, slopes, constants)
     pairs = zip(starts, sharp, strict=True)
     rises = [torch.exp2(_clamp((z - at) * t, None, 124 / J)) for at, t in pairs]
@@ -137,6 +139,10 @@ def _from_below(
     if slope is not None:  # infinity times 0
         u = torch.where(slope == 0, 0.0, u)
     return _joined(u, slope, constant, share)
+
+
+def _as_tensor(w: Value, like: Tensor) -> Tensor:
+    return w if isinstance(w, Tensor) else like.new_full((), w)
 
 
 def _scaled(weight: Value, w: Value) -> Value:
