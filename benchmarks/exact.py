@@ -30,8 +30,10 @@ def hold(
     """Raise `WrongError` if `ours()` is not what f gives in float64.
 
     Args:
-        ours: gives y, or where there is dy its slopes along `inputs` and `own`, in that order.
-        f: of `inputs`, or of as many rows of each; its parameters are `own`, in float64.
+        ours: gives y; with dy, the gradients of `inputs` and `own`, in that order.
+        f: of `inputs`, or of as many rows of each; its parameters are `own`.
+        own: in float64, named as in `pairs` ("tau 0", "s 0"): these names tell `pairs.errors` that
+            a gradient is a sum, which has another scale and bound.
         rounded: what `pairs.allowed` is to know.
     """
     want = _exact(f, inputs, own, dy)  # first: ours may overwrite its input

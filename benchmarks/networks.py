@@ -36,7 +36,7 @@ def _of_torchvision(name: str) -> nn.Module:
     return made
 
 
-# What torch.compile is told so that it launches kernels that are not its own as it does its own.
+# Option of torch.compile: launch kernels of others by its static launcher, as its own.
 STATIC = "static launch"
 LAUNCHED = {"static_launch_user_defined_triton_kernels": True}
 HARD, SOFT = ("theta", "s"), ("tau", "theta")  # what hard and soft gates learn

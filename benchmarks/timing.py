@@ -110,10 +110,13 @@ class Work:
                 f"{', '.join(sorted(FAMILIES))}."
             )
 
+    def ratios(self) -> list[tuple[str, str]]:
+        """(ours, over) of each limit."""
+        return [w if isinstance(w, tuple) else ("ours", w) for w in self.limits]
+
     def rows(self) -> Iterator[Row]:
         """What it gives, before it is timed."""
-        for which, limit in self.limits.items():
-            ours, over = which if isinstance(which, tuple) else ("ours", which)
+        for (ours, over), limit in zip(self.ratios(), self.limits.values(), strict=True):
             name = self.name if ours == "ours" else f"{self.name} {ours}"
             row = Row(self.section, name, {}, over, limit, note=self.note)
             row.power, row.unit, row.ours = self.power, self.unit, ours
@@ -177,8 +180,8 @@ def _timed(work: Work, clock: Clock, contenders: Contenders) -> Found:
     rounds = called(contenders, work.slow)
     if clock.replayed is None or not work.replay:
         return Found(rounds, {})
-    pairs = [which if isinstance(which, tuple) else ("ours", which) for which in work.limits]
-    needed = set(contenders) if "best" in work.limits else {name for pair in pairs for name in pair}
+    every = any(over == "best" for _, over in work.ratios())
+    needed = set(contenders) if every else {name for pair in work.ratios() for name in pair}
     return Found(rounds, clock.replayed({n: f for n, f in contenders.items() if n in needed}))
 
 

@@ -103,8 +103,8 @@ def filled(text: str, texts: dict[str, str], file: Path) -> str:
             if not found:
                 raise SystemExit(f"{file} has {first} but not {last}")
             text = f"{before}{first}\n{new.strip()}\n{last}{after}"
-    missing = [n for n in texts if n != "summary" and f"<!-- {n}:begin -->" not in text]
-    if file == PAGE and missing:
+    needed = {PAGE: [n for n in texts if n != "summary"], README: ["summary"]}[file]
+    if missing := [n for n in needed if f"<!-- {n}:begin -->" not in text]:
         raise SystemExit(f"{file} has no place for {', '.join(missing)}: add the markers")
     return text
 

@@ -86,7 +86,8 @@ def complete(
 
     def rest() -> None:
         ready = cases(best_rates(_whole(tried, record.rows(file)), metric))
-        own = [c for c in ready if _of_any_rate(c) in wanted and None not in c.values()]
+        known = [c for c in ready if all(c[n] is not None for n in c if n.startswith("rate"))]
+        own = [c for c in known if _of_any_rate(c) in wanted]
         if own:
             record.complete(name, own, run, every, data=data, cost=cost)
 

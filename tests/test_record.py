@@ -214,10 +214,11 @@ def test_the_docstring_of_an_experiment_ends_with_what_its_rows_say():
 
 def test_a_page_is_filled_between_its_markers_and_nowhere_else():
     page = "a\n<!-- x:begin -->\nold\n<!-- x:end -->\nb\n"
-    filled = results.filled(page, {"x": "new"}, results.README)
+    filled = results.filled(page, {"x": "new"}, results.PAGE)
     assert filled == "a\n<!-- x:begin -->\nnew\n<!-- x:end -->\nb\n"
-    with pytest.raises(SystemExit, match="has no place for y"):
-        results.filled(page, {"y": "new"}, results.PAGE)
+    for name, file in (("y", results.PAGE), ("summary", results.README)):
+        with pytest.raises(SystemExit, match=f"has no place for {name}"):
+            results.filled(page, {name: "new"}, file)
     with pytest.raises(SystemExit, match="but not"):
         results.filled("<!-- x:begin -->\n", {"x": "new"}, results.PAGE)
 

@@ -24,7 +24,7 @@ from threshold_gating.conversion.site import ConversionError, Site
 from threshold_gating.nn.spec import Elementwise, at_start
 from threshold_gating.primitive import graphs
 
-LEAVE = "*"  # in a plan: every call is left alone
+LEAVE = "*"  # in a plan, its only entry (`quick` relies on that): every call is left alone
 # To Dynamo these are calls like others; eager checkpointing is followed by `recomputing`.
 _REGIONS = {tag_activation_checkpoint, checkpoint}
 _NEVER = object()
@@ -264,7 +264,8 @@ def _refuse_tracing(args: Any, kwargs: Any) -> None:
 
 # Sites of calls that no plan has, and the names by which these have them. Attributes and not items:
 # a compiler looks those up when it comes to them, so that it sees one that was made on the way.
-# Beside them torch's LSTM, as a graph takes it.
+# Beside them torch's LSTM, as a graph takes it. Never cleared, for compiled graphs look sites up by
+# these names: calls without a plan whose parameters are new each time add a site each.
 _MADE = SimpleNamespace(lstm=torch.lstm)
 
 

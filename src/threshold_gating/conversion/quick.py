@@ -1,7 +1,7 @@
-"""What answers a call of torch in as few steps as can be, kept while an owner has its plan.
+"""Short answers to the calls of torch that a converted module makes.
 
-Python takes longer for a small call than torch computes. So all that follows from the plan, the
-function and its arguments behind the input is decided once; a call looks that up.
+For a small tensor Python takes longer than torch. So what depends only on the plan, the function
+and its other arguments is decided once and kept (`rows_of`); a call only looks it up.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ _MOST = 4096
 
 
 class Row(NamedTuple):
-    """A kind of calls, and what answers them one after the other; None is for a longer look."""
+    """All calls with one spelling: their kind, and the answer of the first, second, ... call.
+
+    None sends that call through `answering.answer`.
+    """
 
     kind: str
     answers: list[Answer | None]
@@ -49,7 +52,7 @@ def rows_of(plan: Plan, owner: nn.Module | None) -> Rows:
     found = None if owner is None else _ROWS.get(owner)
     if found is not None and _is_same(found[0], plan):
         return found[1]
-    # an op that is none of torch's may hold its owner, which then would stay for good
+    # a site with an op of its own may hold the owner; a cached row would then keep it alive
     foreign = any(site and site.op and site.t is None for site in plan.values())
     rows: Rows = {}
     if owner is not None and not foreign:
@@ -66,8 +69,11 @@ def _is_same(before: Plan, plan: Plan) -> bool:
 def new_row(
     rows: Rows, plan: Plan, func: Any, rest: tuple[Any, ...], named: dict[str, Any], apart: Any
 ) -> Row | None:
-    """The row of calls with these arguments behind their input, which is there from now on; None
-    for calls that take a longer look. `apart` says whether calls of a kind have unlike answers."""
+    """Make and keep the row for a function with these arguments after the input.
+
+    None: such calls go through `answering.answer`. `apart` tells whether calls of a kind have
+    unlike answers.
+    """
     kind, over = sites.FUNCTIONS[func]
     if kind in _WHOLE and not over:
         return _kept(rows, func, Row(kind, _answers(plan, kind, apart(kind), _whole, (), func)))
@@ -111,7 +117,7 @@ def _elementwise(site: Site, func: Any) -> Answer | None:
 
     def answer(args: Any, named: Any) -> Any:
         name = eager_backend()
-        # no graph is being exported, where it would matter what that holds: see `takes_native`
+        # `Answering._at_once` is not used while exporting, so `takes_native` need not be asked
         if name == "auto" or name == "native":
             return run(args[0], *parameters)
         return kernels.evaluate(t, args[0])

@@ -4,8 +4,8 @@ The classes are torch's and run torch's own `forward`, so arguments, checks, err
 the same. That `forward` ends in one fused op. It is called where the backend allows native and the
 gates are torch's or fold into the weights (`threshold_gating.nn.rnn_fold`); otherwise a torch
 function mode answers it by its entry in `FUNCTIONS`, which evaluates the gates
-(`threshold_gating.nn.rnn_steps`). A batch whose gates fold takes a shorter way to the op, with
-torch's own checks.
+(`threshold_gating.nn.rnn_steps`). One exception: for a batch whose gates fold, `_run_batch` repeats
+the few lines of that `forward`. Compare it with torch's when torch is updated.
 
 An LSTM and a GRU can learn tau and theta of each gate and unit (`train=`). Behind an affine map
 that pair adds no function, sigma(tau (w x + b - theta)) = sigma((tau w) x + tau (b - theta)): for
@@ -52,7 +52,7 @@ class _Evaluated(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        if func in FUNCTIONS:
+        if func in rnn_fold.OPS:
             func = partial(FUNCTIONS[func], gates=self.gates)
         return func(*args, **(kwargs or {}))
 
@@ -273,13 +273,13 @@ class _Learnable(_Gated, nn.RNNBase):
         def folded(input: Any, hx: Any) -> Any:
             held = [self._held(suffix) for suffix in self._suffixes()]
             if rnn_fold.is_batch(self.mode, input, hx):
-                return self._folded(input, hx, pairs, held)
+                return self._run_batch(input, hx, pairs, held)
             with _Folded(pairs, held):
                 return plain(input, hx)
 
         return folded, gated, rnn_fold.data(input) if pairs.cell else None
 
-    def _folded(
+    def _run_batch(
         self, x: Tensor, hx: Any, pairs: rnn_fold.Pairs, held: Sequence[rnn_fold.Held]
     ) -> Any:
         """Torch's `forward` for a batch, without a mode: that answers every call in it, slowly."""
@@ -288,8 +288,8 @@ class _Learnable(_Gated, nn.RNNBase):
         self.check_forward_args(x, hx, None)
         options = self.bias, self.num_layers, self.dropout, self.training, self.bidirectional
         args = (x, hx, self._flat_weights, *options, self.batch_first)
-        op = torch.lstm if self.mode == "LSTM" else torch.gru
-        y, *last = rnn_fold.folded(op, args, pairs, held)
+        ops: dict[str, Any] = {"LSTM": torch.lstm, "GRU": torch.gru}
+        y, *last = rnn_fold.folded(ops[self.mode], args, pairs, held)
         return y, tuple(last) if self.mode == "LSTM" else last[0]
 
     def _zeros(self, x: Tensor) -> Any:

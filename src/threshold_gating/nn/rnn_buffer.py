@@ -21,7 +21,7 @@ class _Network(NamedTuple):
 
     mode: str
     layers: int
-    directions: int  # of all layers
+    directions: int  # layers times directions
     shapes: tuple[tuple[int, ...], ...]
     dtype: torch.dtype
     device: torch.device
@@ -46,9 +46,9 @@ def rooms_for(
     all_weights = [w for own in each for w in own]
     shapes = tuple([w.shape for w in all_weights])
     layout = _layout(_Network(mode, layers, len(each), shapes, first.dtype, first.device))
-    # without biases there is room for them, which is read
+    # cuDNN keeps space for biases even where there are none, and reads it: it must be 0
     make = first.new_zeros if layout.has_gaps else first.new_empty
-    # not tied to each other by autograd: what is written to one of them is no change of another
+    # unsafe: writing one part must not count as a change of the others for autograd
     parts = make(layout.length).unsafe_split_with_sizes(layout.sizes)
     found = [parts[k] for k in layout.pieces]
     each_shape = zip(found, shapes, strict=True)
@@ -57,7 +57,8 @@ def rooms_for(
 
 
 def _are_in_one_buffer(w: Tensor) -> bool:
-    """Whether cuDNN runs torch's op and wants it so; torch's own layers miss that in bfloat16."""
+    """Whether cuDNN runs torch's op and wants one buffer, which torch's own layers do not see to in
+    bfloat16."""
     return w.is_cuda and torch._use_cudnn_rnn_flatten_weight() and torch.cudnn_is_acceptable(w)
 
 

@@ -227,7 +227,8 @@ def joined(
 
 @triton.jit
 def joined_others(m1, unit, rest, place, BLOCK_M: tl.constexpr):
-    """The same of OTHERS: (their sum in units of exp(m1), sum of all, what m1 is in exponents).
+    """The lanes of `sweep` joined under OTHERS: (sum of all but the largest in units of exp(m1),
+    sum of all, m1 as an exponent).
 
     Of entries equal to m1 all but one are among the others.
     """
@@ -326,7 +327,7 @@ def forward(
     """Output and log-sum-exp of each row (VALUES), m1, m2, T and i1 of each (STATISTICS).
 
     `levels` (3, B, H, L) are logits if there are VALUES, else bare products for the second pass.
-    OTHERS has m1 for m2, T in units of its exponential, and no i1.
+    With OTHERS, T is in units of exp(m1), m1 also stands in the place of m2, and there is no i1.
     `lse` (1 plane or, under an added mask, 2) is in base 2.
     """
     block, at, batch, head, rows, factor, unit, q_tile = queries_of_program(

@@ -42,11 +42,12 @@ class Blocks(NamedTuple):
 def blocks(kernel: str, head: int, dtype: torch.dtype, copied: bool = False) -> Blocks:
     """The tiles of a kernel by the padded size of a head; 64 and 128 were swept on an H200, also
     as the copy engine reads them (`copied`): then no thread has addresses to keep."""
+    # first, so that the interpreter's tests see a wrong name
+    table = _SWEPT[kernel] | (_COPIED.get(kernel, {}) if copied else {})
     if interpreting():
         return Blocks(32, 16, 4, 1)  # small tiles, so that small tests have several
     if dtype == torch.float32:
         return Blocks(64, 32, 4, 2) if head <= 128 else Blocks(32, 16, 4, 2)
-    table = _SWEPT[kernel] | (_COPIED.get(kernel, {}) if copied else {})
     return next((tiles for size, tiles in table.items() if head <= size), Blocks(64, 32, 4, 2))
 
 

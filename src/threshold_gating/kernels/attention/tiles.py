@@ -31,7 +31,10 @@ def load_rows(
     rows, stride, start, end,
     COUNT: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, BOUND: tl.constexpr,
 ):  # fmt: skip
-    """COUNT rows from `start`, with 0 past `end` (if BOUND) and past the head's SIZE."""
+    """COUNT rows from `start`, with 0 past `end` (if BOUND) and past the head's SIZE.
+
+    A descriptor knows its own length and strides and ignores these: `end` must be its length.
+    """
     if isinstance(rows, tl.tensor):
         return load_by_threads(rows, stride, start, end, COUNT, SIZE, PADDED, BOUND)
     else:  # one instruction for all, carried out by the copy engine

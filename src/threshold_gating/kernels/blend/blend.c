@@ -447,8 +447,8 @@ typedef void team(void (*)(void *), void *, unsigned, unsigned);
 enum { FEW = 16384 }; /* sums that fit the stack; one_pass._FEW_SUMS */
 
 /* y, or with `back` dx, and with slots for sums in `sizes` the gradients of the parameters as well,
-   for which `sums` is room, needed only for more than FEW. Threads are those of `start`: GOMP_parallel of the OpenMP that torch has
-   loaded. Gives 1 if a value is not finite, or where a tensor turns out to have no memory. */
+   for which `sums` is room, needed only for more than FEW. Threads are those of `start`:
+   GOMP_parallel of the OpenMP that torch has loaded. Gives 1 if a value is not finite, or where a tensor turns out to have no memory. */
 int blend(const void *x, const void *dy, void *out, const float *p, float *sums, float *dtau,
           float *dtheta, float *ds, float *dc, const long *sizes, int type, int constants, int back,
           unsigned threads, team *start)

@@ -272,11 +272,11 @@ def _usual_call(
     x: Tensor, structure: Structure, held: Tensors | Rows, shape: Shape, name: str
 ) -> tuple[Tensors, cpu.Plan | gpu.Plan] | None:
     """The tensors and the plan, if x is what most inputs are."""
-    # no memory comes further: sizes and strides of a nested tensor cannot be asked for
+    # only plain memory comes further: a nested tensor cannot be asked for sizes and strides
     if torch.compiler.is_compiling() or keeps_gates() or not is_memory(x):
         return None
     triton = runs_triton(x, name)
-    # few elements of hard gates are left to formulas, which take any layout
+    # hard gates on a CPU go through _gates: few elements are fastest by the formulas (_is_few)
     if not triton and (name != "auto" or not x.is_cpu or structure.gate == Gate.HARD):
         return None
     plan = _usual(structure, x.shape, x.stride(), x.dtype, shape, triton)
