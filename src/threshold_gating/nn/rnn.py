@@ -52,7 +52,7 @@ class _Evaluated(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        if func in rnn_fold.OPS:
+        if func in FUNCTIONS:
             func = partial(FUNCTIONS[func], gates=self.gates)
         return func(*args, **(kwargs or {}))
 
@@ -67,7 +67,7 @@ class _Folded(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        if func in FUNCTIONS:
+        if func in rnn_fold.OPS:
             return rnn_fold.folded(func, args, self.pairs, self.held)
         return func(*args, **(kwargs or {}))
 
