@@ -62,6 +62,7 @@ class Role(IntEnum):
     READ = 1  # the branches read it instead of x
     TIMES = 2  # it multiplies y
     KEPT = 3  # x is copied to it, before y is written over x
+    NORMED = 4  # a norm made x of it: backward, sums for that norm are taken along
 
 
 class Wanted(NamedTuple):

@@ -76,6 +76,10 @@ class Constants(NamedTuple):
         counts = (taus, self.K - 1, self.K, self.K)
         return [n if w else 0 for n, w in zip(counts, wanted[2:], strict=True)]
 
+    def sums(self, wanted: Wanted) -> int:
+        """How many sums a program writes: those, and the two of a norm."""
+        return sum(self.rows(wanted)) + (2 if self.role == Role.NORMED else 0)
+
 
 def _digits(numbers: Numbers) -> int:
     return sum([(DIGITS.index(n) + 1) * 4**k for k, n in enumerate(numbers) if n in DIGITS])
@@ -208,7 +212,7 @@ def prepared(
     from threshold_gating.kernels.blend import kernels
 
     m = Matrix.of(sizes)
-    rows = sum(known.rows(wanted)) if wanted else 0
+    rows = known.sums(wanted) if wanted else 0
     # Two branches without sums are as much work back as forth.
     light = wanted is None or (known.K == 2 and not rows)
     tiles = (tiles_forward if light else tiles_backward)(m, size, known)
@@ -224,10 +228,12 @@ def prepared(
     return Prepared(Launch(kernel, (across * along,), tiles.warps, (*rest, *cut)), sums, axis)
 
 
-def adding(sums: tuple[int, int, int], axis: int, rows: Sequence[int]) -> Launch | None:
+def adding(
+    sums: tuple[int, int, int], axis: int, rows: Sequence[int], apart: bool = True
+) -> Launch | None:
     """A kernel for the second stage, from sums to four tensors that get these rows.
 
-    None for a single part: no second launch.
+    If they are not to be `apart`, the first gets all. None for a single part: no second launch.
     """
     from threshold_gating.kernels.blend import kernels
 
@@ -238,7 +244,7 @@ def adding(sums: tuple[int, int, int], axis: int, rows: Sequence[int]) -> Launch
     # narrow ones where wide ones would not give every processor one
     tile = (1024, 1) if axis else (16, 64) if sum(rows) * G >= 64 * 132 else (256, 8)
     grid = sum(rows) * -(-G // tile[1])
-    return Launch(kernels.add_parts, (grid,), 4, (parts, G, *steps, *rows[:3], *tile))
+    return Launch(kernels.add_parts, (grid,), 4, (parts, G, *steps, *rows[:3], int(apart), *tile))
 
 
 class _Backward(NamedTuple):

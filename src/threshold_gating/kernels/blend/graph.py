@@ -24,7 +24,7 @@ from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensorMode
 
 from threshold_gating.kernels import runtime
-from threshold_gating.kernels.blend import gpu
+from threshold_gating.kernels.blend import gpu, norms
 from threshold_gating.kernels.blend.steps import steps
 from threshold_gating.kernels.layout import dense, like
 from threshold_gating.kernels.structure import Held, Role, Shape, Structure, Wanted, viewed
@@ -122,15 +122,21 @@ def _backward(
     sources: int,
 ) -> tuple[Tensor, ...]:
     x, sizes = dense(x, shape)
-    known = gpu.Constants(*constants), sizes, x.element_size(), Wanted(*wanted)
-    run, parts, axis = gpu.prepared(*known)
+    known = gpu.Constants(*constants)
+    run, parts, axis = gpu.prepared(known, sizes, x.element_size(), Wanted(*wanted))
     # what is not wanted is x to the kernel, and an op may not return that
     grads = [torch.empty_like(x) if w else x.new_empty(0) for w in wanted[:2]]
     to = [g if w else x for g, w in zip(grads, wanted[:2], strict=True)]
     sums = x.new_empty(parts, dtype=torch.float32)
     second = x if other is None else like(other, x)
     run((x, second, like(dy, x), *to, *[sums] * 4, *runtime.readable(tuple(parameters))))
-    return *grads, runtime.total(sums, axis)
+    add = gpu.adding(parts, axis, (known.sums(Wanted(*wanted)), 0, 0, 0), apart=False)
+    if add is None or not sums.numel():
+        return *grads, runtime.total(sums, axis)
+    # by a kernel of ours: the compiler takes two for so many parts
+    added = x.new_empty(parts[1] if axis == 0 else parts[0], sizes[1], dtype=torch.float32)
+    add((sums, *[added] * 4))
+    return *grads, added
 
 
 def _forward_shape(x: Tensor, *rest: Any) -> Tensor:
@@ -152,6 +158,7 @@ def _opened(run: Callable[..., Any]) -> Callable[..., Any]:
     def rule(mode: Any, op: Any, types: Any, arguments: Any = (), more: Any = None) -> Any:
         if any(isinstance(n, torch.SymInt) for n in arguments[0].shape):
             return mode.__torch_dispatch__(op, types, arguments, more)
+        norms.register()
         with mode:
             return run(*arguments, **(more or {}))
 

@@ -38,6 +38,7 @@ from threshold_gating.kernels.blend.parameters import (
     COLUMNS,
     HARD,
     KEPT,
+    NORMED,
     ONE,
     ONE_TAU,
     OVERFLOWING,
@@ -239,14 +240,18 @@ def _plus(total, value, LAYOUT: tl.constexpr):
 
 @triton.jit
 def _backward_tiles(
-    x_p, other_p, dy_p, dx_p, dother_p, R, N, iters, tau, theta, s, c, middle, w, ws, wc, sums,
+    x_p, other_p, dy_p, dx_p, dother_p, R, N, iters, tau, theta, s, c, middle, w, ws, wc, centre,
+    sums,
     S_CODE: tl.constexpr, C_CODE: tl.constexpr, OWNERS: tl.constexpr,
     K: tl.constexpr, GATE: tl.constexpr, WEIGHTS: tl.constexpr, ROLE: tl.constexpr,
     DX: tl.constexpr, DOTHER: tl.constexpr,
     TAUS: tl.constexpr, THETAS: tl.constexpr, SLOPES: tl.constexpr, CONSTANTS: tl.constexpr,
     LAYOUT: tl.constexpr, RB: tl.constexpr, CB: tl.constexpr, STAGES: tl.constexpr,
 ):
-    """The sums over the tiles of a program: TAUS, THETAS, SLOPES, CONSTANTS of them."""
+    """The sums over the tiles of a program: TAUS, THETAS, SLOPES, CONSTANTS of them.
+
+    NORMED, two more for a norm before the gates: of dx, and of dx times its input less `centre`.
+    """
     for i in tl.range(iters, num_stages=STAGES):
         _, _, place, inside = _tile(i, R, N, iters, LAYOUT, RB, CB)
         x = tl.load(x_p + place, mask=inside, other=0.0).to(tl.float32)  # (RB, CB)
@@ -256,7 +261,7 @@ def _backward_tiles(
             other = tl.load(other_p + place, mask=inside, other=0.0).to(tl.float32)
             if ROLE == READ:
                 v = other
-            else:
+            elif ROLE == TIMES:
                 dy = dy * other
         y, through, turned, weighted, found = _gradient(
             x, v, dy, tau, theta, s, c, middle, w, ws, wc,
@@ -294,6 +299,10 @@ def _backward_tiles(
             new = new + (_plus(sums[TAUS + THETAS + k], along, LAYOUT),)
         for k in tl.static_range(CONSTANTS):
             new = new + (_plus(sums[TAUS + THETAS + SLOPES + k], weighted[k], LAYOUT),)
+        if ROLE == NORMED:
+            FIRST: tl.constexpr = TAUS + THETAS + SLOPES + CONSTANTS
+            new = new + (_plus(sums[FIRST], dx, LAYOUT),)
+            new = new + (_plus(sums[FIRST + 1], dx * (other - centre), LAYOUT),)
         if len(new) > 0:
             sums = new
     return sums
@@ -303,7 +312,7 @@ def _backward_tiles(
 def _finished(
     sums, at, overflows, tau, theta, s, rho_p, G, S_CODE: tl.constexpr,
     K: tl.constexpr, GATE: tl.constexpr, SHARPENED: tl.constexpr, ANCHORED: tl.constexpr,
-    TAUS: tl.constexpr, THETAS: tl.constexpr, SLOPES: tl.constexpr, CONSTANTS: tl.constexpr,
+    TAUS: tl.constexpr, THETAS: tl.constexpr, SLOPES: tl.constexpr,
 ):
     """The sums as gradients of what is learned; all of it is linear, so any part will do."""
     new = ()
@@ -333,8 +342,8 @@ def _finished(
         if ANCHORED:
             total -= theta[k - 1 if k > 0 else 0] * sums[TAUS + THETAS + SLOPES + k]
         new = new + (total,)
-    for k in tl.static_range(CONSTANTS):
-        new = new + (sums[TAUS + THETAS + SLOPES + k],)
+    for k in tl.static_range(TAUS + THETAS + SLOPES, len(sums)):
+        new = new + (sums[k],)
     return new
 
 
@@ -392,8 +401,10 @@ def blend_backward(
 
     The rows are those of the wanted among tau, theta, s, c, in this order, all of them at dtau_p;
     APART, if there is one part, each where it belongs. Constants anchored at a threshold are summed
-    even if only this or a slope is wanted, for these follow from them.
+    even if only this or a slope is wanted, for these follow from them. NORMED, the other input is
+    what a norm was given, dother_p holds its means, and the norm's two sums come last.
     """
+    NORMS: tl.constexpr = 2 if ROLE == NORMED else 0
     TAUS: tl.constexpr = DTAU * (K - 1 if GATE == OWN_TAUS else 1)
     CONSTANTS: tl.constexpr = K if DC or (ANCHORED and (DTHETA or DS)) else 0
     at = _group(R, N, G, iters, LAYOUT, RB, CB)
@@ -402,17 +413,22 @@ def blend_backward(
         G, TAU_CODE, THETA_CODE, S_CODE, C_CODE, K, GATE, SHARPENED, MOVED, ANCHORED)
     middle, w, ws, wc, overflows = folded(tau, theta, s, c, K, GATE, WEIGHTS, True)
     sums = (tl.zeros((RB if LAYOUT == ROWS else 1, CB), tl.float32),)  # Triton wants at least one
-    for k in tl.static_range(1, TAUS + DTHETA * (K - 1) + DS * K + CONSTANTS):
+    for k in tl.static_range(1, TAUS + DTHETA * (K - 1) + DS * K + CONSTANTS + NORMS):
         sums = sums + (sums[0],)
+    centre = sums[0]
+    if NORMS:
+        centre = tl.load(dother_p + at, mask=at < G, other=0.0).to(tl.float32)
     if overflows:
         sums = _backward_tiles(
             x_p, other_p, dy_p, dx_p, dother_p, R, N, iters, tau, theta, s, c,
-            middle, w, ws, wc, sums, S_CODE, C_CODE, OWNERS, K, GATE, OVERFLOWING, ROLE, DX, DOTHER,
+            middle, w, ws, wc, centre, sums,
+            S_CODE, C_CODE, OWNERS, K, GATE, OVERFLOWING, ROLE, DX, DOTHER,
             TAUS, DTHETA * (K - 1), DS * K, CONSTANTS, LAYOUT, RB, CB, 1)
     else:
         sums = _backward_tiles(
             x_p, other_p, dy_p, dx_p, dother_p, R, N, iters, tau, theta, s, c,
-            middle, w, ws, wc, sums, S_CODE, C_CODE, OWNERS, K, GATE, WEIGHTS, ROLE, DX, DOTHER,
+            middle, w, ws, wc, centre, sums,
+            S_CODE, C_CODE, OWNERS, K, GATE, WEIGHTS, ROLE, DX, DOTHER,
             TAUS, DTHETA * (K - 1), DS * K, CONSTANTS, LAYOUT, RB, CB, STAGES)
     COUNT: tl.constexpr = TAUS + DTHETA * (K - 1) + DS * K + DC * K
     if COUNT > 0:
@@ -421,22 +437,26 @@ def blend_backward(
             at, tau_p, rho_p, theta_p, shift_p, s_p, c_p,
             G, TAU_CODE, THETA_CODE, S_CODE, C_CODE, K, GATE, SHARPENED, MOVED, ANCHORED)
         sums = _finished(sums, at, overflows, tau, theta, s, rho_p, G, S_CODE,
-                         K, GATE, SHARPENED, ANCHORED, TAUS, DTHETA * (K - 1), DS * K, CONSTANTS)
+                         K, GATE, SHARPENED, ANCHORED, TAUS, DTHETA * (K - 1), DS * K)
         for k in tl.static_range(COUNT):
             out_p, row = dtau_p, k
             if APART:
                 out_p, row = _destination(
                     k, dtau_p, dtheta_p, ds_p, dc_p, TAUS, DTHETA * (K - 1), DS * K)
-            _store_sum(out_p, row, sums[k], R, N, G, iters, COUNT, LAYOUT, RB, CB)
+            _store_sum(out_p, row, sums[k], R, N, G, iters, COUNT + NORMS, LAYOUT, RB, CB)
+    for k in tl.static_range(NORMS):
+        total = sums[TAUS + DTHETA * (K - 1) + DS * K + CONSTANTS + k]
+        _store_sum(dtau_p, COUNT + k, total, R, N, G, iters, COUNT + NORMS, LAYOUT, RB, CB)
 
 
 @triton.jit
 def add_parts(
     sums_p, tau_p, theta_p, s_p, c_p, parts, G, part_step, row_step,
-    TAUS: tl.constexpr, THETAS: tl.constexpr, SLOPES: tl.constexpr,
+    TAUS: tl.constexpr, THETAS: tl.constexpr, SLOPES: tl.constexpr, APART: tl.constexpr,
     PB: tl.constexpr, CB: tl.constexpr,
 ):
-    """The second stage: sums of `blend_backward` added up, each row to where it belongs."""
+    """The second stage: sums of `blend_backward` added up; APART, each row to where it belongs,
+    else all of them at tau_p."""
     across = tl.cdiv(G, CB)
     k = (tl.program_id(0) // across).to(tl.int64)
     columns = tl.program_id(0) % across * CB + tl.arange(0, CB)
@@ -446,5 +466,7 @@ def add_parts(
         place = along.to(tl.int64)[:, None] * part_step + k * row_step + columns[None, :]
         inside = (along < parts)[:, None] & (columns < G)[None, :]
         total += tl.load(sums_p + place, mask=inside, other=0.0)
-    out_p, row = _destination(k, tau_p, theta_p, s_p, c_p, TAUS, THETAS, SLOPES)
+    out_p, row = tau_p, k
+    if APART:
+        out_p, row = _destination(k, tau_p, theta_p, s_p, c_p, TAUS, THETAS, SLOPES)
     tl.store(out_p + row * G + columns, tl.sum(total, 0), mask=columns < G)
