@@ -43,13 +43,16 @@ class Run(fx.Interpreter):
         return getattr(self, getattr(kernel, "fn", kernel).__name__)(kwargs["kwargs"], **kwargs)
 
     def blend_backward(self, given, **rest):
+        dy = given["dy_p"].double()
+        if given["ROLE"] == Role.JOINED:
+            dy = dy + given["dtheta_p"].double()
         x = given["x_p"].detach().double().requires_grad_()
         act = copy.deepcopy(self.act)
         with torch.enable_grad(), tg.kernels.use("reference"):
             y = act(x)
-            dx, *rows = torch.autograd.grad(y, [x, *ordered(act)], given["dy_p"].double())
+            dx, *rows = torch.autograd.grad(y, [x, *ordered(act)], dy)
         rows = [row for each in rows for row in each.view(-1, given["G"])]
-        if given["ROLE"] == Role.NORMED:
+        if given["ROLE"] in (Role.NORMED, Role.JOINED):
             axes, mean = [0, 2, 3], given["dother_p"].double().view(1, -1, 1, 1)
             z = given["other_p"].double()
             rows += [dx.sum(axes), (dx * (z - mean)).sum(axes)]
@@ -72,22 +75,25 @@ def ordered(act):
     return [own[name] for name in ("rho", "dtheta", "s", "c", "v") if name in own]
 
 
-def gradients(net, inputs, taken=None):
-    """Of all parameters and inputs, compiled if `taken` is a list to which pairs found are added."""
+def gradients(net, inputs, roles=None):
+    """Of all parameters and inputs; compiled if `roles` is a list, which gets those of kernels."""
     own = copy.deepcopy(net)
     given = [t.detach().clone().requires_grad_() for t in inputs]
 
     def backward(graph, inputs):
         for node in list(graph.graph.nodes):
             if node.target is triton_kernel_wrapper_functional:
-                taken.append(norms.take_along(node))
+                took = norms.take_along(node)
+                role = node.kwargs["kwargs"].get("ROLE", Role.ALONE)  # add_parts has none
+                assert took == (role != Role.ALONE)
+                roles.extend([Role(role)] if "ROLE" in node.kwargs["kwargs"] else [])
         graph.graph.lint()
         graph.recompile()
         run = Run(graph, own.act)
         return make_boxed_func(lambda *tensors: run.run(*tensors))
 
     f = own
-    if taken is not None:
+    if roles is not None:
         torch._dynamo.reset()
         compiler = aot_autograd(
             fw_compiler=lambda graph, inputs: make_boxed_func(graph.forward),
@@ -121,14 +127,16 @@ class Net(nn.Module):
         elif self.way == "scaled":
             x = 2 * x
         y = self.act(x)
+        if self.way == "joined":
+            return y.sin(), y.cos()
         return (y, x) if self.way == "used twice" else y
 
 
-def check(net, z, r, found, dtype=torch.float32):
+def check(net, z, r, role, dtype=torch.float32):
     net, z, r = net.to(dtype), z.to(dtype), r.to(dtype)
-    taken = []
-    have, want = gradients(net, [z, r], taken), gradients(net.double(), [z.double(), r.double()])
-    assert taken == found, (net.way, taken)
+    roles = []
+    have, want = gradients(net, [z, r], roles), gradients(net.double(), [z.double(), r.double()])
+    assert roles == [role], (net.way, roles)
     for a, b in zip(have, want, strict=True):
         assert (a is None) == (b is None)
         if a is not None:  # bfloat16 rounds the mean, dx and y, and its norm's own sums of them
@@ -144,12 +152,13 @@ z, r = (torch.randn(shape).to(memory_format=torch.channels_last) for _ in range(
 LEARNED = {"relu": ("theta", "s"), "silu": ("tau", "theta", "s", "c")}
 for key, train in LEARNED.items():
     for way in ("plain", "added", "two norms"):
-        check(Net(key, train, way=way), z, r, [True, False])
-    check(Net(key, train), z, r, [True, False], torch.bfloat16)
+        check(Net(key, train, way=way), z, r, Role.NORMED)
+    check(Net(key, train, way="joined"), z, r, Role.JOINED)
+    check(Net(key, train), z, r, Role.NORMED, torch.bfloat16)
     # dx goes to what is not a norm, or to it and something else: the norm's dx is not the gates'
-    check(Net(key, train, way="scaled"), z, r, [False, False])
-    check(Net(key, train, way="used twice"), z, r, [False, False])
-    check(Net(key, train).eval(), z, r, [True, False])  # sums for its weights, by the running mean
+    check(Net(key, train, way="scaled"), z, r, Role.ALONE)
+    check(Net(key, train, way="used twice"), z, r, Role.ALONE)
+    check(Net(key, train).eval(), z, r, Role.NORMED)  # sums for its weights, by the running mean
     # parameters along rows: nothing is taken along
-    check(Net(key, train), z.contiguous(), r.contiguous(), [False, False])
+    check(Net(key, train), z.contiguous(), r.contiguous(), Role.ALONE)
 print("ok")

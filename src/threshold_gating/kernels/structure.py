@@ -63,6 +63,7 @@ class Role(IntEnum):
     TIMES = 2  # it multiplies y
     KEPT = 3  # x is copied to it, before y is written over x
     NORMED = 4  # a norm made x of it: backward, sums for that norm are taken along
+    JOINED = 5  # as NORMED, and dy is the sum of two
 
 
 class Wanted(NamedTuple):

@@ -78,7 +78,7 @@ class Constants(NamedTuple):
 
     def sums(self, wanted: Wanted) -> int:
         """How many sums a program writes: those, and the two of a norm."""
-        return sum(self.rows(wanted)) + (2 if self.role == Role.NORMED else 0)
+        return sum(self.rows(wanted)) + (2 if self.role in (Role.NORMED, Role.JOINED) else 0)
 
 
 def _digits(numbers: Numbers) -> int:
@@ -241,10 +241,11 @@ def adding(
     if parts == 1:
         return None
     steps = (sum(rows) * G, G) if axis == 0 else (1, parts)
-    # narrow ones where wide ones would not give every processor one
-    tile = (1024, 1) if axis else (16, 64) if sum(rows) * G >= 64 * 132 else (256, 8)
+    # narrow ones where wide ones would not give every processor one; all parts at once, if they fit
+    tile = (1024, 1) if axis else (64, 64) if sum(rows) * G >= 64 * 132 else (2048, 8)
+    tile = min(_power_of_two(parts), tile[0]), tile[1]
     grid = sum(rows) * -(-G // tile[1])
-    return Launch(kernels.add_parts, (grid,), 4, (parts, G, *steps, *rows[:3], int(apart), *tile))
+    return Launch(kernels.add_parts, (grid,), 8, (parts, G, *steps, *rows[:3], int(apart), *tile))
 
 
 class _Backward(NamedTuple):

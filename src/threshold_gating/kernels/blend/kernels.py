@@ -37,6 +37,7 @@ from threshold_gating.kernels.blend.parameters import (
     CENTRED,
     COLUMNS,
     HARD,
+    JOINED,
     KEPT,
     NORMED,
     ONE,
@@ -240,8 +241,8 @@ def _plus(total, value, LAYOUT: tl.constexpr):
 
 @triton.jit
 def _backward_tiles(
-    x_p, other_p, dy_p, dx_p, dother_p, R, N, iters, tau, theta, s, c, middle, w, ws, wc, centre,
-    sums,
+    x_p, other_p, dy_p, more_p, dx_p, dother_p, R, N, iters, tau, theta, s, c,
+    middle, w, ws, wc, centre, sums,
     S_CODE: tl.constexpr, C_CODE: tl.constexpr, OWNERS: tl.constexpr,
     K: tl.constexpr, GATE: tl.constexpr, WEIGHTS: tl.constexpr, ROLE: tl.constexpr,
     DX: tl.constexpr, DOTHER: tl.constexpr,
@@ -251,11 +252,14 @@ def _backward_tiles(
     """The sums over the tiles of a program: TAUS, THETAS, SLOPES, CONSTANTS of them.
 
     NORMED, two more for a norm before the gates: of dx, and of dx times its input less `centre`.
+    JOINED, dy is the sum of what is at dy_p and at more_p.
     """
     for i in tl.range(iters, num_stages=STAGES):
         _, _, place, inside = _tile(i, R, N, iters, LAYOUT, RB, CB)
         x = tl.load(x_p + place, mask=inside, other=0.0).to(tl.float32)  # (RB, CB)
         dy = tl.load(dy_p + place, mask=inside, other=0.0).to(tl.float32)
+        if ROLE == JOINED:
+            dy += tl.load(more_p + place, mask=inside, other=0.0).to(tl.float32)
         v, outer = x, dy
         if ROLE != ALONE:
             other = tl.load(other_p + place, mask=inside, other=0.0).to(tl.float32)
@@ -299,7 +303,7 @@ def _backward_tiles(
             new = new + (_plus(sums[TAUS + THETAS + k], along, LAYOUT),)
         for k in tl.static_range(CONSTANTS):
             new = new + (_plus(sums[TAUS + THETAS + SLOPES + k], weighted[k], LAYOUT),)
-        if ROLE == NORMED:
+        if ROLE == NORMED or ROLE == JOINED:
             FIRST: tl.constexpr = TAUS + THETAS + SLOPES + CONSTANTS
             new = new + (_plus(sums[FIRST], dx, LAYOUT),)
             new = new + (_plus(sums[FIRST + 1], dx * (other - centre), LAYOUT),)
@@ -402,9 +406,10 @@ def blend_backward(
     The rows are those of the wanted among tau, theta, s, c, in this order, all of them at dtau_p;
     APART, if there is one part, each where it belongs. Constants anchored at a threshold are summed
     even if only this or a slope is wanted, for these follow from them. NORMED, the other input is
-    what a norm was given, dother_p holds its means, and the norm's two sums come last.
+    what a norm was given, dother_p holds its means, and the norm's two sums come last; JOINED, what
+    dtheta_p holds is added to dy.
     """
-    NORMS: tl.constexpr = 2 if ROLE == NORMED else 0
+    NORMS: tl.constexpr = 2 if ROLE == NORMED or ROLE == JOINED else 0
     TAUS: tl.constexpr = DTAU * (K - 1 if GATE == OWN_TAUS else 1)
     CONSTANTS: tl.constexpr = K if DC or (ANCHORED and (DTHETA or DS)) else 0
     at = _group(R, N, G, iters, LAYOUT, RB, CB)
@@ -420,13 +425,13 @@ def blend_backward(
         centre = tl.load(dother_p + at, mask=at < G, other=0.0).to(tl.float32)
     if overflows:
         sums = _backward_tiles(
-            x_p, other_p, dy_p, dx_p, dother_p, R, N, iters, tau, theta, s, c,
+            x_p, other_p, dy_p, dtheta_p, dx_p, dother_p, R, N, iters, tau, theta, s, c,
             middle, w, ws, wc, centre, sums,
             S_CODE, C_CODE, OWNERS, K, GATE, OVERFLOWING, ROLE, DX, DOTHER,
             TAUS, DTHETA * (K - 1), DS * K, CONSTANTS, LAYOUT, RB, CB, 1)
     else:
         sums = _backward_tiles(
-            x_p, other_p, dy_p, dx_p, dother_p, R, N, iters, tau, theta, s, c,
+            x_p, other_p, dy_p, dtheta_p, dx_p, dother_p, R, N, iters, tau, theta, s, c,
             middle, w, ws, wc, centre, sums,
             S_CODE, C_CODE, OWNERS, K, GATE, WEIGHTS, ROLE, DX, DOTHER,
             TAUS, DTHETA * (K - 1), DS * K, CONSTANTS, LAYOUT, RB, CB, STAGES)

@@ -2,7 +2,8 @@
 
 The backward pass of a norm needs two sums over the dx that gates give it: of dx, and of dx times
 what the norm was given less its mean. The compiler cannot fuse them with our kernel, and would read
-dx once more for them. So the kernel takes them along (`Role.NORMED`).
+dx once more for them. So the kernel takes them along (`Role.NORMED`). Where dy is the sum of two
+gradients, as behind a connection past a block, the kernel adds them, too (`Role.JOINED`).
 
 The two sums are looked for in the compiler's graph, where a norm is already taken apart. Whatever
 computes them gets the same numbers. Where they are not found, nothing changes.
@@ -132,12 +133,16 @@ def _precedes(node: fx.Node, norm: _Norm) -> bool:
 def _widen(node: fx.Node, second: fx.Node, norm: _Norm) -> int:
     """Give both kernels two sums more; how many there are then."""
     given, more = _given(node), _given(second)
+    terms = _two_terms(given["dy_p"], given["x_p"])
     known = gpu.Constants(*[int(given[name]) for name in _CONSTANTS])
-    known = known._replace(role=int(Role.NORMED))
+    known = known._replace(role=int(Role.JOINED if terms else Role.NORMED))
     rows = known.sums(Wanted(*[bool(given[name]) for name in _WANTED]))
     sums = int(more["parts"]), rows, int(given["G"])
     given |= {"other_p": norm.z, "dother_p": norm.mean, "ROLE": known.role}
-    _give(node, given | dict.fromkeys(_SUMS, _room(node, given["x_p"], sums)))
+    given |= dict.fromkeys(_SUMS, _room(node, given["x_p"], sums))
+    if terms:
+        given |= dict(zip(("dy_p", "dtheta_p"), terms, strict=True))
+    _give(node, given)
     _resize(_result(node, "dtau_p"), sums)
     add = gpu.adding(sums, 0, (rows, 0, 0, 0), apart=False)
     assert add is not None  # as there was before
@@ -146,6 +151,16 @@ def _widen(node: fx.Node, second: fx.Node, norm: _Norm) -> int:
     _give(second, more | into | numbers, grid=[add.grid])
     _resize(_result(second, "tau_p"), sums[1:])
     return rows
+
+
+def _two_terms(dy: fx.Node, x: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """What dy is the sum of, if nobody else wants that sum and both lie as x."""
+    if dy.target is not _aten.add.Tensor or len(dy.users) != 1 or dy.kwargs:
+        return None
+    a, b = dy.args
+    if not (isinstance(a, fx.Node) and isinstance(b, fx.Node)):
+        return None
+    return (a, b) if _lies_as(a, x) and _lies_as(b, x) else None
 
 
 def _resize(node: fx.Node | None, shape: tuple[int, ...]) -> None:

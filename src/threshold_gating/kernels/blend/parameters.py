@@ -17,7 +17,7 @@ from threshold_gating.kernels.layout import Layout
 from threshold_gating.kernels.structure import Gate, Role, Weights, rho_bound
 
 TWO, CENTRED, ONE_TAU, OWN_TAUS, HARD = constants(Gate)
-ALONE, READ, TIMES, KEPT, NORMED = constants(Role)
+ALONE, READ, TIMES, KEPT, NORMED, JOINED = constants(Role)
 ONE, COLUMNS, ROWS = constants(Layout)
 # what is not known is hoped to fit float32 until it is seen that a weight overflows
 FITTING, OVERFLOWING, SMALL, MIRRORED = constants(Weights)
