@@ -7,7 +7,6 @@ import math
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from threshold_gating.kernels.runtime import Launch, interpreting, total
@@ -89,11 +88,9 @@ class Packed(NamedTuple):
     def inputs_gradient(self, dy: Tensor) -> Tensor:
         """dx from dy, (rows, groups * outputs)."""
         if self.by_pairs():
-            dx = torch.empty_like(self.x)
-            # (groups * outputs, images, taps, positions), zeros where a tap sees nothing
-            down = F.pad(self._by_image(dy).permute(2, 0, 1), (0, 1))[..., self._table(1)]
+            dx = self.x.new_empty(self.x.shape)
             run, _ = _of_pairs("pair_inputs", self.known, self.sizes)
-            run((*self._pairs(), down.contiguous(), dx))
+            run((*self._pairs(), self._table(1), turned(dy), dx))
             return dx
         run, parts = _prepared("inputs", self.known, self.sizes, self._processors())
         dx = self.x.new_empty(parts, *self.x.shape)
@@ -131,8 +128,12 @@ class Packed(NamedTuple):
     def _gradients_of_pairs(self, dy: Tensor) -> tuple[Tensor, Tensor]:
         x, gates, lines = self._pairs()
         run, parts = _of_pairs("pair_parameters", self.known, self.sizes, self._processors())
-        # (images, positions, taps, groups * outputs)
-        down = F.pad(self._by_image(dy), (0, 0, 0, 1))[:, self._table(1).t()].contiguous()
+        # what comes down to each position by each tap, (across, taps, groups * outputs): a row for
+        # each of them, which sees one row of dy or none
+        rows, across, _, _, taps, _, images = self.sizes
+        down = self.x.new_empty(across * taps, dy.shape[1])
+        gather = _gathered(across * taps, rows, images, dy.shape[1], 1)
+        gather((dy.contiguous(), self._table(1).t().contiguous(), down))
         dgates, dlines = (w.new_empty(parts, *w.shape) for w in (gates, lines))
         run((x, gates, lines, down, dgates, dlines))
         return total(dgates, 0), total(dlines, 0).transpose(1, 2)
@@ -188,7 +189,7 @@ def _of_pairs(kind: str, known: Known, sizes: Sizes, processors: int = 1) -> tup
     """As `_prepared`, for gates that all taps share; only parameters have sums in parts."""
     from threshold_gating.kernels.synapse import pair_kernels
 
-    _, across, inputs, outputs, taps, groups, images = sizes
+    rows, across, inputs, outputs, taps, groups, images = sizes
     down, wide = {
         "taps": (across, outputs),
         "pair_inputs": (across, inputs),
@@ -198,7 +199,7 @@ def _of_pairs(kind: str, known: Known, sizes: Sizes, processors: int = 1) -> tup
     programs, parts = -(-down // tile) * -(-wide // (32 * warps)), 1
     rest: list[Any] = [across, inputs, outputs]
     if kind == "pair_inputs":
-        rest.insert(1, across // images)
+        rest = [rows, across, across // images, rows // images, inputs, outputs]
     elif kind == "pair_parameters":
         depth, parts = _split(across, programs * groups, processors)
         rest.append(depth)
@@ -212,7 +213,7 @@ def _of_pairs(kind: str, known: Known, sizes: Sizes, processors: int = 1) -> tup
 def _gathered(rows: int, across: int, images: int, width: int, taps: int) -> Launch:
     from threshold_gating.kernels.synapse.pair_kernels import synapse_gathered
 
-    tile, columns = (16, 32) if interpreting() else (16, 128)
+    tile, columns = (16, 32) if interpreting() else (32, 64) if width <= 64 else (16, 128)
     programs = -(-rows // tile) * -(-width // columns)
     sizes = rows, across, rows // images, across // images, width, taps
     return Launch(synapse_gathered, (programs,), 4, (*sizes, tile, columns))
@@ -226,7 +227,7 @@ def _tile(kind: str, known: Known, rows: int) -> tuple[int, int]:
     most, warps = {
         "forward": (128 if known.fast and plain else 64, 2) if two else (32, 1),
         "inputs": (64, 2) if known.fast and plain else (32 if two else 16, 1),
-        "parameters": (8 if plain else 4, 2),
+        "parameters": (16 if plain else 8 if two else 4, 2),
         "taps": (16, 2),
         "pair_inputs": (32, 1) if two else (16, 1),
         "pair_parameters": (4 if plain else 1, 2),

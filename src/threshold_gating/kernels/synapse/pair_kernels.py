@@ -16,7 +16,8 @@ import triton
 import triton.language as tl
 
 from threshold_gating.kernels.synapse.arithmetic import (
-    branch_less,
+    both_gates,
+    branches,
     gates_of,
     mean_of,
     opened,
@@ -66,6 +67,7 @@ def synapse_taps(
             more = ()
             for t in tl.static_range(TAPS):
                 line = parameter_rows(first + t * LINES * outputs, outputs, o, mine, LINES)
+                line = branches(line, K, CONSTANTS, FAST)
                 total = sums[t] + z[j] * mean_of(opens[j], line, 0, K)
                 if CONSTANTS:
                     total += mean_of(opens[j], line, K, K)
@@ -100,11 +102,11 @@ def synapse_gathered(
 
 @triton.jit
 def synapse_pair_inputs(
-    x, gates, lines, dy, dx, across, each, inputs, outputs,
+    x, gates, lines, seeing, dy, dx, rows, across, each, others, inputs, outputs,
     K: tl.constexpr, TAUS: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr,
     TAPS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dx (across, groups * inputs) from dy (groups * outputs, images, taps, each).
+    """dx (across, groups * inputs) from dy (groups * outputs, rows).
 
     gates (groups, outputs, TAUS + K - 1, inputs), lines (groups, outputs, taps, K or 2 K, inputs).
     """
@@ -119,7 +121,10 @@ def synapse_pair_inputs(
     place = p.to(tl.int64)[:, None] * (inputs * tl.num_programs(1)) + (group * inputs + c)[None, :]
     z = tl.load(x + place, mask=tile, other=0.0).to(tl.float32)
     pair = group.to(tl.int64) * outputs
-    spot = p // each * (TAPS * each) + p % each
+    spots, seen = (), ()
+    for t in tl.static_range(TAPS):
+        spot, sees = seen_row(seeing, t, p, across, each, others, True)
+        spots, seen = spots + (spot,), seen + (sees,)
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for o in tl.range(0, outputs, 2, num_stages=STAGES):
         gate, odds, below = (), (), ()
@@ -130,29 +135,30 @@ def synapse_pair_inputs(
             gate, odds, below = gate + (g,), odds + (q,), below + (b,)
         opens = gates_of(odds, below, K, FAST)
         for j in tl.static_range(2):
-            mine = there & (o + j < outputs)
+            near = o + j < outputs
             first = lines + (pair + o + j) * TAPS * LINES * inputs
-            down = dy + (pair + o + j) * TAPS * across + spot
-            near = inside & (o + j < outputs)
-            line = _weighted(down, each, near, first, inputs, c, mine, TAPS, LINES)
-            total += slope_of(z, opens[j], gate[j], line, K, TAUS, CONSTANTS)
+            down = dy + (pair + o + j) * rows
+            # what the branches share needs no gate, and is added to the sum of all outputs
+            line = (total,) if K == 2 else (tl.zeros_like(total),)
+            for _ in tl.static_range(LINES - 1):
+                line = line + (tl.zeros_like(total),)
+            for t in tl.static_range(TAPS):
+                d = tl.load(down + spots[t], mask=seen[t] & near, other=0.0).to(tl.float32)[:, None]
+                at = first + t * LINES * inputs
+                w = parameter_rows(at, inputs, c, there & near, LINES)
+                line = _added(line, d, branches(w, K, CONSTANTS, FAST), LINES)
+            slope = slope_of(z, opens[j], gate[j], line, K, TAUS, CONSTANTS, FAST)
+            total = slope if K == 2 else total + slope
     tl.store(dx + place, total.to(dx.dtype.element_ty), mask=tile)
 
 
 @triton.jit
-def _weighted(
-    down, each, inside, first, width, columns, mine, TAPS: tl.constexpr, LINES: tl.constexpr
-):
-    """The branches of all taps, each times what comes down by it: LINES of (rows, columns)."""
-    line = ()
-    for t in tl.static_range(TAPS):
-        d = tl.load(down + t * each, mask=inside, other=0.0).to(tl.float32)[:, None]
-        w = parameter_rows(first + t * LINES * width, width, columns, mine, LINES)
-        more = ()
-        for k in tl.static_range(LINES):
-            more = more + (d * w[k] if t == 0 else line[k] + d * w[k],)
-        line = more
-    return line
+def _added(sums, d, parts, COUNT: tl.constexpr):
+    """Each of the sums and d times its part."""
+    more = ()
+    for k in tl.static_range(COUNT):
+        more = more + (sums[k] + d * parts[k],)
+    return more
 
 
 @triton.jit
@@ -168,6 +174,7 @@ def synapse_pair_parameters(
     """
     GATES: tl.constexpr = TAUS + K - 1
     LINES: tl.constexpr = 2 * K if CONSTANTS else K
+    TURNED: tl.constexpr = LINES // 2 if K == 2 else LINES
     wide = tl.cdiv(inputs, COLUMNS)
     here, group, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     groups = tl.num_programs(1)
@@ -179,7 +186,8 @@ def synapse_pair_parameters(
     weights, sums = (), ()
     for t in tl.static_range(TAPS):
         step = (at * TAPS + t) * LINES * inputs
-        weights = weights + (tile_of(lines, inputs, step, c[None, :], tile, LINES),)
+        each = tile_of(lines, inputs, step, c[None, :], tile, LINES)
+        weights = weights + (_turned(each, K, CONSTANTS),)
         for _ in tl.static_range(LINES):
             sums = sums + (tl.zeros((ROWS, COLUMNS), tl.float32),)
     turns = ()
@@ -199,20 +207,18 @@ def synapse_pair_parameters(
         for j in tl.static_range(2):
             near = (o < outputs) & (p + j < last)
             down = d_place + (p + j) * tl.cast(TAPS * outputs * groups, tl.int64)
-            slopes = _parts(z[j], opens[j], K, CONSTANTS)
+            pair = both_gates(opens[j], K, FAST)
+            slopes = _parts(z[j], pair, K, CONSTANTS)
             line, more = (), ()
+            for _ in tl.static_range(TURNED):
+                line = line + (tl.zeros((ROWS, COLUMNS), tl.float32),)
             for t in tl.static_range(TAPS):
-                d = tl.load(down + t * outputs * groups, mask=near, other=0.0).to(tl.float32)[
-                    :, None
-                ]
-                scaled = ()
+                d = tl.load(down + t * outputs * groups, mask=near, other=0.0).to(tl.float32)
+                line = _added(line, d[:, None], weights[t], TURNED)
                 for k in tl.static_range(LINES):
-                    w = d * weights[t][k]
-                    scaled = scaled + (w if t == 0 else line[k] + w,)
-                    more = more + (sums[t * LINES + k] + d * slopes[k],)
-                line = scaled
+                    more = more + (sums[t * LINES + k] + d[:, None] * slopes[k],)
             sums = more
-            turns = _turning(turns, z[j], opens[j], gate, line, K, TAUS, CONSTANTS)
+            turns = _turning(turns, z[j], pair, gate, line, K, TAUS, CONSTANTS)
     if K == 2:
         dgate = (turns[0], -turns[1] * gate[0])
     else:
@@ -237,13 +243,25 @@ def _parts(z, gates, K: tl.constexpr, CONSTANTS: tl.constexpr):
 
 
 @triton.jit
+def _turned(line, K: tl.constexpr, CONSTANTS: tl.constexpr):
+    """What a gate that turns takes from the branches: of two only how far they are apart."""
+    found = line
+    if K == 2:
+        found = (line[1] - line[0],)
+        if CONSTANTS:
+            found = found + (line[3] - line[2],)
+    return found
+
+
+@triton.jit
 def _turning(
     sums, z, gates, gate, line,
     K: tl.constexpr, TAUS: tl.constexpr, CONSTANTS: tl.constexpr,
 ):  # fmt: skip
     """Sums of what a unit of a gate's logits adds to the synapses, times x - theta and alone."""
     if K == 2:
-        turn = branch_less(z, line, 1, 0, K, CONSTANTS) * (gates[0] * gates[1])
+        apart = z * line[0] + line[1] if CONSTANTS else z * line[0]
+        turn = apart * (gates[0] * gates[1])
         more = (sums[0] + turn * (z - gate[1]), sums[1] + turn)
     else:
         turns = outer_turns(z, gates, line, CONSTANTS)
