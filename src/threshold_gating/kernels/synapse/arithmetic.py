@@ -7,9 +7,10 @@ would be less than 2^-60 is 0, so that x times it is nothing however large x is.
 float32, and of two gates that sum to 1 neither is taken off 1: where one is nearly 1 the other has
 all its digits, and g (1 - g) is their product.
 
-FAST has one special function for a synapse of two branches, t = tanh(tau (x - theta) / 2), the upper
-gate less the lower. A mean is the middle of both branches and t times half of what is between them,
-so neither gate is made; x - theta is, because tau x - tau theta cancels where both are large.
+FAST takes one special function for a synapse of two branches, t = tanh(tau (x - theta) / 2), which
+is the upper gate less the lower. A mean is the middle of both branches and t times half of what is
+between them: neither gate is made. x - theta is made, because tau x - tau theta cancels where both
+are large.
 """
 
 # mypy: ignore-errors
@@ -140,15 +141,6 @@ def gates_of(odds, below, K: tl.constexpr, FAST: tl.constexpr):
     else:
         r = inverse(below[0] * below[1])
         gates = (_gates(odds[0], r * below[1], K), _gates(odds[1], r * below[0], K))
-    return gates
-
-
-@triton.jit
-def both_gates(gates, K: tl.constexpr, FAST: tl.constexpr):
-    """The gates themselves, of FAST's t too."""
-    if FAST:
-        half = gates[0] * 0.5
-        gates = (0.5 - half, 0.5 + half)
     return gates
 
 
