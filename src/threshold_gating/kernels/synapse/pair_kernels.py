@@ -3,8 +3,10 @@
 Where a gate belongs to a pair of channels, one evaluation at a position serves each tap that sees
 it: a special function a tap less, and what is left are the products with the weights of the taps.
 The forward pass writes what each tap makes of each position, (taps, across, outputs), and
-`synapse_gathered` adds up what a row of y sees of it; backward, the gradients are laid out by taps
-before. All that is linear in the branches is summed over the taps first: `line` below.
+`synapse_gathered` adds up what a row of y sees of it. Backward, all that is linear in the branches
+is summed over the taps first (`line` below), from which `synapse_pair_inputs` has the gradients of
+x and of the gates; `synapse_pair_parameters` has those of slopes and constants, and reads what
+comes down by each tap, which `synapse_gathered` lays out.
 """
 
 # mypy: ignore-errors
