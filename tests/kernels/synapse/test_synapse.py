@@ -1,6 +1,7 @@
 """Gates of each synapse by Triton: interpreted in a process of its own, compiled where marked gpu."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -47,6 +48,7 @@ IMAGES = [
     ("Conv2d", 4, 2, 2, {"padding": 1, "groups": 2, "share": "channel_pair"}, (2, 3)),
     ("Conv1d", 2, 3, 3, {"padding": 1, "share": "channel_pair", "init": OWN_TAUS}, (5,)),
     ("Conv3d", 2, 2, 2, {"padding": (1, 0, 0)}, (1, 2, 3)),
+    ("Conv1d", 3, 3, 2, {"share": "channel_pair", "init": "sigmoid"}, (18,)),
 ]
 
 
@@ -103,6 +105,7 @@ def check_values(device):
         assert torch.equal(found[[0, 2, 4]], layer(x)[[0, 2, 4]])
         torch.testing.assert_close(torch.func.vmap(layer)(x[None])[0], layer(x))
         check_refused(device)
+    check_wanted(device)
     with tg.kernels.use("reference"):
         torch.testing.assert_close(found[3], layer(odd)[3])
     grads = []
@@ -181,6 +184,51 @@ def check_far(device):
         want = copy.deepcopy(fast).double()(x.double())
     # half a unit in the last place of x - theta is that of x, which is given; the rest is tanh's
     assert float((y - want).abs().max()) < (1e-6 if device == "cpu" else 8e-6)
+    check_fast_far(device)
+
+
+def check_fast_far(device):
+    """Fast gates: what is closed has no gradient, and what lies far out does not disturb it; the
+    threshold may be as far as it likes, for x - theta is made before it is scaled."""
+    torch.manual_seed(0)
+    layer = moved(tg.Linear(3, 2, tier="S", accuracy="fast", bias=False)).to(device)
+    x, dy = torch.randn(3, 3, device=device), torch.randn(3, 2, device=device)
+    rest = results(layer, x[[0, 2]], dy[[0, 2]], "triton")["weight"]
+    for far, closed in ((-1e20, 1), (1e20, 0)):
+        x[1] = far
+        found = results(layer, x, dy, "triton")
+        torch.testing.assert_close(found["weight"][:, closed], rest[:, closed])
+        for name in ("gate.rho", "gate.dtheta"):
+            assert found[name].isfinite().all()
+    steep = tg.Linear(1, 1, tier="S", init="sigmoid", accuracy="fast", bias=False).to(device)
+    for tau, theta in ((1.0, 30.0), (30.0, -1.0), (3.0, 10.0), (0.1, 300.0)):
+        torch.nn.init.constant_(steep.gate.rho, math.log(tau))
+        torch.nn.init.constant_(steep.gate.dtheta, theta)
+        z = (theta + torch.linspace(-4, 4, 33, device=device) / tau).view(-1, 1)
+        with torch.no_grad(), tg.kernels.use("triton"):
+            y = steep(z)
+        with torch.no_grad(), tg.kernels.use("reference"):
+            want = copy.deepcopy(steep).double()(z.double())
+        # one sigmoid: 4e-6 on an H200, and exact but for float32's digits where it is interpreted
+        assert float((y - want).abs().max()) < (1e-6 if device == "cpu" else 8e-6), (tau, theta)
+
+
+def check_wanted(device):
+    """A gradient is the same whether others are asked for or not."""
+    torch.manual_seed(0)
+    for layer, shape in (
+        (tg.Linear(5, 3, tier="S"), (4, 5)),
+        (tg.Conv1d(3, 2, 3, tier="S", padding=1, share="channel_pair"), (3, 3, 7)),
+    ):
+        moved(layer).to(device)
+        x = torch.randn(shape, device=device).requires_grad_()
+        given = [x, *layer.parameters()]
+        with tg.kernels.use("triton"):
+            every = torch.autograd.grad(layer(x).square().sum(), given)
+            (alone,) = torch.autograd.grad(layer(x).square().sum(), given[:1])
+            others = torch.autograd.grad(layer(x.detach()).square().sum(), given[1:])
+        for ours, one in zip(every, (alone, *others), strict=True):
+            assert torch.equal(ours, one)
 
 
 def check_unseen(device):
@@ -279,6 +327,7 @@ def check_fast(device, tolerance):
         tg.Linear(9, 5, tier="S", accuracy="fast"),
         tg.Linear(9, 5, tier="general", init="sigmoid", accuracy="fast"),
         tg.Conv2d(3, 4, 2, tier="S", padding=1, share="channel_pair", accuracy="fast"),
+        tg.Conv2d(3, 3, 2, tier="S", init="sigmoid", share="channel_pair", accuracy="fast"),
     ]
     for layer in layers:
         shape = (7, 9) if isinstance(layer, tg.Linear) else (1, 3, 3, 3)

@@ -6,6 +6,11 @@ three special functions for two gates. The exponentials are bounded by 2^60 for 
 would be less than 2^-60 is 0, so that x times it is nothing however large x is. Everything is
 float32, and of two gates that sum to 1 neither is taken off 1: where one is nearly 1 the other has
 all its digits, and g (1 - g) is their product.
+
+FAST takes one special function for a synapse of two branches, t = tanh(tau (x - theta) / 2), which
+is the upper gate less the lower. A mean is the middle of both branches and t times half of what is
+between them: neither gate is made. x - theta is made, because tau x - tau theta cancels where both
+are large.
 """
 
 # mypy: ignore-errors
@@ -87,10 +92,31 @@ def branch_less(
 
 
 @triton.jit
-def opened(z, gate, K: tl.constexpr, TAUS: tl.constexpr, FAST: tl.constexpr):
-    """(odds, their sum with 1); FAST has the gate itself, which needs no reciprocal."""
+def branches(line, K: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr):
+    """Slopes and constants as `mean_of` takes them: of K = 2 where it starts, and how far it goes
+    with the upper gate, or with FAST's t."""
+    found = line
+    if K == 2:
+        found = _rise(line[0], line[1], FAST)
+        if CONSTANTS:
+            found = found + _rise(line[2], line[3], FAST)
+    return found
+
+
+@triton.jit
+def _rise(low, high, FAST: tl.constexpr):
+    rise = high - low
     if FAST:
-        below = tanh_approx((z - gate[1]) * (gate[0] * 0.5)) * 0.5 + 0.5
+        rise *= 0.5
+        low += rise
+    return low, rise
+
+
+@triton.jit
+def opened(z, gate, K: tl.constexpr, TAUS: tl.constexpr, FAST: tl.constexpr):
+    """(odds, their sum with 1); FAST has t, which needs no reciprocal."""
+    if FAST:
+        below = tanh_approx((z - gate[1]) * (gate[0] * 0.5))
         odds = (below,)
     else:
         odds = _odds(z, gate, K, TAUS)
@@ -109,9 +135,9 @@ def _gates(odds, share, K: tl.constexpr):
 
 @triton.jit
 def gates_of(odds, below, K: tl.constexpr, FAST: tl.constexpr):
-    """The K gates of each of two synapses."""
+    """The K gates of each of two synapses; (t,) where FAST."""
     if FAST:
-        gates = ((1.0 - below[0], below[0]), (1.0 - below[1], below[1]))
+        gates = odds
     else:
         r = inverse(below[0] * below[1])
         gates = (_gates(odds[0], r * below[1], K), _gates(odds[1], r * below[0], K))
@@ -120,9 +146,9 @@ def gates_of(odds, below, K: tl.constexpr, FAST: tl.constexpr):
 
 @triton.jit
 def mean_of(gates, line, at: tl.constexpr, K: tl.constexpr):
-    """The mean of a row of `line` from `at` on."""
+    """The mean of slopes (at 0) or constants (at K), `line` being their `branches`."""
     if K == 2:
-        found = line[at] + gates[1] * (line[at + 1] - line[at])
+        found = line[at] + gates[-1] * line[at + 1]
     else:
         found = gates[0] * line[at] + gates[1] * line[at + 1] + gates[2] * line[at + 2]
     return found
@@ -138,13 +164,25 @@ def outer_turns(z, gates, line, CONSTANTS: tl.constexpr):
 
 
 @triton.jit
-def slope_of(z, gates, gate, line, K: tl.constexpr, TAUS: tl.constexpr, CONSTANTS: tl.constexpr):
-    """d synapse / d x."""
+def slope_of(
+    z,
+    gates,
+    gate,
+    line,
+    K: tl.constexpr,
+    TAUS: tl.constexpr,
+    CONSTANTS: tl.constexpr,
+    FAST: tl.constexpr,
+):
+    """d synapse / d x, `line` being the `branches`."""
     if K == 2:
-        turn = gates[0] * gates[1] * gate[0]
-        slope = line[0] + (gates[1] + turn * z) * (line[1] - line[0])
+        # of the upper gate, or of t: tau / 2 (1 - t^2)
+        turn = (
+            (1.0 - gates[0] * gates[0]) * (gate[0] * 0.5) if FAST else gates[0] * gates[1] * gate[0]
+        )
+        slope = line[0] + (gates[-1] + turn * z) * line[1]
         if CONSTANTS:
-            slope += turn * (line[3] - line[2])
+            slope += turn * line[3]
     else:
         turns = outer_turns(z, gates, line, CONSTANTS)
         slope = mean_of(gates, line, 0, 3) + turns[1] * gate[TAUS - 1] - turns[0] * gate[0]

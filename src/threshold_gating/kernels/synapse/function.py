@@ -262,14 +262,13 @@ def _backward(
     window: list[int],
     wanted: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    packed, down = _packed(x, gates, lines, numbers, window), _rows(dy)
+    packed = _packed(x, gates, lines, numbers, window)
+    rows, *found = packed.gradients(_rows(dy), *wanted)
     dx, dgates, dlines = (w.new_empty(0) for w in (x, gates, lines))
     if wanted[0]:
-        rows = packed.inputs_gradient(down).to(x.dtype)
-        dx = rows.view(len(x), *x.shape[2:], x.shape[1]).movedim(-1, 1)
+        dx = rows.to(x.dtype).view(len(x), *x.shape[2:], x.shape[1]).movedim(-1, 1)
     if wanted[1]:
-        each = zip(packed.parameter_gradients(down), (gates, lines), strict=True)
-        dgates, dlines = (_ungrouped(*pair) for pair in each)
+        dgates, dlines = map(_ungrouped, found, (gates, lines))
     return dx, dgates, dlines
 
 

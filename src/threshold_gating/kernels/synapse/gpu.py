@@ -7,7 +7,6 @@ import math
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from threshold_gating.kernels.runtime import Launch, interpreting, total
@@ -16,6 +15,7 @@ _STAGES = 3
 MOST_PROGRAMS = 65535  # on the second axis of a grid, which CUDA limits
 _PROGRAMS = 6  # for each multiprocessor, before a sum is split between several
 _LEAST = 64  # terms of a sum that is split
+_AT_ONCE = 8  # programs of one warp with all registers, on a multiprocessor
 # Taps that share their gates are summed one beside the other, in registers; what each of them makes
 # of each position is laid out in memory, up to this many numbers.
 _MOST_TAPS, _MOST_NUMBERS = 9, 2**28
@@ -86,24 +86,29 @@ class Packed(NamedTuple):
         run((turned(self.x), gates, lines, self._table(0), y))
         return total(y, 0)
 
-    def inputs_gradient(self, dy: Tensor) -> Tensor:
-        """dx from dy, (rows, groups * outputs)."""
+    def gradients(
+        self, dy: Tensor, of_x: bool, of_parameters: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Of x, gates and lines from dy, (rows, groups * outputs); empty ones of what is not asked
+        for. Of gates that taps share they are made beside those of x."""
+        dx = dgates = dlines = self.x.new_empty(0)
         if self.by_pairs():
-            dx = torch.empty_like(self.x)
-            # (groups * outputs, images, taps, positions), zeros where a tap sees nothing
-            down = F.pad(self._by_image(dy).permute(2, 0, 1), (0, 1))[..., self._table(1)]
-            run, _ = _of_pairs("pair_inputs", self.known, self.sizes)
-            run((*self._pairs(), down.contiguous(), dx))
-            return dx
+            dx, dgates = self._turns_of_pairs(dy, of_parameters)
+            dlines = self._lines_of_pairs(dy) if of_parameters else dlines
+            return dx, dgates, dlines
+        if of_x:
+            dx = self._inputs_gradient(dy)
+        if of_parameters:
+            dgates, dlines = self._parameter_gradients(dy)
+        return dx, dgates, dlines
+
+    def _inputs_gradient(self, dy: Tensor) -> Tensor:
         run, parts = _prepared("inputs", self.known, self.sizes, self._processors())
         dx = self.x.new_empty(parts, *self.x.shape)
         run((self._visible(), self.gates, self.lines, self._table(1), turned(dy), dx))
         return total(dx, 0)
 
-    def parameter_gradients(self, dy: Tensor) -> tuple[Tensor, Tensor]:
-        """dgates and dlines, as these are."""
-        if self.by_pairs():
-            return self._gradients_of_pairs(dy)
+    def _parameter_gradients(self, dy: Tensor) -> tuple[Tensor, Tensor]:
         run, parts = _prepared("parameters", self.known, self.sizes, self._processors())
         _, taps, outputs, kinds, inputs = self.lines.shape
         each = (parts, self.sizes.groups, taps, outputs)
@@ -112,10 +117,6 @@ class Packed(NamedTuple):
         run((self.x, self.gates, self.lines, self._table(0), dy.contiguous(), dgates, dlines))
         gates, lines = total(dgates, 0), total(dlines, 0)
         return gates.sum(1, keepdim=True) if self.known.shared else gates, lines
-
-    def _pairs(self) -> tuple[Tensor, Tensor, Tensor]:
-        """x, gates and lines, these (groups, outputs, taps, kind, inputs)."""
-        return self._visible(), self.gates, self.lines.transpose(1, 2).contiguous()
 
     def _forward_of_pairs(self) -> Tensor:
         rows, across, _, outputs, taps, groups, images = self.sizes
@@ -128,14 +129,26 @@ class Packed(NamedTuple):
         _gathered(rows, across, images, width, taps)((parts, self._table(0), y))
         return y
 
-    def _gradients_of_pairs(self, dy: Tensor) -> tuple[Tensor, Tensor]:
-        x, gates, lines = self._pairs()
+    def _turns_of_pairs(self, dy: Tensor, turns: bool) -> tuple[Tensor, Tensor]:
+        """dx, and dgates if `turns`."""
+        run, parts = _of_pairs("pair_inputs", self.known, self.sizes, self._processors(), turns)
+        dx = self.x.new_empty(self.x.shape)
+        dgates = self.x.new_empty(parts if turns else 0, *self.gates.shape)
+        lines = self.lines.transpose(1, 2).contiguous()  # (groups, outputs, taps, kind, inputs)
+        run((self._visible(), self.gates, lines, self._table(1), turned(dy), dx, dgates))
+        return dx, total(dgates, 0) if turns else dgates
+
+    def _lines_of_pairs(self, dy: Tensor) -> Tensor:
+        rows, across, inputs, outputs, taps, groups, images = self.sizes
+        # what comes down to each position by each tap, (across, taps, groups * outputs): a row for
+        # each of them, which sees one row of dy or none
+        down = self.x.new_empty(across * taps, groups * outputs)
+        gather = _gathered(across * taps, rows, images, groups * outputs, 1)
+        gather((dy.contiguous(), self._table(1).t().contiguous(), down))
         run, parts = _of_pairs("pair_parameters", self.known, self.sizes, self._processors())
-        # (images, positions, taps, groups * outputs)
-        down = F.pad(self._by_image(dy), (0, 0, 0, 1))[:, self._table(1).t()].contiguous()
-        dgates, dlines = (w.new_empty(parts, *w.shape) for w in (gates, lines))
-        run((x, gates, lines, down, dgates, dlines))
-        return total(dgates, 0), total(dlines, 0).transpose(1, 2)
+        dlines = self.x.new_empty(parts, groups, outputs, taps, self.lines.shape[3], inputs)
+        run((self._visible(), self.gates, down, dlines))
+        return total(dlines, 0).transpose(1, 2)
 
     def _visible(self) -> Tensor:
         """x with 0 where no tap sees it: a gradient is 0 there, and 0 times infinity is not."""
@@ -184,35 +197,45 @@ def _prepared(kind: str, known: Known, sizes: Sizes, processors: int) -> tuple[L
 
 
 @functools.lru_cache(1024)
-def _of_pairs(kind: str, known: Known, sizes: Sizes, processors: int = 1) -> tuple[Launch, int]:
-    """As `_prepared`, for gates that all taps share; only parameters have sums in parts."""
+def _of_pairs(
+    kind: str, known: Known, sizes: Sizes, processors: int = 1, turns: bool = False
+) -> tuple[Launch, int]:
+    """As `_prepared`, for gates that all taps share; `turns` asks for dgates beside dx."""
     from threshold_gating.kernels.synapse import pair_kernels
 
-    _, across, inputs, outputs, taps, groups, images = sizes
+    rows, across, inputs, outputs, taps, groups, images = sizes
     down, wide = {
         "taps": (across, outputs),
         "pair_inputs": (across, inputs),
         "pair_parameters": (outputs, inputs),
     }[kind]
     tile, warps = _tile(kind, known, down)
-    programs, parts = -(-down // tile) * -(-wide // (32 * warps)), 1
+    tiles, beside, parts = -(-down // tile), -(-wide // (32 * warps)), 1
+    grid = tiles * beside, groups, 1
     rest: list[Any] = [across, inputs, outputs]
+    about: list[Any] = [known.K, known.taus, known.constants, known.fast, taps]
     if kind == "pair_inputs":
-        rest.insert(1, across // images)
+        # as many programs as run at once: each has its own sums of all gates
+        most = (2 if interpreting() else _AT_ONCE) * processors
+        depth = -(-tiles * beside * groups // most) if turns else 1
+        parts = -(-tiles // depth)
+        grid = parts * beside, groups, 1
+        rest = [rows, across, across // images, rows // images, inputs, outputs, depth]
+        about += [outputs % 2 == 0, turns]
     elif kind == "pair_parameters":
-        depth, parts = _split(across, programs * groups, processors)
+        depth, parts = _split(across, tiles * beside * groups, processors)
+        grid = tiles * beside, groups, parts
         rest.append(depth)
-    rest += [known.K, known.taus, known.constants, known.fast, taps, tile, 32 * warps]
-    rest.append(2 if kind == "pair_inputs" else _STAGES)
-    kernel = getattr(pair_kernels, f"synapse_{kind}")
-    return Launch(kernel, (programs, groups, parts), warps, rest), parts
+        about.append(across % 2 == 0)
+    rest += [*about, tile, 32 * warps, 2 if kind == "pair_inputs" else _STAGES]
+    return Launch(getattr(pair_kernels, f"synapse_{kind}"), grid, warps, rest), parts
 
 
 @functools.lru_cache(1024)
 def _gathered(rows: int, across: int, images: int, width: int, taps: int) -> Launch:
     from threshold_gating.kernels.synapse.pair_kernels import synapse_gathered
 
-    tile, columns = (16, 32) if interpreting() else (16, 128)
+    tile, columns = (16, 32) if interpreting() else (32, 64) if width <= 64 else (16, 128)
     programs = -(-rows // tile) * -(-width // columns)
     sizes = rows, across, rows // images, across // images, width, taps
     return Launch(synapse_gathered, (programs,), 4, (*sizes, tile, columns))
@@ -226,10 +249,10 @@ def _tile(kind: str, known: Known, rows: int) -> tuple[int, int]:
     most, warps = {
         "forward": (128 if known.fast and plain else 64, 2) if two else (32, 1),
         "inputs": (64, 2) if known.fast and plain else (32 if two else 16, 1),
-        "parameters": (8 if plain else 4, 2),
+        "parameters": (16 if plain else 8 if two else 4, 2),
         "taps": (16, 2),
         "pair_inputs": (32, 1) if two else (16, 1),
-        "pair_parameters": (4 if plain else 1, 2),
+        "pair_parameters": (8 if plain else 4 if two else 2, 2),
     }[kind]
     return min(most, max(16, 1 << (rows - 1).bit_length())), warps
 

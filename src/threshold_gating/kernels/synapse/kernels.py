@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from threshold_gating.kernels.synapse.arithmetic import (
+    branches,
     gates_of,
     mean_of,
     opened,
@@ -72,7 +73,8 @@ def synapse_forward(
                     lines + (synapse + c + j) * LINES * outputs, outputs, o, mine, LINES
                 )
                 q, b = opened(v, g, K, TAUS, FAST)
-                z, line, odds, below = z + (v,), line + (w,), odds + (q,), below + (b,)
+                z, odds, below = z + (v,), odds + (q,), below + (b,)
+                line = line + (branches(w, K, CONSTANTS, FAST),)
             opens = gates_of(odds, below, K, FAST)
             for j in tl.static_range(2):
                 total += z[j] * mean_of(opens[j], line[j], 0, K)
@@ -129,11 +131,12 @@ def synapse_inputs(
                 )
                 v = tl.load(down + (o + j) * tl.cast(rows, tl.int64), mask=near, other=0.0)
                 q, b = opened(z, g, K, TAUS, FAST)
-                d, gate, line = d + (v.to(tl.float32)[:, None],), gate + (g,), line + (w,)
+                d, gate = d + (v.to(tl.float32)[:, None],), gate + (g,)
+                line = line + (branches(w, K, CONSTANTS, FAST),)
                 odds, below = odds + (q,), below + (b,)
             opens = gates_of(odds, below, K, FAST)
             for j in tl.static_range(2):
-                slope = slope_of(z, opens[j], gate[j], line[j], K, TAUS, CONSTANTS)
+                slope = slope_of(z, opens[j], gate[j], line[j], K, TAUS, CONSTANTS, FAST)
                 total += d[j] * slope
     tl.store(dx + part * apart + place, total.to(dx.dtype.element_ty), mask=tile)
 
@@ -149,30 +152,37 @@ def _zeros(ROWS: tl.constexpr, COLUMNS: tl.constexpr, K: tl.constexpr, CONSTANTS
 
 
 @triton.jit
-def _moments(sums, d, z, gates, from_theta, CONSTANTS: tl.constexpr):
+def _moments(sums, d, z, gates, from_theta, CONSTANTS: tl.constexpr, FAST: tl.constexpr):
     """K = 2: sums over rows to which the branches are factors: of d g z for both gates, d g' z,
-    d g' z (z - theta), and with constants of the same without z."""
-    dz = d * z
-    lower = dz * gates[0]
-    turn = lower * gates[1]
-    more = (sums[0] + lower, sums[1] + dz * gates[1], sums[2] + turn, sums[3] + turn * from_theta)
+    d g' z (z - theta), and with constants of the same without z. FAST: twice the gates."""
+    more = _moment(sums[0], sums[1], sums[2], sums[3], d * z, gates, from_theta, FAST)
     if CONSTANTS:
-        low, high = d * gates[0], d * gates[1]
-        h = low * gates[1]
-        more = more + (sums[4] + low, sums[5] + high, sums[6] + h, sums[7] + h * from_theta)
+        more = more + _moment(sums[4], sums[5], sums[6], sums[7], d, gates, from_theta, FAST)
     return more
 
 
 @triton.jit
-def _of_moments(sums, gate, line, CONSTANTS: tl.constexpr):
+def _moment(lower, upper, turns, tilts, d, gates, from_theta, FAST: tl.constexpr):
+    if FAST:  # 1 - t and 1 + t are exactly 0 where the gate is closed
+        low, high = d - d * gates[0], d + d * gates[0]
+        turn = low + low * gates[0]
+    else:
+        low, high = d * gates[0], d * gates[1]
+        turn = low * gates[1]
+    return lower + low, upper + high, turns + turn, tilts + turn * from_theta
+
+
+@triton.jit
+def _of_moments(sums, gate, line, CONSTANTS: tl.constexpr, FAST: tl.constexpr):
     """(gradients of tau and theta, of slopes and constants)."""
-    rise = line[1] - line[0]
+    SCALE: tl.constexpr = 0.5 if FAST else 1.0
+    rise = (line[1] - line[0]) * (SCALE * SCALE)
     theta, tau = rise * sums[2], rise * sums[3]
-    dline = (sums[0], sums[1])
+    dline = (sums[0] * SCALE, sums[1] * SCALE)
     if CONSTANTS:
-        jump = line[3] - line[2]
+        jump = (line[3] - line[2]) * (SCALE * SCALE)
         theta, tau = theta + jump * sums[6], tau + jump * sums[7]
-        dline = dline + (sums[4], sums[5])
+        dline = dline + (sums[4] * SCALE, sums[5] * SCALE)
     return (tau, -theta * gate[0]), dline
 
 
@@ -228,7 +238,8 @@ def synapse_parameters(
     at_gate = ((group if SHARED else which) * outputs + o).to(tl.int64)[:, None] * GATES * inputs
     at_line = (which * outputs + o).to(tl.int64)[:, None] * LINES * inputs
     gate = tile_of(gates, inputs, at_gate, c[None, :], tile, GATES)
-    line = tile_of(lines, inputs, at_line, c[None, :], tile, LINES)
+    if K == 3:
+        line = tile_of(lines, inputs, at_line, c[None, :], tile, LINES)
     groups = tl.num_programs(1) // taps
     image, images, first, last = 0, 1, 0, each
     if TABLE:
@@ -258,12 +269,13 @@ def synapse_parameters(
             opens = gates_of(odds, below, K, FAST)
             for j in tl.static_range(2):
                 if K == 2:
-                    sums = _moments(sums, d[j], z[j], opens[j], z[j] - gate[1], CONSTANTS)
+                    sums = _moments(sums, d[j], z[j], opens[j], z[j] - gate[1], CONSTANTS, FAST)
                 else:
                     turns = outer_turns(z[j], opens[j], line, CONSTANTS)
                     sums = _turns(sums, d[j], z[j], opens[j], turns, gate, TAUS, CONSTANTS)
-    if K == 2:
-        dgate, dline = _of_moments(sums, gate, line, CONSTANTS)
+    if K == 2:  # the sums do not need them: registers are few
+        line = tile_of(lines, inputs, at_line, c[None, :], tile, LINES)
+        dgate, dline = _of_moments(sums, gate, line, CONSTANTS, FAST)
     else:
         dgate, dline = _of_turns(sums, gate, TAUS, CONSTANTS)
     size = tl.num_programs(1).to(tl.int64) * outputs * inputs * part

@@ -3,8 +3,10 @@
 Where a gate belongs to a pair of channels, one evaluation at a position serves each tap that sees
 it: a special function a tap less, and what is left are the products with the weights of the taps.
 The forward pass writes what each tap makes of each position, (taps, across, outputs), and
-`synapse_gathered` adds up what a row of y sees of it; backward, the gradients are laid out by taps
-before. All that is linear in the branches is summed over the taps first: `line` below.
+`synapse_gathered` adds up what a row of y sees of it. Backward, all that is linear in the branches
+is summed over the taps first (`line` below), from which `synapse_pair_inputs` has the gradients of
+x and of the gates; `synapse_pair_parameters` has those of slopes and constants, and reads what
+comes down by each tap, which `synapse_gathered` lays out.
 """
 
 # mypy: ignore-errors
@@ -16,7 +18,7 @@ import triton
 import triton.language as tl
 
 from threshold_gating.kernels.synapse.arithmetic import (
-    branch_less,
+    branches,
     gates_of,
     mean_of,
     opened,
@@ -66,6 +68,7 @@ def synapse_taps(
             more = ()
             for t in tl.static_range(TAPS):
                 line = parameter_rows(first + t * LINES * outputs, outputs, o, mine, LINES)
+                line = branches(line, K, CONSTANTS, FAST)
                 total = sums[t] + z[j] * mean_of(opens[j], line, 0, K)
                 if CONSTANTS:
                     total += mean_of(opens[j], line, K, K)
@@ -100,68 +103,113 @@ def synapse_gathered(
 
 @triton.jit
 def synapse_pair_inputs(
-    x, gates, lines, dy, dx, across, each, inputs, outputs,
+    x, gates, lines, seeing, dy, dx, dgates, rows, across, each, others, inputs, outputs, depth,
     K: tl.constexpr, TAUS: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr,
-    TAPS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+    TAPS: tl.constexpr, EVEN: tl.constexpr, TURNS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dx (across, groups * inputs) from dy (groups * outputs, images, taps, each).
+    """dx (across, groups * inputs) from dy (groups * outputs, rows); if TURNS, dgates as well,
+    (parts, ...) as gates are, a part `depth` tiles of positions.
 
-    gates (groups, outputs, TAUS + K - 1, inputs), lines (groups, outputs, taps, K or 2 K, inputs).
+    gates (groups, outputs, TAUS + K - 1, inputs), lines (groups, outputs, taps, K or 2 K, inputs);
+    `seeing` says at [tap, position] which row of y sees it.
     """
     GATES: tl.constexpr = TAUS + K - 1
     LINES: tl.constexpr = 2 * K if CONSTANTS else K
     wide = tl.cdiv(inputs, COLUMNS)
     here, group = tl.program_id(0), tl.program_id(1)
-    p = (here // wide) * ROWS + tl.arange(0, ROWS)
+    groups, part = tl.num_programs(1), here // wide
     c = (here % wide) * COLUMNS + tl.arange(0, COLUMNS)
-    inside, there = p < across, c < inputs
-    tile = inside[:, None] & there[None, :]
-    place = p.to(tl.int64)[:, None] * (inputs * tl.num_programs(1)) + (group * inputs + c)[None, :]
-    z = tl.load(x + place, mask=tile, other=0.0).to(tl.float32)
+    there = c < inputs
     pair = group.to(tl.int64) * outputs
-    spot = p // each * (TAPS * each) + p % each
-    total = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for o in tl.range(0, outputs, 2, num_stages=STAGES):
-        gate, odds, below = (), (), ()
-        for j in tl.static_range(2):
-            at = gates + (pair + o + j) * GATES * inputs
-            g = parameter_rows(at, inputs, c, there & (o + j < outputs), GATES)
-            q, b = opened(z, g, K, TAUS, FAST)
-            gate, odds, below = gate + (g,), odds + (q,), below + (b,)
-        opens = gates_of(odds, below, K, FAST)
-        for j in tl.static_range(2):
-            mine = there & (o + j < outputs)
-            first = lines + (pair + o + j) * TAPS * LINES * inputs
-            down = dy + (pair + o + j) * TAPS * across + spot
-            near = inside & (o + j < outputs)
-            line = _weighted(down, each, near, first, inputs, c, mine, TAPS, LINES)
-            total += slope_of(z, opens[j], gate[j], line, K, TAUS, CONSTANTS)
-    tl.store(dx + place, total.to(dx.dtype.element_ty), mask=tile)
+    sums = dgates + (part.to(tl.int64) * groups + group) * outputs * GATES * inputs + c[None, :]
+    for step in range(part * depth, tl.minimum(part * depth + depth, tl.cdiv(across, ROWS))):
+        p = step * ROWS + tl.arange(0, ROWS)
+        tile = (p < across)[:, None] & there[None, :]
+        place = p.to(tl.int64)[:, None] * (inputs * groups) + (group * inputs + c)[None, :]
+        z = tl.load(x + place, mask=tile, other=0.0).to(tl.float32)
+        spots, seen = (), ()
+        for t in tl.static_range(TAPS):
+            spot, sees = seen_row(seeing, t, p, across, each, others, True)
+            spots, seen = spots + (spot,), seen + (sees,)
+        total = tl.zeros((ROWS, COLUMNS), tl.float32)
+        if TURNS:  # other threads may have written the sums that are read
+            tl.debug_barrier()
+        for o in tl.range(0, outputs, 2, num_stages=STAGES):
+            gate, odds, below = (), (), ()
+            for j in tl.static_range(2):
+                at = gates + (pair + o + j) * GATES * inputs
+                mine = there if EVEN else there & (o + j < outputs)
+                g = parameter_rows(at, inputs, c, mine, GATES)
+                q, b = opened(z, g, K, TAUS, FAST)
+                gate, odds, below = gate + (g,), odds + (q,), below + (b,)
+            opens = gates_of(odds, below, K, FAST)
+            for j in tl.static_range(2):
+                mine = there if EVEN else there & (o + j < outputs)
+                first = lines + (pair + o + j) * TAPS * LINES * inputs
+                down = dy + (pair + o + j) * rows
+                # what the branches share needs no gate, and is added to the sum of all outputs
+                line = (total,) if K == 2 else (tl.zeros_like(total),)
+                for _ in tl.static_range(LINES - 1):
+                    line = line + (tl.zeros_like(total),)
+                for t in tl.static_range(TAPS):
+                    near = seen[t] if EVEN else seen[t] & (o + j < outputs)
+                    d = tl.load(down + spots[t], mask=near, other=0.0).to(tl.float32)[:, None]
+                    at = first + t * LINES * inputs
+                    w = parameter_rows(at, inputs, c, mine, LINES)
+                    line = _added(line, d, branches(w, K, CONSTANTS, FAST), LINES)
+                slope = slope_of(z, opens[j], gate[j], line, K, TAUS, CONSTANTS, FAST)
+                total = slope if K == 2 else total + slope
+                if TURNS:
+                    turned = _turned(z, opens[j], gate[j], line, K, TAUS, CONSTANTS, FAST)
+                    for k in tl.static_range(GATES):
+                        to = sums + ((o + j) * GATES + k) * inputs
+                        again = mine & (step > part * depth)
+                        before = tl.load(to, mask=again[None, :], other=0.0)
+                        tl.store(to, before + turned[k], mask=mine[None, :])
+        tl.store(dx + place, total.to(dx.dtype.element_ty), mask=tile)
 
 
 @triton.jit
-def _weighted(
-    down, each, inside, first, width, columns, mine, TAPS: tl.constexpr, LINES: tl.constexpr
-):
-    """The branches of all taps, each times what comes down by it: LINES of (rows, columns)."""
-    line = ()
-    for t in tl.static_range(TAPS):
-        d = tl.load(down + t * each, mask=inside, other=0.0).to(tl.float32)[:, None]
-        w = parameter_rows(first + t * LINES * width, width, columns, mine, LINES)
-        more = ()
-        for k in tl.static_range(LINES):
-            more = more + (d * w[k] if t == 0 else line[k] + d * w[k],)
-        line = more
-    return line
+def _added(sums, d, parts, COUNT: tl.constexpr):
+    """Each of the sums and d times its part."""
+    more = ()
+    for k in tl.static_range(COUNT):
+        more = more + (sums[k] + d * parts[k],)
+    return more
+
+
+@triton.jit
+def _turned(
+    z, gates, gate, line,
+    K: tl.constexpr, TAUS: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """Gradients of taus and thetas, summed over a tile, `line` being what `branches` add up to."""
+    if K == 2:
+        turn = 0.5 - 0.5 * gates[0] * gates[0] if FAST else gates[0] * gates[1]
+        turn *= z * line[1] + line[3] if CONSTANTS else z * line[1]
+        found = (_down(turn * (z - gate[1])), _down(turn) * -gate[0])
+    else:
+        turns = outer_turns(z, gates, line, CONSTANTS)
+        first, second = turns[0] * (z - gate[TAUS]), turns[1] * (z - gate[TAUS + 1])
+        found = (_down(second - first),) if TAUS == 1 else (_down(-first), _down(second))
+        found = found + (_down(turns[0]) * gate[0], _down(turns[1]) * -gate[TAUS - 1])
+    return found
+
+
+@triton.jit
+def _down(tile):
+    return tl.sum(tile, 0, keep_dims=True)
 
 
 @triton.jit
 def synapse_pair_parameters(
-    x, gates, lines, dy, dgates, dlines, across, inputs, outputs, depth,
+    x, gates, dy, dlines, across, inputs, outputs, depth,
     K: tl.constexpr, TAUS: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr,
-    TAPS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+    TAPS: tl.constexpr, EVEN: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dgates and dlines, (parts, ...) as these are, part by part of `depth` positions.
+    """dlines (parts, ...) as lines are, part by part of `depth` positions.
 
     x (across, groups * inputs), dy (across, taps, groups * outputs), parameters as in
     `synapse_pair_inputs`.
@@ -176,15 +224,9 @@ def synapse_pair_parameters(
     tile = (o < outputs)[:, None] & (c < inputs)[None, :]
     at = (group * outputs + o).to(tl.int64)[:, None]
     gate = tile_of(gates, inputs, at * GATES * inputs, c[None, :], tile, GATES)
-    weights, sums = (), ()
-    for t in tl.static_range(TAPS):
-        step = (at * TAPS + t) * LINES * inputs
-        weights = weights + (tile_of(lines, inputs, step, c[None, :], tile, LINES),)
-        for _ in tl.static_range(LINES):
-            sums = sums + (tl.zeros((ROWS, COLUMNS), tl.float32),)
-    turns = ()
-    for _ in tl.static_range(2 * (K - 1)):
-        turns = turns + (tl.zeros((ROWS, COLUMNS), tl.float32),)
+    sums = ()
+    for _ in tl.static_range(TAPS * LINES):
+        sums = sums + (tl.zeros((ROWS, COLUMNS), tl.float32),)
     z_place, d_place = x + group * inputs + c, dy + group * outputs + o
     first = part * depth
     last = tl.minimum(first + depth, across)
@@ -192,65 +234,34 @@ def synapse_pair_parameters(
         z, odds, below = (), (), ()
         for j in tl.static_range(2):
             at_x = z_place + (p + j) * tl.cast(inputs * groups, tl.int64)
-            v = tl.load(at_x, mask=(c < inputs) & (p + j < last), other=0.0).to(tl.float32)[None, :]
+            near = c < inputs if EVEN else (c < inputs) & (p + j < last)
+            v = tl.load(at_x, mask=near, other=0.0).to(tl.float32)[None, :]
             q, b = opened(v, gate, K, TAUS, FAST)
             z, odds, below = z + (v,), odds + (q,), below + (b,)
         opens = gates_of(odds, below, K, FAST)
         for j in tl.static_range(2):
-            near = (o < outputs) & (p + j < last)
+            there = o < outputs if EVEN else (o < outputs) & (p + j < last)
             down = d_place + (p + j) * tl.cast(TAPS * outputs * groups, tl.int64)
-            slopes = _parts(z[j], opens[j], K, CONSTANTS)
-            line, more = (), ()
+            parts = _parts(z[j], opens[j], K, CONSTANTS, FAST)
+            more = ()
             for t in tl.static_range(TAPS):
-                d = tl.load(down + t * outputs * groups, mask=near, other=0.0).to(tl.float32)[
-                    :, None
-                ]
-                scaled = ()
+                d = tl.load(down + t * outputs * groups, mask=there, other=0.0).to(tl.float32)
                 for k in tl.static_range(LINES):
-                    w = d * weights[t][k]
-                    scaled = scaled + (w if t == 0 else line[k] + w,)
-                    more = more + (sums[t * LINES + k] + d * slopes[k],)
-                line = scaled
+                    more = more + (sums[t * LINES + k] + d[:, None] * parts[k],)
             sums = more
-            turns = _turning(turns, z[j], opens[j], gate, line, K, TAUS, CONSTANTS)
-    if K == 2:
-        dgate = (turns[0], -turns[1] * gate[0])
-    else:
-        dgate = (turns[0],) if TAUS == 1 else (turns[0], turns[1])
-        dgate = dgate + (turns[2] * gate[0], -turns[3] * gate[TAUS - 1])
     size = groups.to(tl.int64) * outputs * inputs * part
-    for k in tl.static_range(GATES):
-        place = (at * GATES + k) * inputs + size * GATES + c[None, :]
-        tl.store(dgates + place, dgate[k], mask=tile)
     for k in tl.static_range(TAPS * LINES):
         place = (at * TAPS * LINES + k) * inputs + size * TAPS * LINES + c[None, :]
         tl.store(dlines + place, sums[k], mask=tile)
 
 
 @triton.jit
-def _parts(z, gates, K: tl.constexpr, CONSTANTS: tl.constexpr):
+def _parts(z, gates, K: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr):
     """What the synapse grows by with each of its slopes and constants: g_k x and g_k."""
+    if FAST:
+        half = gates[0] * 0.5
+        gates = (0.5 - half, 0.5 + half)
     parts = (z * gates[0], z * gates[1])
     if K == 3:
         parts = parts + (z * gates[2],)
     return parts + gates if CONSTANTS else parts
-
-
-@triton.jit
-def _turning(
-    sums, z, gates, gate, line,
-    K: tl.constexpr, TAUS: tl.constexpr, CONSTANTS: tl.constexpr,
-):  # fmt: skip
-    """Sums of what a unit of a gate's logits adds to the synapses, times x - theta and alone."""
-    if K == 2:
-        turn = branch_less(z, line, 1, 0, K, CONSTANTS) * (gates[0] * gates[1])
-        more = (sums[0] + turn * (z - gate[1]), sums[1] + turn)
-    else:
-        turns = outer_turns(z, gates, line, CONSTANTS)
-        first, second = turns[0] * (z - gate[TAUS]), turns[1] * (z - gate[TAUS + 1])
-        if TAUS == 1:
-            more = (sums[0] + (second - first), sums[1])
-        else:
-            more = (sums[0] - first, sums[1] + second)
-        more = more + (sums[2] + turns[0], sums[3] + turns[1])
-    return more
