@@ -247,12 +247,12 @@ def _tile(kind: str, known: Known, rows: int) -> tuple[int, int]:
         return (16 if kind in ("forward", "inputs", "parameters") else 4), 1
     two, plain = known.K == 2, known.K == 2 and not known.constants
     most, warps = {
-        "forward": (128 if known.fast and plain else 64, 2) if two else (32, 1),
+        "forward": ((128, 4) if known.fast and plain else (64, 2)) if two else (32, 1),
         "inputs": (64, 2) if known.fast and plain else (32 if two else 16, 1),
-        "parameters": (16 if plain else 8 if two else 4, 2),
+        "parameters": (16 if known.fast and plain else 8 if two else 4, 2),
         "taps": (16, 2),
         "pair_inputs": (32, 1) if two else (16, 1),
-        "pair_parameters": (8 if plain else 4 if two else 2, 2),
+        "pair_parameters": (4 if two else 2, 2),
     }[kind]
     return min(most, max(16, 1 << (rows - 1).bit_length())), warps
 
