@@ -12,7 +12,8 @@ from threshold_gating.kernels.backend import (
     takes_native,
     use,
 )
-from threshold_gating.kernels.blend.function import blend, evaluate
+from threshold_gating.kernels.blend.function import again, blend, evaluate
+from threshold_gating.kernels.host import build
 from threshold_gating.kernels.lowering import native, opened, overwritten
 from threshold_gating.kernels.product.formula import Conv
 from threshold_gating.kernels.product.function import gated_product
@@ -26,9 +27,11 @@ __all__ = [
     "BackendError",
     "Conv",
     "Structure",
+    "again",
     "attention",
     "backend",
     "blend",
+    "build",
     "either",
     "evaluate",
     "gated_product",

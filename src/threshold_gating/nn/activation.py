@@ -73,6 +73,7 @@ class Activation(Elementwise, Holder):
     v: Tensor
     rho: nn.Parameter
     dtheta: nn.Parameter
+    _again: Any = None  # makes a call that is like the last one, where something can
 
     def __init__(
         self,
@@ -126,7 +127,11 @@ class Activation(Elementwise, Holder):
                 f"Activation: {name} is fixed when it is made, and setting it later would change "
                 f"nothing; make a new one, as Activation(..., {_FIXED[name]}=...)."
             )
+        self.__dict__.pop("_again", None)
         super().__setattr__(name, value)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_again"}
 
     if TYPE_CHECKING:  # nn.Module says Any
 
@@ -134,10 +139,17 @@ class Activation(Elementwise, Holder):
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the activation to each element of `x`; shape and dtype are kept."""
+        if not torch.compiler.is_compiling() and self._again is not None:
+            y: Tensor | None = self._again(x, self._parameters, self._buffers, kernels.backend())
+            if y is not None:
+                return y
         return kernels.blend(x, self._structure, self._held, native=True, inplace=self.inplace)
 
     def _held(self, x: Tensor) -> tuple[Any, tuple[int, ...]]:
-        return self.held(self, "", x)
+        held = self.held(self, "", x)
+        if not torch.compiler.is_compiling() and not self.inplace:
+            vars(self)["_again"] = kernels.again(x, self._structure, *held)
+        return held
 
     def tensors(self) -> Any:
         """What `kernels` read of this gate, whole, as it is held."""
