@@ -53,7 +53,7 @@ def library(source: Path, defined: Sequence[str]) -> ctypes.CDLL:
     try:
         command = [*_compiler(), *_FLAGS, *_OF_MACHINE.get(platform.machine(), ())]
         command += [f"-D{definition}" for definition in defined]
-        stem = _stem(source, [*command, _identity()])
+        stem = _stem([source], [*command, _identity()])
         path = _kept(stem) or _compiled([*command, str(source)], stem)
     except OSError as error:
         raise CompilerError(f"nothing can be compiled ({error})") from None
@@ -63,9 +63,11 @@ def library(source: Path, defined: Sequence[str]) -> ctypes.CDLL:
         raise CompilerError(f"what {command[0]} made cannot be loaded ({error})") from None
 
 
-def extension(source: Path, build: bool) -> Path | None:
-    """The C++ file as a module of this Python, for this torch; None if it is not in the cache, and
-    is not to be built. Raises CompilerError if it cannot be."""
+def extension(sources: Sequence[Path], build: bool) -> Path | None:
+    """The first of C++ files, which includes the others, as a module of this Python for this torch.
+
+    None if it is not in the cache and not to be built. Raises CompilerError if it cannot be.
+    """
     import torch
 
     home = Path(torch.__file__).parent
@@ -77,20 +79,22 @@ def extension(source: Path, build: bool) -> Path | None:
     ]
     try:
         of = torch.__version__, str(torch.version.git_version), sys.version
-        stem = _stem(source, [*command, *of, _identity("CXX")])
+        stem = _stem(sources, [*command, *of, _identity("CXX")])
         path = _kept(stem)
         if path is None and build:
             linked = [f"-L{home / 'lib'}", "-ltorch_python", "-ltorch_cpu", "-lc10"]
-            path = _compiled([*command, str(source), *linked], stem, _OF_EXTENSION)
+            path = _compiled([*command, str(sources[0]), *linked], stem, _OF_EXTENSION)
     except OSError as error:
         raise CompilerError(f"nothing can be compiled ({error})") from None
     return path
 
 
-def _stem(source: Path, depends: Sequence[str]) -> str:
-    """How a file in the cache begins that is made from a source and depends on this."""
-    name = hashlib.sha256("\0".join(depends).encode() + source.read_bytes())
-    return f"{source.stem}-{name.hexdigest()[:32]}"
+def _stem(sources: Sequence[Path], depends: Sequence[str]) -> str:
+    """How a file in the cache begins that is made from sources and depends on this."""
+    name = hashlib.sha256("\0".join(depends).encode())
+    for source in sources:
+        name.update(source.read_bytes())
+    return f"{sources[0].stem}-{name.hexdigest()[:32]}"
 
 
 def _kept(stem: str) -> Path | None:

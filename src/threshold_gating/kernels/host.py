@@ -21,7 +21,7 @@ import torch
 from threshold_gating.kernels import runtime
 from threshold_gating.kernels.compiler import CompilerError, extension
 
-_SOURCE = Path(__file__).with_name("host.cpp")
+SOURCES = [Path(__file__).with_name(name) for name in ("host.cpp", "host_node.h")]
 _NAME = "threshold_gating_host"
 
 
@@ -30,7 +30,7 @@ def build() -> None:
 
     It needs a C++ compiler (CXX, else c++, g++ or clang++) and Python's headers.
     """
-    extension(_SOURCE, build=True)
+    extension(SOURCES, build=True)
     _found.cache_clear()
     module.cache_clear()
 
@@ -56,7 +56,7 @@ def _found() -> Any | str:
     if not (torch.cuda.is_available() and runtime.is_installed()):
         return "there is no GPU, or no Triton"
     try:
-        path = extension(_SOURCE, build=False)
+        path = extension(SOURCES, build=False)
         if path is None:
             return "not built; threshold_gating.kernels.build() compiles it once"
         made = load(path)
