@@ -423,6 +423,27 @@ def test_a_backward_pass_may_run_in_another_thread(driver):
     close([x.grad], [reference(act, x, torch.ones_like(x))[1]], torch.float32)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_a_traced_module_has_the_steps_of_its_gates(driver):
+    x = images()
+    act = ready(driver, channels(), x)
+    traced = torch.jit.trace(act, x)
+    torch.testing.assert_close(traced(2 * x), act(2 * x))
+
+
+@pytest.mark.filterwarnings("ignore:(Anomaly|Error) [Dd]etect:UserWarning")
+def test_anomalies_are_looked_for(driver):
+    x = images().requires_grad_()
+    act = ready(driver, channels(), x)
+    with torch.autograd.detect_anomaly():
+        act(x).sum().backward()
+        with torch.no_grad():
+            act.s.fill_(float("nan"))
+        y = act(x)
+        with pytest.raises(RuntimeError, match="'BlendBackward' returned nan"):
+            y.sum().backward()
+
+
 def test_a_repeated_forward_pass_is_the_same(driver):
     x = images().requires_grad_()
     act = ready(driver, channels(), x)
@@ -485,3 +506,7 @@ def test_a_kernel_is_launched_with_what_its_signature_has():
         run.launch_pdl = False
         types["N"] = "fp32"
         assert runtime._handle(made, (3, 1, 1), (5, 1, 9, 2)) is None
+
+
+def test_kernels_take_what_the_driver_is_given(with_triton):
+    with_triton("compile_handles.py")
