@@ -12,7 +12,7 @@ from threshold_gating.kernels.backend import (
     takes_native,
     use,
 )
-from threshold_gating.kernels.blend.function import again, blend, evaluate
+from threshold_gating.kernels.blend.function import blend, evaluate
 from threshold_gating.kernels.host import build
 from threshold_gating.kernels.lowering import native, opened, overwritten
 from threshold_gating.kernels.product.formula import Conv
@@ -27,7 +27,6 @@ __all__ = [
     "BackendError",
     "Conv",
     "Structure",
-    "again",
     "attention",
     "backend",
     "blend",

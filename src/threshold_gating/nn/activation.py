@@ -73,7 +73,7 @@ class Activation(Elementwise, Holder):
     v: Tensor
     rho: nn.Parameter
     dtheta: nn.Parameter
-    _again: Any = None  # makes a call that is like the last one, where something can
+    _again: Any = None  # of `kernels.blend`: makes a call like the last one; in no file or copy
 
     def __init__(
         self,
@@ -139,17 +139,11 @@ class Activation(Elementwise, Holder):
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the activation to each element of `x`; shape and dtype are kept."""
-        if not torch.compiler.is_compiling() and self._again is not None:
-            y: Tensor | None = self._again(x, self._parameters, self._buffers, kernels.backend())
-            if y is not None:
-                return y
-        return kernels.blend(x, self._structure, self._held, native=True, inplace=self.inplace)
+        own, inplace = self._structure, self.inplace
+        return kernels.blend(x, own, self._held, native=True, inplace=inplace, holder=self)
 
     def _held(self, x: Tensor) -> tuple[Any, tuple[int, ...]]:
-        held = self.held(self, "", x)
-        if not torch.compiler.is_compiling() and not self.inplace:
-            vars(self)["_again"] = kernels.again(x, self._structure, *held)
-        return held
+        return self.held(self, "", x)
 
     def tensors(self) -> Any:
         """What `kernels` read of this gate, whole, as it is held."""

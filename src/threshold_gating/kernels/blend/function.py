@@ -62,6 +62,7 @@ def blend(
     up: Tensor | None = None,
     native: bool = False,
     inplace: bool = False,
+    holder: Any = None,
     **options: Any,
 ) -> Tensor:
     """y = sum_k g_k(x) (s_k x + c_k) (Eq. 3) as fast as this machine runs it.
@@ -77,12 +78,20 @@ def blend(
         up: what multiplies y (SwiGLU, GEGLU); on a GPU in the same pass.
         native: let torch's own op run where it computes the same.
         inplace: overwrite x with y.
+        holder: the module whose parameters and buffers the tensors are, if y follows from them
+            and x alone. It keeps, as `_again`, what makes a call like this one in one step.
     """
+    if holder is not None and not torch.compiler.is_compiling() and holder._again is not None:
+        y: Tensor | None = None
+        if not inplace:
+            y = holder._again(x, holder._parameters, holder._buffers, backend())
+        if y is not None:
+            return y
     if torch._C._len_torch_function_stack() == 0:
-        return _blend(x, structure, given, v, up, native, inplace, options)
+        return _blend(x, structure, given, v, up, native, inplace, holder, options)
     # A converted network around us must not look at our steps, nor answer them.
     with torch._C.DisableTorchFunction():
-        return _blend(x, structure, given, v, up, native, inplace, options)
+        return _blend(x, structure, given, v, up, native, inplace, holder, options)
 
 
 def _blend(
@@ -93,6 +102,7 @@ def _blend(
     up: Tensor | None,
     native: bool,
     inplace: bool,
+    holder: Any,
     options: Any,
 ) -> Tensor:
     # The backend is asked first: with native off, whether there is an op must not matter to a
@@ -114,6 +124,8 @@ def _blend(
         if name == "native":
             raise no_native_op()
     tensors, shape = given if count == 2 else given[0](x)
+    if holder is not None and not inplace and not torch.compiler.is_compiling():
+        vars(holder)["_again"] = _again(x, structure, tensors, shape, name)
     if not inplace:
         if v is None and up is None and (usual := _usual_call(x, structure, tensors, shape, name)):
             return _applied(x, None, *usual, name)  # the shortest way for what nearly every call is
@@ -156,14 +168,11 @@ def wrong_call(name: str, wanted: str, given: Sequence[Any], options: Any = ()) 
     )
 
 
-def again(x: Tensor, structure: Structure, tensors: Tensors, shape: Shape) -> Any | None:
+def _again(x: Tensor, structure: Structure, tensors: Tensors, shape: Shape, name: str) -> Any:
     """A function that makes the next call of a module, if it is like this one; None if there is
     none. It takes x, the module's parameters and buffers, and the backend, and answers None if the
     call is another."""
     if host.module() is None or structure.ordered:  # ordered: computed from what is held
-        return None
-    name = backend()
-    if structure.native is not None and takes_native(name):
         return None
     usual = _usual_call(x, structure, tensors, shape, name)
     made = None if usual is None else node.call(x, *usual, name)
