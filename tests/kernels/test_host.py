@@ -8,13 +8,10 @@ from threshold_gating.kernels import compiler, host, runtime
 
 
 @pytest.fixture(autouse=True)
-def fresh(monkeypatch):
-    kept = host._found, host.module
-    for each in kept:
-        each.cache_clear()
+def fresh():
+    host._found.cache_clear()
     yield
-    for each in kept:
-        each.cache_clear()
+    host._found.cache_clear()
 
 
 @pytest.fixture

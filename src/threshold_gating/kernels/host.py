@@ -32,10 +32,8 @@ def build() -> None:
     """
     extension(SOURCES, build=True)
     _found.cache_clear()
-    module.cache_clear()
 
 
-@functools.cache
 def module() -> Any | None:
     """The compiled module with the driver's functions in it; None where Python has to do."""
     found = _found()
