@@ -15,6 +15,7 @@ from threshold_gating import kernels, taxonomy
 from threshold_gating._version import __version__
 from threshold_gating.cli.printing import show
 from threshold_gating.kernels.blend.one_pass import status as cpu_gates
+from threshold_gating.kernels.host import status as gpu_calls
 from threshold_gating.nn.activation import Activation
 
 _OPTIONAL = (
@@ -34,13 +35,15 @@ def env(args: argparse.Namespace) -> int:
         devices["cuda"] = torch.cuda.get_device_name()
     tried = {name: {d: try_backend(name, d) for d in devices} for name in kernels.BACKENDS}
     compiled = dict(zip(("works", "message"), cpu_gates(), strict=True))
-    facts = {"versions": _versions(), "devices": devices, "backends": tried, "cpu_gates": compiled}
+    calls = dict(zip(("works", "message"), gpu_calls(), strict=True))
+    facts = {"versions": _versions(), "devices": devices, "backends": tried}
+    facts |= {"cpu_gates": compiled, "gpu_calls": calls}
     show(args, {**facts, "backend": kernels.backend()}, _text(**facts))
     works = all(result["works"] is not False for on in tried.values() for result in on.values())
     return 0 if works else 1
 
 
-def _text(versions: Any, devices: Any, backends: Any, cpu_gates: Any) -> str:
+def _text(versions: Any, devices: Any, backends: Any, cpu_gates: Any, gpu_calls: Any) -> str:
     lines = [f"{name:<16}  {version or 'not installed'}" for name, version in versions.items()]
     lines += ["", "devices:", *(f"{device:<16}  {words}" for device, words in devices.items())]
     lines += ["", "backends, forward and backward in float32 against torch in float64:"]
@@ -49,6 +52,7 @@ def _text(versions: Any, devices: Any, backends: Any, cpu_gates: Any) -> str:
         for device, result in on.items():
             lines.append(f"{name + chosen:<16}  {device:<4}  {result['message']}")
     lines += ["", f"{'soft gates':<16}  cpu   {cpu_gates['message']}"]
+    lines += [f"{'calls of gates':<16}  cuda  {gpu_calls['message']}"]
     return "\n".join(lines)
 
 

@@ -13,6 +13,7 @@ from threshold_gating.kernels.backend import (
     use,
 )
 from threshold_gating.kernels.blend.function import blend, evaluate
+from threshold_gating.kernels.host import build
 from threshold_gating.kernels.lowering import native, opened, overwritten
 from threshold_gating.kernels.product.formula import Conv
 from threshold_gating.kernels.product.function import gated_product
@@ -29,6 +30,7 @@ __all__ = [
     "attention",
     "backend",
     "blend",
+    "build",
     "either",
     "evaluate",
     "gated_product",

@@ -1,10 +1,11 @@
-"""C files of the package as shared libraries: compiled at their first use, kept in a user's cache.
+"""Sources of the package as shared libraries, kept in a user's cache: C at its first use, C++ for
+this Python and this torch when somebody asks for it, because that takes half a minute.
 
 No compiler is needed: where there is none, or it fails, `library` says why and whoever asked goes
 another way; `tg env` prints it. A file in the cache is named after a hash of all that it depends on
-(source, flags, compiler, processor) and one of what is in it: a file that was cut off must not be
-loaded, for a process that runs it ends. It is written under another name first and then moved, so
-that two processes do not disturb each other. A compiler that failed is not asked again.
+(source, flags, compiler, processor, torch) and one of what is in it: a file that was cut off must
+not be loaded, for a process that runs it ends. It is written under another name first and then
+moved, so that two processes do not disturb each other. A compiler that failed is not asked again.
 """
 
 from __future__ import annotations
@@ -19,13 +20,16 @@ import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 SECONDS = 20.0  # after which a compiler is taken to hang
+_OF_EXTENSION = 600.0  # the same for torch's headers, on a busy machine
 _COMPILERS = ("cc", "gcc", "clang")
+_NAMES = {"CC": _COMPILERS, "CXX": ("c++", "g++", "clang++")}
 # No rule of arithmetic is given up but two that nobody asks about here: errno and traps.
 _FLAGS = (
     *("-std=gnu11", "-O3", "-fPIC", "-shared", "-fopenmp-simd"),
@@ -49,16 +53,52 @@ def library(source: Path, defined: Sequence[str]) -> ctypes.CDLL:
     try:
         command = [*_compiler(), *_FLAGS, *_OF_MACHINE.get(platform.machine(), ())]
         command += [f"-D{definition}" for definition in defined]
-        name = hashlib.sha256("\0".join([*command, _identity()]).encode() + source.read_bytes())
-        stem = f"{source.stem}-{name.hexdigest()[:32]}"
-        found = (path for path in _folder().glob(f"{stem}-*.so") if _is_whole(path))
-        path = next(found, None) or _compiled([*command, str(source)], stem)
+        stem = _stem([source], [*command, _identity()])
+        path = _kept(stem) or _compiled([*command, str(source)], stem)
     except OSError as error:
         raise CompilerError(f"nothing can be compiled ({error})") from None
     try:
         return ctypes.CDLL(str(path))
     except OSError as error:
         raise CompilerError(f"what {command[0]} made cannot be loaded ({error})") from None
+
+
+def extension(sources: Sequence[Path], build: bool) -> Path | None:
+    """The first of C++ files, which includes the others, as a module of this Python for this torch.
+
+    None if it is not in the cache and not to be built. Raises CompilerError if it cannot be.
+    """
+    import torch
+
+    home = Path(torch.__file__).parent
+    command = [
+        *_compiler("CXX"),
+        *("-std=c++20", "-O2", "-fPIC", "-shared", "-fvisibility=hidden"),
+        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
+        *("-isystem", str(home / "include"), "-isystem", sysconfig.get_path("include")),
+    ]
+    try:
+        of = torch.__version__, str(torch.version.git_version), sys.version
+        stem = _stem(sources, [*command, *of, _identity("CXX")])
+        path = _kept(stem)
+        if path is None and build:
+            linked = [f"-L{home / 'lib'}", "-ltorch_python", "-ltorch_cpu", "-lc10"]
+            path = _compiled([*command, str(sources[0]), *linked], stem, _OF_EXTENSION)
+    except OSError as error:
+        raise CompilerError(f"nothing can be compiled ({error})") from None
+    return path
+
+
+def _stem(sources: Sequence[Path], depends: Sequence[str]) -> str:
+    """How a file in the cache begins that is made from sources and depends on this."""
+    name = hashlib.sha256("\0".join(depends).encode())
+    for source in sources:
+        name.update(source.read_bytes())
+    return f"{sources[0].stem}-{name.hexdigest()[:32]}"
+
+
+def _kept(stem: str) -> Path | None:
+    return next((path for path in _folder().glob(f"{stem}-*.so") if _is_whole(path)), None)
 
 
 def _is_whole(path: Path) -> bool:
@@ -73,32 +113,32 @@ def _sum(content: bytes) -> str:
     return "-" + hashlib.sha256(content).hexdigest()[:16]
 
 
-_failed: dict[tuple[str, ...], str] = {}  # how a compiler failed in this process
+_failed: dict[str, str] = {}  # how a compiler failed in this process
 
 
-def _compiled(command: Sequence[str], stem: str) -> Path:
+def _compiled(command: Sequence[str], stem: str, seconds: float | None = None) -> Path:
     """The file in the cache that the compiler makes."""
-    compiler = _compiler()
+    compiler = command[0]
     if compiler in _failed:
         raise CompilerError(_failed[compiler])
     with tempfile.TemporaryDirectory(dir=_folder()) as folder:
         made = Path(folder) / "made.so"
         try:
-            _run([*command, "-o", str(made), "-lm"])
+            _run([*command, "-o", str(made), "-lm"], SECONDS if seconds is None else seconds)
         except CompilerError as error:
             _failed[compiler] = str(error)
             raise
-        return _moved(made, stem)
+        return _moved(made, stem, compiler)
 
 
-def _moved(made: Path, stem: str) -> Path:
+def _moved(made: Path, stem: str, compiler: str) -> Path:
     """What was made under its name in the cache."""
     try:
         content = made.read_bytes()
         with made.open("rb+") as file:
             os.fsync(file.fileno())
     except OSError as error:
-        raise CompilerError(f"{_compiler()[0]} makes no file ({error})") from None
+        raise CompilerError(f"{compiler} makes no file ({error})") from None
     path = _folder() / f"{stem}{_sum(content)}.so"
     try:
         os.replace(made, path)
@@ -107,16 +147,16 @@ def _moved(made: Path, stem: str) -> Path:
     return path
 
 
-def _run(command: Sequence[str]) -> None:
+def _run(command: Sequence[str], seconds: float) -> None:
     """Run the compiler, and end it with all that it started if it takes too long."""
     with subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
         text=True, encoding="utf-8", errors="replace", start_new_session=True,
     ) as process:  # fmt: skip
         try:
-            _, said = process.communicate(timeout=SECONDS)
+            _, said = process.communicate(timeout=seconds)
         except subprocess.TimeoutExpired:
-            raise CompilerError(f"{command[0]} did not end within {SECONDS:g} s") from None
+            raise CompilerError(f"{command[0]} did not end within {seconds:g} s") from None
         finally:
             if process.poll() is None:
                 _end(process)
@@ -133,24 +173,26 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 @functools.cache
-def _compiler() -> tuple[str, ...]:
-    """The compiler, and the arguments that CC has for it."""
-    asked = os.environ.get("CC", "").strip()
+def _compiler(variable: str = "CC") -> tuple[str, ...]:
+    """The compiler, and the arguments that CC or CXX has for it."""
+    asked, usual = os.environ.get(variable, "").strip(), _NAMES[variable]
     try:
         words = shlex.split(asked)
     except ValueError as error:
-        raise CompilerError(f"CC={asked} cannot be read ({error})") from None
-    found = [p for p in map(shutil.which, words[:1] or _COMPILERS) if p is not None]
+        raise CompilerError(f"{variable}={asked} cannot be read ({error})") from None
+    found = [p for p in map(shutil.which, words[:1] or usual) if p is not None]
     if not found:
-        looked = f"CC={asked}" if asked else f"there is no {', '.join(_COMPILERS)}"
-        raise CompilerError(f"no C compiler was found ({looked})")
+        looked = f"{variable}={asked}" if asked else f"there is no {', '.join(usual)}"
+        raise CompilerError(
+            f"no {'C' if variable == 'CC' else 'C++'} compiler was found ({looked})"
+        )
     return found[0], *words[1:]
 
 
 @functools.cache
-def _identity() -> str:
+def _identity(variable: str = "CC") -> str:
     """The compiler, by its file, and the processor, by what it says of itself."""
-    path = os.path.realpath(_compiler()[0])
+    path = os.path.realpath(_compiler(variable)[0])
     about = os.stat(path)
     return f"{path} {about.st_size} {about.st_mtime_ns} {platform.machine()} {_processor()}"
 

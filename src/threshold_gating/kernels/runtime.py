@@ -7,7 +7,7 @@ import importlib.util
 import operator
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -71,6 +71,17 @@ def total(sums: Tensor, axis: int) -> Tensor:
 _address, _device = Tensor.data_ptr, Tensor.get_device  # mapped, they take two thirds of the time
 
 
+class Handle(NamedTuple):
+    """A compiled kernel as the driver launches it."""
+
+    function: int
+    grid: tuple[int, ...]
+    threads: int
+    shared: int  # bytes
+    tensors: int
+    numbers: tuple[int, ...]  # that come behind the tensors
+
+
 class Launch:
     """A kernel for a grid, with all but its tensors: to be called with these again and again.
 
@@ -82,6 +93,7 @@ class Launch:
         self.kernel, self.warps, self.rest = kernel, warps, tuple(rest)
         self.grid = (*grid, 1, 1)[:3]
         self.ready: dict[Any, Callable[..., None]] = {}
+        self.compiled: dict[Any, Any] = {}
 
     def __call__(self, tensors: tuple[Tensor, ...], kinds: Any = None) -> None:
         """Run; `kinds` stands for the types of the tensors, if the caller knows them."""
@@ -108,6 +120,12 @@ class Launch:
             compiled = self._ordinary(tensors)
         if not odd:
             self.ready[key] = _runner(compiled, self.grid, device)
+            self.compiled[key] = compiled
+
+    def handle(self, device: int, kinds: Any) -> Handle | None:
+        """The compiled kernel for `host`; None if there is none yet, or Triton must launch it."""
+        compiled = self.compiled.get((device, kinds))
+        return None if compiled is None else _handle(compiled, self.grid, self.rest)
 
     def beside(
         self, given: tuple[Tensor, ...], made: Sequence[Tensor], others: tuple[Tensor, ...]
@@ -162,18 +180,13 @@ def _runner(compiled: Any, grid: tuple[int, ...], device: int) -> Callable[..., 
     `compiled[grid]` does more for each launch before it comes to its C function: it asks for the
     device and for memory that our kernels do not need, and describes the launch to absent hooks.
     """
-    from triton import knobs
-
     ordinary: Callable[..., None] = compiled[grid]
     fixed = _fixed(compiled)
     if fixed is None:
         return ordinary
     launch, as_tuple = compiled.run.launch, fixed[-1] is not None
-    stream, hooks = torch._C._cuda_getCurrentRawStream, knobs.runtime
-    # lists, to which someone may add later
-    enter, leave = (
-        getattr(hook, "calls", True) for hook in (hooks.launch_enter_hook, hooks.launch_exit_hook)
-    )
+    stream = torch._C._cuda_getCurrentRawStream
+    enter, leave = hooks()
 
     def direct(*arguments: Any) -> None:
         if enter or leave:  # someone, as Triton's profiler, wants to know of every launch
@@ -184,6 +197,30 @@ def _runner(compiled: Any, grid: tuple[int, ...], device: int) -> Callable[..., 
             launch(*grid, stream(device), *fixed, *arguments)
 
     return direct
+
+
+def hooks() -> tuple[Any, Any]:
+    """Who wants to know of launches: two lists, to which someone may add later, or True."""
+    from triton import knobs
+
+    both = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    enter, leave = (getattr(hook, "calls", True) for hook in both)
+    return enter, leave
+
+
+def _handle(compiled: Any, grid: tuple[int, ...], rest: Sequence[Any]) -> Handle | None:
+    """A kernel that the driver launches with no more than its arguments; None for any other."""
+    if _fixed(compiled) is None or compiled.run.launch_cooperative_grid or compiled.run.launch_pdl:
+        return None
+    warps, blocks, shared = compiled.packed_metadata[:3]
+    types = [*compiled.src.signature.values()]
+    count = len(types) - len(rest)
+    passed = [(kind, n) for kind, n in zip(types[count:], rest, strict=True) if kind != "constexpr"]
+    known = all(str(kind).startswith("*") for kind in types[:count])
+    if blocks != 1 or not known or any(kind not in ("i32", "i64") for kind, _ in passed):
+        return None
+    numbers = tuple([n for _, n in passed])
+    return Handle(compiled.function, grid, 32 * warps, shared, count, numbers)
 
 
 def _fixed(compiled: Any) -> tuple[Any, ...] | None:

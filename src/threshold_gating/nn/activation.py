@@ -73,6 +73,7 @@ class Activation(Elementwise, Holder):
     v: Tensor
     rho: nn.Parameter
     dtheta: nn.Parameter
+    _again: Any = None  # of `kernels.blend`: makes a call like the last one; in no file or copy
 
     def __init__(
         self,
@@ -126,7 +127,11 @@ class Activation(Elementwise, Holder):
                 f"Activation: {name} is fixed when it is made, and setting it later would change "
                 f"nothing; make a new one, as Activation(..., {_FIXED[name]}=...)."
             )
+        self.__dict__.pop("_again", None)
         super().__setattr__(name, value)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_again"}
 
     if TYPE_CHECKING:  # nn.Module says Any
 
@@ -134,7 +139,8 @@ class Activation(Elementwise, Holder):
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the activation to each element of `x`; shape and dtype are kept."""
-        return kernels.blend(x, self._structure, self._held, native=True, inplace=self.inplace)
+        own, inplace = self._structure, self.inplace
+        return kernels.blend(x, own, self._held, native=True, inplace=inplace, holder=self)
 
     def _held(self, x: Tensor) -> tuple[Any, tuple[int, ...]]:
         return self.held(self, "", x)

@@ -103,22 +103,38 @@ class Overwrite(torch.autograd.Function):
 
 def _gradients(ctx: Any, dy: Tensor) -> Any:
     """Of x, the other input and `Tensors`, and None for the plan."""
-    plan: Plan
     plan, given, stride, dtype = ctx.kept
-    needed = ctx.needs_input_grad[:8]
-    x, other, *held = ctx.saved_tensors
+    saved, needed = ctx.saved_tensors, ctx.needs_input_grad[:8]
+    return *gradients(plan, given, stride, dtype, saved, dy, needed), None
+
+
+def gradients(
+    plan: Plan,
+    given: Any,
+    stride: Sequence[int],
+    dtype: torch.dtype,
+    saved: Sequence[Any],
+    dy: Tensor,
+    needed: tuple[bool, ...],
+) -> Sequence[Tensor | None]:
+    """Of x, the other input and `Tensors`, which were saved; x had this stride and dtype.
+
+    `given` is what the plan has read of them, None if it is to read them again.
+    """
+    x, other, *held = saved
     if torch.compiler.is_compiling():
         wanted = Wanted.of(needed)
     else:
         if torch.is_grad_enabled() or not _is_memory_like(dy, x):
             f = partial(_formula, plan.structure, plan.role, plan.shape)
-            return *differentiated(f, (x, other, *held), dy, needed), None
+            return differentiated(f, (x, other, *held), dy, needed)
         # a hook on saved tensors may give them back in another layout or type
         if x.stride() != stride or x.dtype is not dtype:
             x = dy.new_empty_strided(dy.shape, stride, dtype=dtype).copy_(x)
         if other is not None and other.dtype is not dtype:
             other = other.to(dtype)
-        wanted = _wanted(needed)
+        wanted = wanted_of(needed)
+    given = plan.read(x, held) if given is None else given
     dx, dother, dtau, dtheta, ds, dc = plan.backward(dy, x, other, held, given, wanted)
     learned = plan.structure.learned
     if ds is not None and "s" not in learned:
@@ -127,10 +143,10 @@ def _gradients(ctx: Any, dy: Tensor) -> Any:
         dc = _of_data(dc, plan.structure.c)
     drho, dtau = (None, dtau) if held[0] is None else (dtau, None)
     dshift, dtheta = (None, dtheta) if held[1] is None else (dtheta, None)
-    return dx, dother, drho, dshift, ds, dc, dtau, dtheta, None
+    return dx, dother, drho, dshift, ds, dc, dtau, dtheta
 
 
-_wanted = functools.lru_cache(256)(Wanted.of)  # of 2^8 at most
+wanted_of = functools.lru_cache(256)(Wanted.of)  # of 2^8 at most
 
 
 def _is_memory_like(dy: Tensor, x: Tensor) -> bool:

@@ -12,6 +12,7 @@ from torch.autograd.graph import increment_version
 
 from threshold_gating import primitive
 from threshold_gating.instance import TG
+from threshold_gating.kernels import host
 from threshold_gating.kernels.backend import (
     Engine,
     backend,
@@ -21,7 +22,7 @@ from threshold_gating.kernels.backend import (
     runs_triton,
     takes_native,
 )
-from threshold_gating.kernels.blend import autograd, cpu, gpu
+from threshold_gating.kernels.blend import autograd, cpu, gpu, node
 from threshold_gating.kernels.blend.graph import Graph
 from threshold_gating.kernels.blend.kept import kept
 from threshold_gating.kernels.blend.steps import plain, steps
@@ -61,6 +62,7 @@ def blend(
     up: Tensor | None = None,
     native: bool = False,
     inplace: bool = False,
+    holder: Any = None,
     **options: Any,
 ) -> Tensor:
     """y = sum_k g_k(x) (s_k x + c_k) (Eq. 3) as fast as this machine runs it.
@@ -76,12 +78,20 @@ def blend(
         up: what multiplies y (SwiGLU, GEGLU); on a GPU in the same pass.
         native: let torch's own op run where it computes the same.
         inplace: overwrite x with y.
+        holder: the module whose parameters and buffers the tensors are, if y follows from them
+            and x alone. It keeps, as `_again`, what makes a call like this one in one step.
     """
+    if holder is not None and not torch.compiler.is_compiling() and holder._again is not None:
+        y: Tensor | None = None
+        if not inplace:
+            y = holder._again(x, holder._parameters, holder._buffers, backend())
+        if y is not None:
+            return y
     if torch._C._len_torch_function_stack() == 0:
-        return _blend(x, structure, given, v, up, native, inplace, options)
+        return _blend(x, structure, given, v, up, native, inplace, holder, options)
     # A converted network around us must not look at our steps, nor answer them.
     with torch._C.DisableTorchFunction():
-        return _blend(x, structure, given, v, up, native, inplace, options)
+        return _blend(x, structure, given, v, up, native, inplace, holder, options)
 
 
 def _blend(
@@ -92,6 +102,7 @@ def _blend(
     up: Tensor | None,
     native: bool,
     inplace: bool,
+    holder: Any,
     options: Any,
 ) -> Tensor:
     # The backend is asked first: with native off, whether there is an op must not matter to a
@@ -113,9 +124,11 @@ def _blend(
         if name == "native":
             raise no_native_op()
     tensors, shape = given if count == 2 else given[0](x)
+    if holder is not None and not inplace and not torch.compiler.is_compiling():
+        vars(holder)["_again"] = _again(x, structure, tensors, shape, name)
     if not inplace:
         if v is None and up is None and (usual := _usual_call(x, structure, tensors, shape, name)):
-            return _applied(x, None, *usual)  # the shortest way for what nearly every call is
+            return _applied(x, None, *usual, name)  # the shortest way for what nearly every call is
         return _gates(x, structure, tensors, shape, v, up, name)
     if v is None and up is None:
         y = _overwritten(x, structure, tensors, shape, name)
@@ -153,6 +166,17 @@ def wrong_call(name: str, wanted: str, given: Sequence[Any], options: Any = ()) 
         f"{name}: beside a Structure come {wanted}, and the structure says the rest; got "
         f"{len(given)} arguments{''.join(f', {option}' for option in options)}."
     )
+
+
+def _again(x: Tensor, structure: Structure, tensors: Tensors, shape: Shape, name: str) -> Any:
+    """A function that makes the next call of a module, if it is like this one; None if there is
+    none. It takes x, the module's parameters and buffers, and the backend, and answers None if the
+    call is another."""
+    if host.module() is None or structure.ordered:  # ordered: computed from what is held
+        return None
+    usual = _usual_call(x, structure, tensors, shape, name)
+    made = None if usual is None else node.call(x, *usual, name)
+    return None if made is None else made.again
 
 
 def evaluate(t: TG, x: Tensor, op: Op | None = None) -> Tensor:
@@ -215,7 +239,7 @@ def _gates(
         node = kept(x, v, structure, rows)
         return node if up is None else node * up
     if v is None and up is None and (usual := _usual_call(x, structure, held, shape, name)):
-        return _applied(x, None, *usual)
+        return _applied(x, None, *usual, name)
     if structure.huge and x.dtype != torch.float64 and x.is_floating_point():
         v, up = (w.double() if isinstance(w, Tensor) else w for w in (v, up))
         return _gates(x.double(), structure, held, shape, v, up, name).to(x.dtype)
@@ -235,7 +259,7 @@ def _gates(
     y = None
     if by in ("triton", "cpu", "graph"):
         tensors = held if isinstance(held, Tensors) else whole(held, shape)
-        y = _by_kernel(by, x, v if up is None else up, structure, role, tensors, shape)
+        y = _by_kernel(by, x, v if up is None else up, structure, role, tensors, shape, name)
     if y is not None and not jumps:
         return y
     rows = viewed(structure.rows(held), shape) if isinstance(held, Tensors) else held
@@ -335,6 +359,7 @@ def _by_kernel(
     role: Role,
     tensors: Tensors,
     shape: Shape,
+    name: str,
 ) -> Tensor | None:
     """y of the engine, or None where it does not take these tensors."""
     if by == "graph":
@@ -348,11 +373,17 @@ def _by_kernel(
     if plan is None or _is_elsewhere(tensors, x):
         return None
     if plan.copies:
-        return _copied(x, _applied(x.contiguous(), other, tensors, plan))
-    return _applied(x, other, tensors, plan)
+        return _copied(x, _applied(x.contiguous(), other, tensors, plan, name))
+    return _applied(x, other, tensors, plan, name)
 
 
-def _applied(x: Tensor, other: Tensor | None, tensors: Tensors, plan: autograd.Plan) -> Tensor:
+def _applied(
+    x: Tensor, other: Tensor | None, tensors: Tensors, plan: autograd.Plan, name: str
+) -> Tensor:
+    if other is None and host.module() is not None:
+        made = node.applied(x, tensors, plan, name)
+        if made is not None:
+            return made
     if torch.is_grad_enabled() and _learns(x, other, *tensors):
         y: Tensor = autograd.apply(x, other, *tensors, plan)
         return y

@@ -269,7 +269,7 @@ class Plan:
         self.known = Constants.of(structure, role)
         self.run = prepared(self.known, sizes, size).run
         self.over = prepared(self.known._replace(role=int(Role.KEPT)), sizes, size).run
-        self._ready: dict[Wanted, _Backward] = {}
+        self.ready: dict[Wanted, _Backward] = {}  # backward passes that ran
 
     def read(self, x: Tensor, tensors: Held) -> tuple[Tensor, ...]:
         """What the kernels read: tau, rho, theta, shift, s, c."""
@@ -297,7 +297,7 @@ class Plan:
         wanted: Wanted,
     ) -> list[Tensor | None]:
         """The gradients of x, the other input, tau, theta, s and c."""
-        found = self._ready.get(wanted) or self._prepare(wanted)
+        found = self.ready.get(wanted) or self._prepare(wanted)
         dy = like(dy, x)
         dx = torch.empty_like(x) if wanted.x else None
         dother = torch.empty_like(x) if wanted.other else None
@@ -322,7 +322,7 @@ class Plan:
         whose = [k for k in range(4) if rows[k]]
         add = adding(sums, axis, rows) if whose else None
         stride = sums[1] * sums[2], sums[2], 1
-        self._ready[wanted] = made = _Backward(run, sums, stride, add, whose)
+        self.ready[wanted] = made = _Backward(run, sums, stride, add, whose)
         return made
 
 

@@ -1,0 +1,93 @@
+"""Calls of a plan that C++ makes (`host`): when it can, and what it asks Python for."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from threshold_gating.kernels import host, runtime
+from threshold_gating.kernels.blend import autograd, gpu
+from threshold_gating.kernels.structure import Held, Role, Wanted
+
+
+def applied(x: Tensor, tensors: Held, plan: autograd.Plan, name: str) -> Tensor | None:
+    """y, if C++ makes this call under the backend `name`; else None."""
+    made = call(x, tensors, plan, name)
+    y: Tensor | None = None if made is None else made.blend(x, *tensors)
+    return y
+
+
+def call(x: Tensor, tensors: Held, plan: autograd.Plan, name: str) -> Any | None:
+    """What makes calls like this one; None before its kernel is compiled, or if Python has to."""
+    module = host.module()
+    if module is None or not isinstance(plan, gpu.Plan) or plan.role != Role.ALONE:
+        return None
+    slot = _slot(plan, x.get_device(), name)
+    if not slot:
+        slot.extend(_made(module, x, tensors, plan, name))
+    return slot[0] if slot else None
+
+
+# Not of the plan itself: a call has its plan, and neither would ever end.
+@functools.lru_cache(4096)
+def _slot(plan: gpu.Plan, device: int, name: str) -> list[Any]:
+    """Room for one call."""
+    return []
+
+
+def _made(module: Any, x: Tensor, tensors: Held, plan: gpu.Plan, name: str) -> list[Any]:
+    """A call from one that can be made; nothing before the kernel is compiled."""
+    read = gpu.read(plan.structure, tensors, plan.sizes[1], x.device)
+    kernel, hooks = plan.run.handle(x.get_device(), x.dtype), runtime.hooks()
+    if kernel is None or runtime.readable(read) is not read:  # not from copies, which are of once
+        return []
+    if not all(isinstance(each, list) for each in hooks):
+        return []
+    fallback = partial(_gradients, plan, x.stride(), x.dtype)
+    names = plan.structure.names or (None,) * 6
+    return [module.Call(fallback, name, names, x, tuple(tensors), read, kernel, hooks)]
+
+
+def _gradients(
+    plan: gpu.Plan,
+    stride: Sequence[int],
+    dtype: torch.dtype,
+    made: Any,
+    dy: Tensor,
+    x: Tensor,
+    held: Held,
+    needed: tuple[bool, ...],
+) -> tuple[Tensor | None, ...]:
+    """What C++ asks for: the gradients of x and `Tensors` where no kernel is ready, or none will
+    do. The next backward pass like this finds its kernel."""
+    of_all = needed[0], False, *needed[1:]
+    found = autograd.gradients(plan, None, stride, dtype, (x, None, *held), dy, of_all)
+    if not torch.is_grad_enabled():
+        _add_backward(plan, made, x.get_device(), dtype, autograd.wanted_of(of_all))
+    return found[0], *found[2:]
+
+
+def _add_backward(
+    plan: gpu.Plan, made: Any, device: int, dtype: torch.dtype, wanted: Wanted
+) -> None:
+    back, structure = plan.ready.get(wanted), plan.structure
+    pairs = (wanted.s, "s", structure.s), (wanted.c, "c", structure.c)
+    # gradients of rows of which structure knows some are put together in Python
+    mixed = any(w and n not in structure.learned and set(k) != {None} for w, n, k in pairs)
+    if back is None or mixed:
+        return
+    run = back.run.handle(device, dtype)
+    add = None if back.add is None else back.add.handle(device, torch.float32)
+    if run is None or (add is None) != (back.add is None):
+        return
+    bits, whose = _bits((wanted.x, *wanted[2:])), sum(2**k for k in back.whose)
+    made.add_backward(bits, run, add, back.sums, back.stride, whose)
+
+
+def _bits(flags: Sequence[bool]) -> int:
+    return sum(2**k for k, flag in enumerate(flags) if flag)

@@ -1,0 +1,217 @@
+// The host's part of a gate's call on a GPU: checks, memory, launches and the node of autograd.
+//
+// A `Call` stands for one plan of `blend.gpu` on one device under one backend. It runs a call that
+// is like the one it was made from, and says None to any other: then Python runs, as it does where
+// this file was never compiled. A backward pass that is not the usual one, and the first of each
+// kind, whose kernel nobody has compiled yet, goes to Python as well (`State::fallback`).
+//
+// Neither CUDA's headers nor its libraries are needed. The driver's functions come as addresses,
+// and so do those that tests put in their place, which let a `Call` take tensors of a CPU.
+
+#include "host_node.h"
+
+namespace {
+
+struct Call {
+  PyObject_HEAD
+  Shared* state;
+};
+
+PyTypeObject* call_type = nullptr;
+
+PyObject* call_of(Shared state) {
+  PyObject* made = call_type->tp_alloc(call_type, 0);
+  if (made != nullptr) reinterpret_cast<Call*>(made)->state = new Shared(std::move(state));
+  return made;
+}
+
+const Shared& state_of(PyObject* call) { return *reinterpret_cast<Call*>(call)->state; }
+
+// Takes `made` over; an error of Python's goes on as such, to whoever runs the backward pass.
+pybind11::object checked(PyObject* made) {
+  if (made == nullptr) {
+    python_error error;
+    error.persist();
+    throw error;
+  }
+  return pybind11::reinterpret_steal<pybind11::object>(made);
+}
+
+pybind11::object wrapped(const Tensor& t) {
+  if (!t.defined()) return pybind11::none();
+  return checked(THPVariable_Wrap(t));
+}
+
+variable_list Blend::by_python(const Tensor& dy, const Tensor& x, const Gates& held,
+                               const std::array<bool, 1 + HELD>& needed) const {
+  pybind11::gil_scoped_acquire gil;
+  pybind11::tuple gates(HELD), wanted(1 + HELD);
+  for (int k = 0; k < HELD; ++k) gates[k] = wrapped(held[k]);
+  for (int k = 0; k <= HELD; ++k) wanted[k] = pybind11::bool_(needed[k]);
+  const auto call = checked(call_of(state)), grad = wrapped(dy), input = wrapped(x);
+  const auto made = checked(PyObject_CallFunctionObjArgs(state->fallback, call.ptr(), grad.ptr(),
+                                                         input.ptr(), gates.ptr(), wanted.ptr(),
+                                                         nullptr));
+  variable_list found;
+  for (const auto& each : pybind11::tuple(made)) {
+    found.push_back(each.is_none() ? Tensor() : THPVariable_Unpack(each.ptr()));
+  }
+  return found;
+}
+
+bool unpacked(PyObject* given, Tensor& into) {
+  if (!THPVariable_CheckExact(given)) return false;
+  into = THPVariable_Unpack(given);
+  return true;
+}
+
+PyObject* answer(const Tensor& y) {
+  if (!y.defined()) Py_RETURN_NONE;
+  return THPVariable_Wrap(y);
+}
+
+// blend(x, rho, dtheta, s, c, tau0, theta0)
+PyObject* blend(PyObject* self, PyObject* const* given, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK_TYPE(count == 1 + HELD, "blend takes x and six tensors");
+  Tensor x;
+  Gates held;
+  if (!unpacked(given[0], x)) Py_RETURN_NONE;
+  for (int k = 0; k < HELD; ++k) {
+    if (given[1 + k] != Py_None && !unpacked(given[1 + k], held[k])) Py_RETURN_NONE;
+  }
+  return answer(run(state_of(self), x, held));
+  END_HANDLE_TH_ERRORS
+}
+
+// again(x, a module's parameters, its buffers, the backend in force)
+PyObject* again(PyObject* self, PyObject* const* given, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK_TYPE(count == 4, "again takes x, parameters, buffers and a backend");
+  const Shared& state = state_of(self);
+  if (given[3] != state->backend && PyUnicode_Compare(given[3], state->backend) != 0) {
+    Py_RETURN_NONE;
+  }
+  Tensor x;
+  Gates held;
+  if (at::impl::PythonTorchFunctionTLS::stack_len() != 0 || !unpacked(given[0], x)) Py_RETURN_NONE;
+  for (int k = 0; k < HELD; ++k) {
+    PyObject* name = PyTuple_GET_ITEM(state->names, k);
+    if (name == Py_None) continue;
+    PyObject* found = PyDict_GetItem(given[1], name);
+    if (found == nullptr) found = PyDict_GetItem(given[2], name);
+    if (found == nullptr || !unpacked(found, held[k])) Py_RETURN_NONE;
+  }
+  return answer(run(state, x, held));
+  END_HANDLE_TH_ERRORS
+}
+
+// (function, grid, threads, bytes of shared memory, tensors, numbers behind them)
+Kernel kernel_of(pybind11::handle given) {
+  const auto parts = pybind11::cast<pybind11::tuple>(given);
+  Kernel made;
+  made.function = reinterpret_cast<void*>(parts[0].cast<uintptr_t>());
+  made.grid = parts[1].cast<std::array<unsigned, 3>>();
+  made.threads = parts[2].cast<unsigned>();
+  made.shared = parts[3].cast<unsigned>();
+  made.pointers = parts[4].cast<size_t>();
+  made.numbers = parts[5].cast<std::vector<int64_t>>();
+  TORCH_CHECK(made.pointers + made.numbers.size() + 2 <= 32, "too many arguments");
+  return made;
+}
+
+// add_backward(bits of the wanted, kernel, the adding one or None, sums, their strides, whose)
+PyObject* add_backward(PyObject* self, PyObject* given) {
+  HANDLE_TH_ERRORS
+  const auto parts = pybind11::reinterpret_borrow<pybind11::tuple>(given);
+  auto made = std::make_unique<Back>();
+  made->run = kernel_of(parts[1]);
+  if (!parts[2].is_none()) made->add = kernel_of(parts[2]);
+  made->sums = parts[3].cast<std::vector<int64_t>>();
+  made->stride = parts[4].cast<std::vector<int64_t>>();
+  made->whose = parts[5].cast<unsigned>();
+  const Back* before = nullptr;  // what is there stays: somebody may be running it
+  auto& place = state_of(self)->backs.at(parts[0].cast<unsigned>());
+  if (place.compare_exchange_strong(before, made.get())) made.release();
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+// Call(fallback, backend, names, x, held, read, kernel, hooks), from one call that Python ran
+PyObject* new_call(PyTypeObject*, PyObject* given, PyObject*) {
+  HANDLE_TH_ERRORS
+  const auto parts = pybind11::reinterpret_borrow<pybind11::tuple>(given);
+  TORCH_CHECK_TYPE(parts.size() == 8, "Call takes eight arguments");
+  const Tensor& x = THPVariable_Unpack(pybind11::object(parts[3]).ptr());
+  auto state = std::make_shared<State>(x.device());
+  state->sizes = x.sizes().vec();
+  state->strides = x.strides().vec();
+  state->dtype = x.scalar_type();
+  state->keys = keys_of(x.device().type());
+  state->forward = kernel_of(parts[6]);
+  std::array<const void*, HELD> held{};
+  const pybind11::tuple gates = parts[4], read = parts[5];
+  for (int k = 0; k < HELD; ++k) {
+    const pybind11::object each = gates[k];
+    held[k] = each.is_none() ? nullptr : each.ptr();
+    state->counts[k] = each.is_none() ? -1 : THPVariable_Unpack(each.ptr()).numel();
+  }
+  for (int k = 0; k < READ; ++k) {
+    const pybind11::object each = read[k];
+    const auto place = std::find(held.begin(), held.end(), each.ptr());
+    state->source[k] = place == held.end() ? -1 : static_cast<int>(place - held.begin());
+    if (place == held.end()) state->constants[k] = THPVariable_Unpack(each.ptr()).detach();
+  }
+  state->fallback = pybind11::object(parts[0]).release().ptr();
+  state->backend = pybind11::object(parts[1]).release().ptr();
+  state->names = pybind11::object(parts[2]).release().ptr();
+  state->hooks = pybind11::object(parts[7]).release().ptr();
+  return call_of(std::move(state));
+  END_HANDLE_TH_ERRORS
+}
+
+void end_call(PyObject* self) {
+  delete reinterpret_cast<Call*>(self)->state;
+  PyTypeObject* type = Py_TYPE(self);
+  type->tp_free(self);
+  Py_DECREF(type);
+}
+
+// drive(address of cuLaunchKernel, address of the function that gives a stream, on a CPU)
+PyObject* drive(PyObject*, PyObject* given) {
+  unsigned long long launch, stream;
+  int cpu;
+  if (!PyArg_ParseTuple(given, "KKp", &launch, &stream, &cpu)) return nullptr;
+  driver.launch = reinterpret_cast<decltype(driver.launch)>(launch);
+  driver.stream = reinterpret_cast<decltype(driver.stream)>(stream);
+  driver.type = cpu ? c10::DeviceType::CPU : c10::DeviceType::CUDA;
+  Py_RETURN_NONE;
+}
+
+template <class Function>
+PyCFunction function_of(Function function) {
+  return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
+}
+
+PyMethodDef methods[] = {
+    {"blend", function_of(blend), METH_FASTCALL, nullptr},
+    {"again", function_of(again), METH_FASTCALL, nullptr},
+    {"add_backward", add_backward, METH_VARARGS, nullptr},
+    {nullptr, nullptr, 0, nullptr}};
+PyType_Slot slots[] = {{Py_tp_new, reinterpret_cast<void*>(new_call)},
+                       {Py_tp_dealloc, reinterpret_cast<void*>(end_call)},
+                       {Py_tp_methods, methods},
+                       {0, nullptr}};
+PyType_Spec spec = {"threshold_gating_host.Call", sizeof(Call), 0, Py_TPFLAGS_DEFAULT, slots};
+PyMethodDef functions[] = {{"drive", drive, METH_VARARGS, nullptr}, {nullptr, nullptr, 0, nullptr}};
+PyModuleDef definition = {PyModuleDef_HEAD_INIT, "threshold_gating_host", nullptr, -1, functions};
+
+}  // namespace
+
+PyMODINIT_FUNC PyInit_threshold_gating_host() {
+  PyObject* module = PyModule_Create(&definition);
+  call_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&spec));
+  if (module == nullptr || call_type == nullptr) return nullptr;
+  PyModule_AddObjectRef(module, "Call", reinterpret_cast<PyObject*>(call_type));
+  return module;
+}

@@ -1,0 +1,88 @@
+"""The host's part of a gate's call on a GPU, in C++ (`host.cpp`): for small inputs it is what
+takes time, and written in Python it takes longer than an op of torch.
+
+`build` compiles it once for this Python and this torch, which takes about half a minute, so that
+nothing does so unasked; every process loads it from then on. Where it was not built, calls run in
+Python and give the same. The environment variable TG_HOST=python leaves it out.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.machinery
+import importlib.util
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from threshold_gating.kernels import runtime
+from threshold_gating.kernels.compiler import CompilerError, extension
+
+SOURCES = [Path(__file__).with_name(name) for name in ("host.cpp", "host_node.h")]
+_NAME = "threshold_gating_host"
+
+
+def build() -> None:
+    """Compile what calls a gate on a GPU, for this Python and this torch; raises if it cannot be.
+
+    It needs a C++ compiler (CXX, else c++, g++ or clang++) and Python's headers.
+    """
+    extension(SOURCES, build=True)
+    _found.cache_clear()
+
+
+def module() -> Any | None:
+    """The compiled module with the driver's functions in it; None where Python has to do."""
+    found = _found()
+    return None if isinstance(found, str) else found
+
+
+def status() -> tuple[bool, str]:
+    """Whether C++ calls gates on a GPU, or why not, in words."""
+    found = _found()
+    return (False, f"Python: {found}") if isinstance(found, str) else (True, "compiled C++")
+
+
+@functools.cache
+def _found() -> Any | str:
+    """The module, or why there is none."""
+    if os.environ.get("TG_HOST") == "python":
+        return "TG_HOST=python"
+    if not (torch.cuda.is_available() and runtime.is_installed()):
+        return "there is no GPU, or no Triton"
+    try:
+        path = extension(SOURCES, build=False)
+        if path is None:
+            return "not built; threshold_gating.kernels.build() compiles it once"
+        made = load(path)
+        made.drive(*_driver(), False)
+    except (AttributeError, CompilerError, ImportError, OSError) as error:
+        return f"it cannot be used ({error})"
+    return made
+
+
+def load(path: Path) -> Any:
+    """The module in a file."""
+    loader = importlib.machinery.ExtensionFileLoader(_NAME, str(path))
+    spec = importlib.util.spec_from_file_location(_NAME, path, loader=loader)
+    assert spec is not None
+    made = importlib.util.module_from_spec(spec)
+    loader.exec_module(made)
+    return made
+
+
+def _driver() -> tuple[int, int]:
+    """Where the driver launches kernels, and where torch says what its stream is."""
+    torch_cuda = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cuda.so"))
+    launch = ctypes.CDLL("libcuda.so.1").cuLaunchKernel
+    return address(launch), address(torch_cuda.aoti_torch_get_current_cuda_stream)
+
+
+def address(function: Any) -> int:
+    """Where a function of C lies."""
+    found = ctypes.cast(function, ctypes.c_void_p).value
+    assert found is not None
+    return found

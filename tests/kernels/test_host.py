@@ -1,0 +1,69 @@
+"""What makes calls on a GPU is built when somebody asks, and said to be missing until then."""
+
+import pytest
+import torch
+
+from threshold_gating import kernels
+from threshold_gating.kernels import compiler, host, runtime
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    host._found.cache_clear()
+    yield
+    host._found.cache_clear()
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A GPU, as far as anyone asks."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(runtime, "is_installed", lambda: True)
+    monkeypatch.delenv("TG_HOST", raising=False)
+
+
+def test_without_a_gpu_there_is_nothing_to_call(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("TG_HOST", raising=False)
+    assert host.status() == (False, "Python: there is no GPU, or no Triton")
+    assert host.module() is None
+
+
+def test_nothing_is_compiled_unasked(gpu, monkeypatch):
+    monkeypatch.setattr(compiler, "_kept", lambda stem: None)
+    monkeypatch.setattr(compiler, "_compiled", lambda *given: 1 / 0)
+    assert host.module() is None
+    assert host.status()[1].startswith("Python: not built; threshold_gating.kernels.build()")
+
+
+def test_the_environment_turns_it_off(gpu, monkeypatch):
+    monkeypatch.setenv("TG_HOST", "python")
+    assert host.status() == (False, "Python: TG_HOST=python")
+
+
+def test_what_does_not_load_is_said(gpu, monkeypatch, tmp_path):
+    (tmp_path / "host.so").write_text("no module")
+    monkeypatch.setattr(host, "extension", lambda sources, build: tmp_path / "host.so")
+    works, words = host.status()
+    assert not works
+    assert words.startswith("Python: it cannot be used (")
+
+
+def test_a_compiler_that_fails_says_so(monkeypatch):
+    def fails(*given):
+        raise compiler.CompilerError("c++ fails: no Python.h")
+
+    monkeypatch.setattr(compiler, "_kept", lambda stem: None)
+    monkeypatch.setattr(compiler, "_compiled", fails)
+    with pytest.raises(compiler.CompilerError, match=r"no Python\.h"):
+        kernels.build()
+
+
+def test_every_file_decides_what_is_loaded(tmp_path):
+    first, second = tmp_path / "a.cpp", tmp_path / "b.h"
+    first.write_text("1")
+    second.write_text("2")
+    before = compiler._stem([first, second], ["torch 1"])
+    assert compiler._stem([first, second], ["torch 2"]) != before
+    second.write_text("3")
+    assert compiler._stem([first, second], ["torch 1"]) != before
