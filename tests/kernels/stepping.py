@@ -8,7 +8,7 @@ import inspect
 
 import torch
 
-from threshold_gating.kernels import runtime
+from threshold_gating.kernels import host, runtime
 from threshold_gating.kernels.blend import kernels
 
 LAUNCH = ctypes.CFUNCTYPE(
@@ -16,6 +16,9 @@ LAUNCH = ctypes.CFUNCTYPE(
     ctypes.POINTER(ctypes.c_void_p), ctypes.c_void_p,
 )  # fmt: skip
 STREAM = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int32, ctypes.POINTER(ctypes.c_void_p))
+RETAIN = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_void_p), ctypes.c_int)
+ENTER = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
+NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 WIDE = {kernels.blend_forward: 3, kernels.blend_backward: 5}  # tensors like x
 
 
@@ -25,6 +28,15 @@ class Launcher:
     def __init__(self):
         self.known, self.ran, self.refuses, self.errors = [], [], False, []
         self.launch, self.stream = LAUNCH(self._launch), STREAM(lambda device, at: 0)
+        self.retain, self.enter = RETAIN(lambda at, device: 0), ENTER(self._enter)
+        self.has_context = True
+
+    def addresses(self):
+        return [*map(host.address, (self.launch, self.stream, self.retain, self.enter))]
+
+    def _enter(self, context):
+        self.has_context = True
+        return 0
 
     def handle(self, launch, device, kinds):
         if (launch, kinds) not in self.known:
@@ -38,6 +50,8 @@ class Launcher:
         *sizes, _shared, _stream, arguments, _extra = given
         if self.refuses:
             return 1
+        if not self.has_context:
+            return NO_CONTEXT
         try:
             launch, kinds = self.known[function - 1]
             assert tuple(sizes) == (*launch.grid, 32 * launch.warps, 1, 1)

@@ -177,13 +177,15 @@ void end_call(PyObject* self) {
   Py_DECREF(type);
 }
 
-// drive(address of cuLaunchKernel, address of the function that gives a stream, on a CPU)
+// drive(addresses of the functions of `Driver`, in their order, on a CPU)
 PyObject* drive(PyObject*, PyObject* given) {
-  unsigned long long launch, stream;
+  unsigned long long launch, stream, retain, enter;
   int cpu;
-  if (!PyArg_ParseTuple(given, "KKp", &launch, &stream, &cpu)) return nullptr;
+  if (!PyArg_ParseTuple(given, "KKKKp", &launch, &stream, &retain, &enter, &cpu)) return nullptr;
   driver.launch = reinterpret_cast<decltype(driver.launch)>(launch);
   driver.stream = reinterpret_cast<decltype(driver.stream)>(stream);
+  driver.retain = reinterpret_cast<decltype(driver.retain)>(retain);
+  driver.enter = reinterpret_cast<decltype(driver.enter)>(enter);
   driver.type = cpu ? c10::DeviceType::CPU : c10::DeviceType::CUDA;
   Py_RETURN_NONE;
 }

@@ -74,11 +74,14 @@ def load(path: Path) -> Any:
     return made
 
 
-def _driver() -> tuple[int, int]:
-    """Where the driver launches kernels, and where torch says what its stream is."""
+def _driver() -> tuple[int, ...]:
+    """Where the driver launches kernels, where torch says what its stream is, and where the driver
+    gives a thread its context."""
     torch_cuda = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cuda.so"))
-    launch = ctypes.CDLL("libcuda.so.1").cuLaunchKernel
-    return address(launch), address(torch_cuda.aoti_torch_get_current_cuda_stream)
+    cuda = ctypes.CDLL("libcuda.so.1")
+    context = cuda.cuDevicePrimaryCtxRetain, cuda.cuCtxSetCurrent
+    found = cuda.cuLaunchKernel, torch_cuda.aoti_torch_get_current_cuda_stream, *context
+    return tuple(map(address, found))
 
 
 def address(function: Any) -> int:

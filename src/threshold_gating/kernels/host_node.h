@@ -32,15 +32,20 @@ using torch::autograd::variable_list;
 constexpr int HELD = 6;  // rho, dtheta, s, c, tau0, theta0: `Tensors` of structure.py
 constexpr int READ = 6;  // tau, rho, theta, shift, s, c: what kernels read
 constexpr int SUMS = 4;  // gradients of tau, theta, s, c
+constexpr int NO_CONTEXT = 201;  // CUDA_ERROR_INVALID_CONTEXT
 constexpr std::array<int, SUMS> LEARNED = {1, 3, 4, 5};  // their places among what is read
 enum { RHO, DTHETA, S, C, TAU0, THETA0 };
 
 using Gates = std::array<Tensor, HELD>;
 
-struct Driver {  // cuLaunchKernel, and the stream of a device as torch's C functions give it
+// cuLaunchKernel, the stream of a device as torch's C functions give it, and two functions of the
+// driver for a thread that has no context yet: cuDevicePrimaryCtxRetain, cuCtxSetCurrent.
+struct Driver {
   int (*launch)(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*,
                 void**, void**) = nullptr;
   int (*stream)(int32_t, void**) = nullptr;
+  int (*retain)(void**, int) = nullptr;
+  int (*enter)(void*) = nullptr;
   c10::DeviceType type = c10::DeviceType::CUDA;
 } driver;
 
@@ -62,8 +67,15 @@ struct Kernel {
     for (const int64_t& number : numbers) arguments[n++] = const_cast<int64_t*>(&number);
     arguments[n++] = &scratch;
     arguments[n++] = &scratch;
-    return driver.launch(function, grid[0], grid[1], grid[2], threads, 1, 1, shared, stream,
-                         arguments.data(), nullptr) == 0;
+    const auto launched = [&] {
+      return driver.launch(function, grid[0], grid[1], grid[2], threads, 1, 1, shared, stream,
+                           arguments.data(), nullptr);
+    };
+    const int error = launched();
+    if (error != NO_CONTEXT) return error == 0;
+    // a thread of autograd, which gets its context with torch's first kernel there
+    void* context = nullptr;
+    return driver.retain(&context, device) == 0 && driver.enter(context) == 0 && launched() == 0;
   }
 };
 

@@ -47,12 +47,12 @@ def driver(compiled, monkeypatch):
     monkeypatch.setattr(host, "module", lambda: compiled)
     monkeypatch.setattr(runtime.Launch, "handle", lambda self, *key: made.handle(self, *key))
     node._slot.cache_clear()
-    compiled.drive(host.address(made.launch), host.address(made.stream), True)
+    compiled.drive(*made.addresses(), True)
     torch.use_deterministic_algorithms(True)  # fills new memory
     with kernels.use("triton"):
         yield made
     torch.use_deterministic_algorithms(False)
-    compiled.drive(0, 0, False)
+    compiled.drive(0, 0, 0, 0, False)
     node._slot.cache_clear()
     assert made.errors == []
 
@@ -452,11 +452,25 @@ def test_a_repeated_forward_pass_is_the_same(driver):
     close([x.grad], [reference(act, x, torch.ones_like(x))[1]], torch.float32)
 
 
+def test_a_thread_without_a_context_gets_one(driver):
+    x, dy = images(), images()
+    act = ready(driver, channels(), x)
+    want = reference(act, x, dy)
+    driver.has_context = False  # as a thread of autograd begins
+    y = act(x.requires_grad_())
+    assert driver.has_context
+    driver.has_context = False
+    before = len(driver.ran)
+    close([y.detach(), *torch.autograd.grad(y, [x, *act.parameters()], dy)], want, torch.float32)
+    assert driver.has_context
+    assert driver.ran[before:] == ["blend_backward", "add_parts"]
+
+
 def test_a_long_chain_of_gates_ends(driver):
     x, act = torch.randn(1, 5).requires_grad_(), channels()
     ready(driver, act, x)
     driver.launch = LAUNCH(lambda *given: 0)  # thousands of interpreted kernels would take minutes
-    host.module().drive(host.address(driver.launch), host.address(driver.stream), True)
+    host.module().drive(*driver.addresses(), True)
     y = x
     for _ in range(30_000):
         y = act(y)
