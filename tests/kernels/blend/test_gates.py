@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.fuzz import gates
+from tests.kernels.blend import learned
 from threshold_gating import kernels, primitive
 
 
@@ -68,3 +69,17 @@ def test_two_gates_do_not_cancel_where_one_is_nearly_shut(run, s):
     for have, want in zip(*found, strict=True):
         # 40 units of rounding in the exponent, each 6e-8
         torch.testing.assert_close(have.double(), want, rtol=1e-5, atol=0)
+
+
+def test_learned_gates_of_many_branches_are_exact_in_tiles_of_every_size(step_by_step):
+    step_by_step("interpret_learned.py")
+
+
+@pytest.mark.gpu
+def test_learned_gates_of_many_branches_are_exact_on_a_gpu():
+    device, dtypes = "cuda", [torch.float32, torch.bfloat16, torch.float16]
+    learned.check_gates(device, dtypes)
+    learned.check_some(device)
+    learned.check_tails(device, dtypes)
+    for dtype in dtypes:
+        learned.check_ends(device, dtype)

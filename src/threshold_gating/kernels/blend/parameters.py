@@ -131,7 +131,7 @@ def _largest(rows):
 
 @triton.jit
 def _large(tau, theta, s, c):
-    """Whether branches are large where gates turn: `powers._turns_by_powers` would lose too much of them.
+    """Whether branches are large where gates turn: `powers` would lose too much of their gradients.
 
     It is off by 2^-24 of the largest branch times tau; so the bounds are those of frozen ones with
     small weights (`structure._are_small`). With those on tau its bounded x has the gates of x, and
@@ -143,7 +143,7 @@ def _large(tau, theta, s, c):
 
 @triton.jit
 def _overflow(tau, middle, s, c):
-    """Whether branches times weights may leave float32 where gates turn (`powers._value_by_powers`)."""
+    """Whether branches times weights may leave float32 where gates turn, for values in `powers`."""
     reach = tl.abs(middle) + 128.0 / tau  # further out a gate is 1, and its weight too
     fit = (reach * _largest(s) < 2.0**60) & (_largest(c) < 2.0**60)
     return fit == 0

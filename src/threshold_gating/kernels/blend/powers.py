@@ -9,16 +9,23 @@ registers, STAGES of them, and go through as many in one round.
 
 # mypy: ignore-errors
 # Constants of a kernel are capitals; tuples grow by +, which Triton understands.
-# ruff: noqa: N803, N806, RUF005, B007
+# ruff: noqa: N803, N806, RUF005, SIM108
 # fmt: off
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from threshold_gating.kernels.blend.parameters import ALONE, KEPT, READ, ROWS, TIMES
-from threshold_gating.kernels.blend.reading import brought_near, inside, lessened, stretch, widened
 from threshold_gating.kernels.blend.formulas import mean
+from threshold_gating.kernels.blend.parameters import ALONE, KEPT, READ, ROWS, TIMES
+from threshold_gating.kernels.blend.reading import (
+    brought_near,
+    held,
+    inside,
+    lessened,
+    stretch,
+    widened,
+)
 from threshold_gating.kernels.instructions import LOG2E, exp2, inverse
 
 
@@ -70,31 +77,32 @@ def forward_by_powers(
     S_CODE: tl.constexpr, C_CODE: tl.constexpr, K: tl.constexpr, ROLE: tl.constexpr,
     LAYOUT: tl.constexpr, RB: tl.constexpr, CB: tl.constexpr, STAGES: tl.constexpr,
 ):
+    TYPE: tl.constexpr = x_p.dtype.element_ty
     place, step, tiles, beside, along, left = stretch(R, N, iters, LAYOUT, RB, CB)
     from_p, y_p, other_p = x_p + place, y_p + place, other_p + place
     ahead = ()
     for j in tl.static_range(STAGES):
         there = inside(j, tiles, beside, along, left, LAYOUT, RB, CB)
-        ahead = ahead + (tl.load(from_p, mask=there, other=0.0),)
+        ahead = ahead + (held(tl.load(from_p, mask=there, other=0.0)),)
         from_p += step
     for i in tl.range(0, tiles, STAGES, num_stages=1):
         later = ()
         for j in tl.static_range(STAGES):
             there = inside(i + j, tiles, beside, along, left, LAYOUT, RB, CB)
-            x = widened(ahead[j])  # (RB, CB)
+            x = widened(ahead[j], TYPE)  # (RB, CB)
             soon = inside(i + j + STAGES, tiles, beside, along, left, LAYOUT, RB, CB)
-            later = later + (tl.load(from_p, mask=soon, other=0.0),)
+            later = later + (held(tl.load(from_p, mask=soon, other=0.0)),)
             v = x
             if ROLE == KEPT:
-                tl.store(other_p, ahead[j], mask=there)
+                tl.store(other_p, x.to(TYPE), mask=there)
             elif ROLE != ALONE:
-                other = widened(tl.load(other_p, mask=there, other=0.0))
+                other = widened(held(tl.load(other_p, mask=there, other=0.0)), TYPE)
                 if ROLE == READ:
                     v = other
             y = _value_by_powers(x, v, tau, middle, w, ws, wc, S_CODE, C_CODE, K, ROLE)
             if ROLE == TIMES:
                 y = y * other
-            tl.store(y_p, y.to(y_p.dtype.element_ty), mask=there)
+            tl.store(y_p, y.to(TYPE), mask=there)
             from_p, y_p, other_p = from_p + step, y_p + step, other_p + step
         ahead = later
 
@@ -124,6 +132,22 @@ def _turns_by_powers(away, v, parts, masses, share, tau, w, s, c, K: tl.constexp
 
 
 @triton.jit
+def _gradient_by_powers(
+    away, v, dy, tau, w, ws, s, c, S_CODE: tl.constexpr, K: tl.constexpr
+):
+    """(1 / D, dy / D, p_k, tau D T_m, dy by way of the gates, D times the mean slope)."""
+    parts = _powers(away, tau, K)
+    masses = _masses(parts, w, K)
+    share = inverse(masses[0])
+    found = _turns_by_powers(away, v, parts, masses, share, tau, w, s, c, K)
+    turned = found[0]
+    for m in tl.static_range(1, K - 1):
+        turned += found[m]
+    scale = dy * share
+    return share, scale, parts, found, turned * scale, mean(parts, ws, S_CODE, K)
+
+
+@triton.jit
 def plus(total, value, LAYOUT: tl.constexpr):
     """A running sum: of columns, whose rows one thread holds, or element by element."""
     if LAYOUT == ROWS:
@@ -139,11 +163,11 @@ def _summed(
     K: tl.constexpr, TAUS: tl.constexpr, THETAS: tl.constexpr,
     SLOPES: tl.constexpr, CONSTANTS: tl.constexpr, LAYOUT: tl.constexpr,
 ):
-    """The sums with those of one tile, each a product: as `finished` takes them."""
+    """The sums with those of one tile, each of them one product and sum."""
     new = ()
     for k in tl.static_range(TAUS):
         if THETAS > 0:  # about the middle: the rest follows from the thetas' sums
-            total = turned * scale * away
+            total = turned * away
         else:
             total = found[0] * scale * (away - gaps[0])
             for m in tl.static_range(1, K - 1):
@@ -159,6 +183,22 @@ def _summed(
 
 
 @triton.jit
+def _weighed(
+    sums, w,
+    TAUS: tl.constexpr, THETAS: tl.constexpr, SLOPES: tl.constexpr, CONSTANTS: tl.constexpr,
+):
+    """The sums with what all their terms have in common: weights, and what `lessened` took off."""
+    new = ()
+    for k in tl.static_range(TAUS + THETAS):
+        new = new + (sums[k],)
+    for k in tl.static_range(SLOPES):
+        new = new + (sums[TAUS + THETAS + k] * (w[k] * 256.0),)
+    for k in tl.static_range(CONSTANTS):
+        new = new + (sums[TAUS + THETAS + SLOPES + k] * w[k],)
+    return new
+
+
+@triton.jit
 def backward_by_powers(
     x_p, other_p, dy_p, dx_p, dother_p, R, N, iters, tau, theta, s, c, middle, w, ws, wc, sums,
     S_CODE: tl.constexpr, C_CODE: tl.constexpr, K: tl.constexpr, ROLE: tl.constexpr,
@@ -170,6 +210,8 @@ def backward_by_powers(
 
     Those of tau and theta are of tau T instead of T; see `kernels._finished`.
     """
+    TYPE: tl.constexpr = x_p.dtype.element_ty
+    COUNT: tl.constexpr = TAUS + THETAS + SLOPES + CONSTANTS
     place, step, tiles, beside, along, left = stretch(R, N, iters, LAYOUT, RB, CB)
     from_p, slope_p, other_p = x_p + place, dy_p + place, other_p + place
     dx_p, dother_p = dx_p + place, dother_p + place
@@ -179,56 +221,42 @@ def backward_by_powers(
     ahead = ()
     for j in tl.static_range(STAGES):
         there = inside(j, tiles, beside, along, left, LAYOUT, RB, CB)
-        ahead = ahead + (tl.load(from_p, mask=there, other=0.0),)
-        ahead = ahead + (tl.load(slope_p, mask=there, other=0.0),)
+        ahead = ahead + (held(tl.load(from_p, mask=there, other=0.0)),)
+        ahead = ahead + (held(tl.load(slope_p, mask=there, other=0.0)),)
         from_p, slope_p = from_p + step, slope_p + step
     for i in tl.range(0, tiles, STAGES, num_stages=1):
         later = ()
         for j in tl.static_range(STAGES):
             there = inside(i + j, tiles, beside, along, left, LAYOUT, RB, CB)
-            v, outer = ahead[2 * j], widened(ahead[2 * j + 1])  # (RB, CB)
-            away, dy = brought_near(v) - middle, outer
+            v, outer = ahead[2 * j], widened(ahead[2 * j + 1], TYPE)  # (RB, CB)
+            away, dy = brought_near(v, TYPE) - middle, outer
             if ROLE != ALONE:
-                other = tl.load(other_p, mask=there, other=0.0)
+                other = held(tl.load(other_p, mask=there, other=0.0))
                 if ROLE == READ:
                     v = other
                 else:
-                    dy = outer * widened(other)
-            near, less = brought_near(v), lessened(v)
+                    dy = outer * widened(other, TYPE)
+            near, less = brought_near(v, TYPE), lessened(v, TYPE)
             soon = inside(i + j + STAGES, tiles, beside, along, left, LAYOUT, RB, CB)
-            later = later + (tl.load(from_p, mask=soon, other=0.0),)
-            later = later + (tl.load(slope_p, mask=soon, other=0.0),)
-            parts = _powers(away, tau[0], K)
-            masses = _masses(parts, w, K)
-            share = inverse(masses[0])
-            scale = dy * share
-            found = _turns_by_powers(away, near, parts, masses, share, tau[0], w, s, c, K)
-            turned, through = found[0], mean(parts, ws, S_CODE, K)
-            for m in tl.static_range(1, K - 1):
-                turned += found[m]
-            dx = (through + turned) * scale
-            if ROLE == READ:
-                dx = turned * scale
+            later = later + (held(tl.load(from_p, mask=soon, other=0.0)),)
+            later = later + (held(tl.load(slope_p, mask=soon, other=0.0)),)
+            share, scale, parts, found, turned, slope = _gradient_by_powers(
+                away, near, dy, tau[0], w, ws, s, c, S_CODE, K)
+            dx = turned if ROLE == READ else slope * scale + turned
             if DX:
-                tl.store(dx_p, dx.to(x_p.dtype.element_ty), mask=there)
+                tl.store(dx_p, dx.to(TYPE), mask=there)
             if DOTHER:
-                if ROLE == READ:
-                    dother = through * scale
-                else:
-                    value = widened(v) * (through * share) + mean(parts, wc, C_CODE, K) * share
-                    dother = outer * value
-                tl.store(dother_p, dother.to(x_p.dtype.element_ty), mask=there)
-            if TAUS + THETAS + SLOPES + CONSTANTS > 0:
+                dother = slope * scale
+                if ROLE == TIMES:
+                    constant = mean(parts, wc, C_CODE, K)
+                    dother = (widened(v, TYPE) * (slope * share) + constant * share) * outer
+                tl.store(dother_p, dother.to(TYPE), mask=there)
+            if COUNT > 0:
                 sums = _summed(sums, away, turned, parts, found, scale, less * scale, gaps,
                                K, TAUS, THETAS, SLOPES, CONSTANTS, LAYOUT)
             from_p, slope_p, other_p = from_p + step, slope_p + step, other_p + step
             dx_p, dother_p = dx_p + step, dother_p + step
         ahead = later
-    new = ()
-    for k in tl.static_range(TAUS + THETAS):
-        new = new + (sums[k],)
-    for k in tl.static_range(SLOPES):
-        new = new + (sums[TAUS + THETAS + k] * (w[k] * 256.0),)
-    for k in tl.static_range(CONSTANTS):
-        new = new + (sums[TAUS + THETAS + SLOPES + k] * w[k],)
-    return new if len(new) > 0 else sums
+    if COUNT > 0:
+        sums = _weighed(sums, w, TAUS, THETAS, SLOPES, CONSTANTS)
+    return sums

@@ -6,7 +6,7 @@ apart its tiles lie, so that an address is one sum away from that of the tile be
 
 # mypy: ignore-errors
 # Constants of a kernel are capitals.
-# ruff: noqa: N803, N806
+# ruff: noqa: N803, N806, SIM300
 from __future__ import annotations
 
 import triton
@@ -50,9 +50,7 @@ def stretch(R, N, iters, LAYOUT: tl.constexpr, RB: tl.constexpr, CB: tl.constexp
 
 
 @triton.jit
-def inside(
-    i, tiles, beside, along, left, LAYOUT: tl.constexpr, RB: tl.constexpr, CB: tl.constexpr
-):
+def inside(i, tiles, beside, along, left, LAYOUT: tl.constexpr, RB: tl.constexpr, CB: tl.constexpr):
     """Which elements of the i-th tile there are; beyond the last tile of a program none."""
     found = beside & (i < tiles)
     if LAYOUT == ONE:
@@ -65,70 +63,84 @@ def inside(
 
 
 @triton.jit
-def widened(x):
-    """x as float32; of bf16 two in two instructions, where a cast takes three."""
-    if INTERPRETED or x.dtype != tl.bfloat16:
-        found = x.to(tl.float32)
+def held(x):
+    """x as it lies in registers: of 16-bit elements two in an int32, (RB, CB / 2).
+
+    What is loaded now and used in the next round would be copied if it were 16-bit numbers.
+    """
+    if x.dtype == tl.float32:
+        found = x
     else:
-        found = tl.inline_asm_elementwise(
-            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;",
-            "=r,=r,r", [x], tl.float32, True, 2,
-        )  # fmt: skip
+        bits = x.to(tl.int16, bitcast=True).to(tl.int32)
+        low, high = tl.split(tl.reshape(bits, (x.shape[0], x.shape[1] // 2, 2)))
+        found = (low & 0xFFFF) | (high << 16)
     return found
 
 
 @triton.jit
-def lessened(x):
-    """x / 256 as float32: its products with other numbers overflow later."""
-    if INTERPRETED or x.dtype != tl.bfloat16:
-        found = x.to(tl.float32) * 0.00390625
+def widened(x, TYPE: tl.constexpr):
+    """What is `held` as float32, (RB, CB); of bf16 two in two steps, where casts take three."""
+    if TYPE == tl.float32:
+        found = x
+    else:
+        if TYPE == tl.bfloat16:
+            low, high = x << 16, x & -0x10000
+            low, high = low.to(tl.float32, bitcast=True), high.to(tl.float32, bitcast=True)
+        else:
+            low, high = x.to(tl.int16), (x >> 16).to(tl.int16)
+            low = low.to(tl.float16, bitcast=True).to(tl.float32)
+            high = high.to(tl.float16, bitcast=True).to(tl.float32)
+        found = tl.reshape(tl.join(low, high), (x.shape[0], x.shape[1] * 2))
+    return found
+
+
+@triton.jit
+def lessened(x, TYPE: tl.constexpr):
+    """What is `held` / 256 as float32: its products with other numbers overflow later."""
+    if INTERPRETED or TYPE != tl.bfloat16:
+        found = widened(x, TYPE) * 0.00390625
     else:  # two at a time, x 2^-8 + -0
-        found = tl.inline_asm_elementwise(
+        less = tl.inline_asm_elementwise(
             """{
-                .reg .b32 a, b, c;
+                .reg .b32 a, b;
                 mov.b32 a, 0x3b803b80;
                 mov.b32 b, 0x80008000;
-                fma.rn.bf16x2 c, $2, a, b;
-                shl.b32 $0, c, 16;
-                and.b32 $1, c, 0xffff0000;
+                fma.rn.bf16x2 $0, $1, a, b;
             }""",
-            "=r,=r,r", [x], tl.float32, True, 2,
+            "=r,r", [x], tl.int32, True, 1,
         )  # fmt: skip
+        found = widened(less, TYPE)
     return found
 
 
 @triton.jit
-def brought_near(x):
-    """x as float32, of size 2^40 at most (65504 in float16); NaN stays NaN."""
-    if INTERPRETED or x.dtype == tl.float32:
-        found = tl.minimum(x.to(tl.float32), _NEAR, propagate_nan=tl.PropagateNan.ALL)
+def brought_near(x, TYPE: tl.constexpr):
+    """What is `held` as float32, of size 2^40 at most (65504 in float16); NaN stays NaN."""
+    if INTERPRETED or TYPE == tl.float32:
+        found = tl.minimum(widened(x, TYPE), _NEAR, propagate_nan=tl.PropagateNan.ALL)
         found = tl.maximum(found, -_NEAR, propagate_nan=tl.PropagateNan.ALL)
-    elif x.dtype == tl.bfloat16:  # two at a time: 2^40 is 0x5380
-        found = tl.inline_asm_elementwise(
+    elif TYPE == tl.bfloat16:  # two at a time: 2^40 is 0x5380
+        near = tl.inline_asm_elementwise(
             """{
                 .reg .b32 a, b, c;
                 mov.b32 a, 0x53805380;
                 mov.b32 b, 0xd380d380;
-                min.NaN.bf16x2 c, $2, a;
-                max.NaN.bf16x2 c, c, b;
-                shl.b32 $0, c, 16;
-                and.b32 $1, c, 0xffff0000;
+                min.NaN.bf16x2 c, $1, a;
+                max.NaN.bf16x2 $0, c, b;
             }""",
-            "=r,=r,r", [x], tl.float32, True, 2,
+            "=r,r", [x], tl.int32, True, 1,
         )  # fmt: skip
+        found = widened(near, TYPE)
     else:
-        found = tl.inline_asm_elementwise(
+        near = tl.inline_asm_elementwise(
             """{
                 .reg .b32 a, b, c;
-                .reg .b16 l, h;
                 mov.b32 a, 0x7bff7bff;
                 mov.b32 b, 0xfbfffbff;
-                min.NaN.f16x2 c, $2, a;
-                max.NaN.f16x2 c, c, b;
-                mov.b32 {l, h}, c;
-                cvt.f32.f16 $0, l;
-                cvt.f32.f16 $1, h;
+                min.NaN.f16x2 c, $1, a;
+                max.NaN.f16x2 $0, c, b;
             }""",
-            "=f,=f,r", [x], tl.float32, True, 2,
+            "=r,r", [x], tl.int32, True, 1,
         )  # fmt: skip
+        found = widened(near, TYPE)
     return found
