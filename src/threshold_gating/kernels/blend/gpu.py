@@ -160,7 +160,8 @@ def _tiles_backward_by_powers(m: Matrix, K: int, narrow: bool) -> Tiles:
         return m.tiles(1, 128 if K < 6 else 64, 1, 4 if narrow else 2, 8 * 132)
     if m.R * m.N <= 512 * FEW_TILES:
         return m.tiles(1, 512, 4, 1, 1)
-    return m.tiles(1, 256 if K == 3 else 128, 1, 2, 12 * 132)
+    wide = K == 3 and m.layout == Layout.ONE
+    return m.tiles(1, 256 if wide else 128, 1, 2, 12 * 132)
 
 
 def tiles_forward(m: Matrix, size: int, known: Constants) -> Tiles:

@@ -263,19 +263,19 @@ def _backward_tiles(
                 total = found[0] * (x - theta[0])
                 for m in tl.static_range(1, K - 1):
                     total += found[m] * (x - theta[m])
-            new = new + (plus(sums[k], total, LAYOUT),)
+            new = new + (plus(sums[k], total),)
         for k in tl.static_range(THETAS):
             if GATE != HARD:
-                new = new + (plus(sums[TAUS + k], found[k], LAYOUT),)
+                new = new + (plus(sums[TAUS + k], found[k]),)
             else:
                 new = new + (sums[TAUS + k],)
         for k in tl.static_range(SLOPES):
             along = weighted[k] * v
             if GATE == HARD:  # 0 * inf where a branch is not taken
                 along = tl.where(weighted[k] != 0, along, 0.0)
-            new = new + (plus(sums[TAUS + THETAS + k], along, LAYOUT),)
+            new = new + (plus(sums[TAUS + THETAS + k], along),)
         for k in tl.static_range(CONSTANTS):
-            new = new + (plus(sums[TAUS + THETAS + SLOPES + k], weighted[k], LAYOUT),)
+            new = new + (plus(sums[TAUS + THETAS + SLOPES + k], weighted[k]),)
         if len(new) > 0:
             sums = new
     return sums
@@ -388,7 +388,8 @@ def blend_backward(
         at, tau_p, rho_p, theta_p, shift_p, s_p, c_p,
         G, TAU_CODE, THETA_CODE, S_CODE, C_CODE, K, GATE, SHARPENED, MOVED, ANCHORED)
     middle, w, ws, wc, overflows = folded(tau, theta, s, c, K, GATE, WEIGHTS, True)
-    sums = (tl.zeros((RB if LAYOUT == ROWS else 1, CB), tl.float32),)  # Triton wants at least one
+    AT_ONCE: tl.constexpr = LAYOUT != ROWS and not POWERS  # rows are added up as they come
+    sums = (tl.zeros((1 if AT_ONCE else RB, CB), tl.float32),)  # Triton wants at least one
     for k in tl.static_range(1, TAUS + DTHETA * (K - 1) + DS * K + CONSTANTS):
         sums = sums + (sums[0],)
     if overflows:

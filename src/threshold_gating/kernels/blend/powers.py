@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from threshold_gating.kernels.blend.formulas import mean
-from threshold_gating.kernels.blend.parameters import ALONE, KEPT, READ, ROWS, TIMES
+from threshold_gating.kernels.blend.parameters import ALONE, KEPT, READ, TIMES
 from threshold_gating.kernels.blend.reading import (
     brought_near,
     held,
@@ -148,9 +148,9 @@ def _gradient_by_powers(
 
 
 @triton.jit
-def plus(total, value, LAYOUT: tl.constexpr):
-    """A running sum: of columns, whose rows one thread holds, or element by element."""
-    if LAYOUT == ROWS:
+def plus(total, value):
+    """A running sum: element by element, or of columns, whose rows one thread holds."""
+    if total.shape[0] == value.shape[0]:
         total += value
     else:
         total += tl.sum(value, 0)[None, :]  # (1, CB)
@@ -161,7 +161,7 @@ def plus(total, value, LAYOUT: tl.constexpr):
 def _summed(
     sums, away, turned, parts, found, scale, along, gaps,
     K: tl.constexpr, TAUS: tl.constexpr, THETAS: tl.constexpr,
-    SLOPES: tl.constexpr, CONSTANTS: tl.constexpr, LAYOUT: tl.constexpr,
+    SLOPES: tl.constexpr, CONSTANTS: tl.constexpr,
 ):
     """The sums with those of one tile, each of them one product and sum."""
     new = ()
@@ -172,13 +172,13 @@ def _summed(
             total = found[0] * scale * (away - gaps[0])
             for m in tl.static_range(1, K - 1):
                 total += found[m] * scale * (away - gaps[m])
-        new = new + (plus(sums[k], total, LAYOUT),)
+        new = new + (plus(sums[k], total),)
     for k in tl.static_range(THETAS):
-        new = new + (plus(sums[TAUS + k], found[k] * scale, LAYOUT),)
+        new = new + (plus(sums[TAUS + k], found[k] * scale),)
     for k in tl.static_range(SLOPES):
-        new = new + (plus(sums[TAUS + THETAS + k], parts[k] * along, LAYOUT),)
+        new = new + (plus(sums[TAUS + THETAS + k], parts[k] * along),)
     for k in tl.static_range(CONSTANTS):
-        new = new + (plus(sums[TAUS + THETAS + SLOPES + k], parts[k] * scale, LAYOUT),)
+        new = new + (plus(sums[TAUS + THETAS + SLOPES + k], parts[k] * scale),)
     return new
 
 
@@ -208,7 +208,8 @@ def backward_by_powers(
 ):
     """The sums over the tiles of a program: TAUS, THETAS, SLOPES, CONSTANTS of them.
 
-    Those of tau and theta are of tau T instead of T; see `kernels._finished`.
+    Each is (RB, CB), for rows that lie in several threads are added up once, behind the loop. Those
+    of tau and theta are of tau T instead of T; see `kernels._finished`.
     """
     TYPE: tl.constexpr = x_p.dtype.element_ty
     COUNT: tl.constexpr = TAUS + THETAS + SLOPES + CONSTANTS
@@ -253,7 +254,7 @@ def backward_by_powers(
                 tl.store(dother_p, dother.to(TYPE), mask=there)
             if COUNT > 0:
                 sums = _summed(sums, away, turned, parts, found, scale, less * scale, gaps,
-                               K, TAUS, THETAS, SLOPES, CONSTANTS, LAYOUT)
+                               K, TAUS, THETAS, SLOPES, CONSTANTS)
             from_p, slope_p, other_p = from_p + step, slope_p + step, other_p + step
             dx_p, dother_p = dx_p + step, dother_p + step
         ahead = later
