@@ -16,6 +16,7 @@ SHAPES = {  # of x, of a parameter
     "none": ((0, 4), (1, 4)),
 }
 NAMES = ("tau", "theta", "s", "c")
+ROLES = ((), ("v",), ("up",))  # other inputs: what branches read, what multiplies y
 
 
 def drawn(K, group, device, seed):
@@ -57,12 +58,13 @@ def exactly(x, tau, theta, s, c, v=None, up=None):
     return y if up is None else y * up
 
 
-def check_gates(device, dtypes, branches=(3, 4, 5)):
+def check_gates(device, dtypes, branches=(3, 4, 5), shares=tuple(SHAPES), roles=ROLES):
     """Values and every gradient, by what a parameter is shared by, and by what branches read."""
     for K in branches:
-        for number, (share, (shape, group)) in enumerate(SHAPES.items()):
+        for number, share in enumerate(shares):
+            shape, group = SHAPES[share]
             for dtype in dtypes:
-                for inputs in ((), ("v",), ("up",)):
+                for inputs in roles:
                     x, dy, other = (3 * torch.randn(3, *shape, device=device)).to(dtype)
                     rows = drawn(K, group, device, number)
                     more = dict.fromkeys(inputs, other)
@@ -91,10 +93,10 @@ def same(have, want, dtype, words):
         )  # fmt: skip
 
 
-def check_tails(device, dtypes):
+def check_tails(device, dtypes, branches=(3, 5)):
     """A branch of 0 that wins: what the others leave of y and dx keeps its digits."""
     far = torch.tensor([4.0, 6, 8, 12, 16, 20, 24, 32, 40, 48], device=device)
-    for K in (3, 5):
+    for K in branches:
         for side in (1, -1):
             rows = drawn(K, (1, 1), device, K)
             rows[0], last = torch.ones_like(rows[0]), -1 if side > 0 else 0

@@ -76,10 +76,9 @@ def test_learned_gates_of_many_branches_are_exact_in_tiles_of_every_size(step_by
 
 
 @pytest.mark.gpu
-def test_learned_gates_of_many_branches_are_exact_on_a_gpu():
-    device, dtypes = "cuda", [torch.float32, torch.bfloat16, torch.float16]
-    learned.check_gates(device, dtypes)
-    learned.check_some(device)
-    learned.check_tails(device, dtypes)
-    for dtype in dtypes:
-        learned.check_ends(device, dtype)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_learned_gates_of_many_branches_are_exact_on_a_gpu(dtype):
+    roles = learned.ROLES if dtype == torch.bfloat16 else ((),)
+    learned.check_gates("cuda", [dtype], (5,), ("channel", "layer"), roles)
+    learned.check_tails("cuda", [dtype], (5,))
+    learned.check_ends("cuda", dtype)
