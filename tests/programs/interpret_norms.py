@@ -8,7 +8,7 @@ from threshold_gating.kernels.blend import gpu
 from threshold_gating.kernels.structure import Role, Wanted
 
 gpu.FEW_TILES = 0  # sums in parts
-LEARNED = {"relu": ("theta", "s"), "silu": ("tau", "theta", "s", "c"), "gelu": ("tau", "theta")}
+LEARNED = {"relu": ("theta", "s"), "relu6": ("theta", "s"), "silu": ("tau", "theta", "s", "c")}
 SIZES = [(5000, 5, torch.float32), (1000, 64, torch.bfloat16), (257, 300, torch.float16)]
 
 

@@ -62,7 +62,7 @@ def test_compiled_for_a_gpu_norms_and_gates_have_the_gradients_of_float64(key, d
             y = f(x.to(kind))
             y.backward(dy.to(kind))
         found[kind] = [y.detach().double(), *(p.grad.double() for p in own.parameters())]
-    assert taken.count(True) == 2, taken
+    assert taken.count(True) == (0 if key == "gelu" else 2), taken
     # bfloat16 rounds weights, every layer's output and its gradient
     near = 3e-2 if dtype == torch.bfloat16 else 2e-3  # float32 by TF32 convolutions
     for have, want in zip(found[dtype], found[torch.float64], strict=True):

@@ -20,7 +20,7 @@ from torch import Tensor, fx
 
 from threshold_gating.kernels.blend import gpu
 from threshold_gating.kernels.layout import Layout
-from threshold_gating.kernels.structure import Role, Wanted
+from threshold_gating.kernels.structure import Gate, Role, Wanted
 
 _aten, _cast = torch.ops.aten, torch.ops.prims.convert_element_type.default
 _SUMS, _GRADIENTS = ("dtau_p", "dtheta_p", "ds_p", "dc_p"), ("tau_p", "theta_p", "s_p", "c_p")
@@ -57,6 +57,8 @@ def take_along(node: fx.Node) -> bool:
         return False
     added = _result(second, "tau_p")
     if given["ROLE"] != Role.ALONE or given["LAYOUT"] != Layout.COLUMNS or added is None:
+        return False
+    if given["GATE"] == Gate.ONE_TAU:  # their quicker loop (`powers`) has no room for more sums
         return False
     norm = _norm_of(dx, given["G"])
     if norm is None or not _lies_as(norm.z, given["x_p"]) or not _precedes(added, norm):
