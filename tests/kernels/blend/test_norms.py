@@ -55,6 +55,7 @@ def test_compiled_for_a_gpu_norms_and_gates_have_the_gradients_of_float64(key, d
     # a graph that torch has kept is not looked at again
     monkeypatch.setattr(torch._inductor.config, "fx_graph_cache", False)
     monkeypatch.setattr(torch._functorch.config, "enable_autograd_cache", False)
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     for name, kind in (("reference", torch.float64), ("auto", dtype)):
         own = copy.deepcopy(net).to(kind)
         f = torch.compile(own, fullgraph=True) if name == "auto" else own
@@ -63,7 +64,9 @@ def test_compiled_for_a_gpu_norms_and_gates_have_the_gradients_of_float64(key, d
             y.backward(dy.to(kind))
         found[kind] = [y.detach().double(), *(p.grad.double() for p in own.parameters())]
     assert taken.count(True) == (0 if key == "gelu" else 2), taken
-    # bfloat16 rounds weights, every layer's output and its gradient
-    near = 3e-2 if dtype == torch.bfloat16 else 2e-3  # float32 by TF32 convolutions
+    # bfloat16 rounds weights, every layer's output and its gradient; rounding moves some inputs of
+    # a hard gate to its other side, a hundredth of them by bfloat16, and each of these is as far
+    # off as the gradient itself: a tenth in this norm
+    near = 2e-3 if dtype == torch.float32 else 0.1 if key == "relu" else 3e-2
     for have, want in zip(found[dtype], found[torch.float64], strict=True):
         assert (have - want).norm() <= near * want.norm() + 1e-4, (key, tuple(want.shape))
