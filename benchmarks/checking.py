@@ -77,7 +77,12 @@ def keep_right(file: Path, device: str, families: Iterable[str]) -> None:
 
 def _code(device: str) -> list[str]:
     """What a check depends on: the sources, what runs them, the machine and its versions."""
-    files = sorted(p for folder in SOURCES for p in folder.rglob("*") if p.suffix in (".py", ".c"))
+    files = sorted(
+        p
+        for folder in SOURCES
+        for p in folder.rglob("*")
+        if p.suffix in (".py", ".c", ".cpp", ".h")
+    )
     known = {name: text for name, text in machine().items() if name != "threads"}
     how = [device, kernels.backend(), *(os.environ.get(name, "") for name in _CHOOSE)]
     return [str(zlib.crc32(b"".join(p.read_bytes() for p in files))), *how, *known.values()]

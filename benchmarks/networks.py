@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
@@ -36,9 +35,6 @@ def _of_torchvision(name: str) -> nn.Module:
     return made
 
 
-# Option of torch.compile: launch kernels of others by its static launcher, as its own.
-STATIC = "static launch"
-LAUNCHED = {"static_launch_user_defined_triton_kernels": True}
 HARD, SOFT = ("theta", "s"), ("tau", "theta")  # what hard and soft gates learn
 ATTENTION = "re:.*self_attention.*"
 # ReLU, and GELU by five branches
@@ -56,18 +52,15 @@ def networks(found: dict[str, Network], shape: Images, place: Place) -> Iterator
             build = partial(_inference, network, shape, place, wrap)
             most = {"original": network.inference}
             yield Work(SECTION, f"{name} inference {how}", build, most, PAIRS, slow=True)
-            static = how == "compile" and network.leaves is None  # where most kernels are ours
-            build = partial(_training, network, shape, place, wrap, static)
-            limits: dict[Any, float] = {"original": network.training}
-            if static:
-                limits[STATIC, "original"] = network.training
+            build = partial(_training, network, shape, place, wrap)
+            most = {"original": network.training}
             work = f"{name} training {how}"
-            yield Work(SECTION, work, build, limits, PAIRS, backward=True, slow=True)
+            yield Work(SECTION, work, build, most, PAIRS, backward=True, slow=True)
 
 
-def _compiled(place: Place, model: nn.Module, **options: Any) -> Any:
+def _compiled(place: Place, model: nn.Module) -> Any:
     assert place.compile is not None
-    return place.compile(model, **options)
+    return place.compile(model)
 
 
 def _inference(network: Network, shape: Images, place: Place, wrap: Wrap) -> Contenders:
@@ -77,16 +70,11 @@ def _inference(network: Network, shape: Images, place: Place, wrap: Wrap) -> Con
     return {"original": partial(wrap(plain), x), "ours": partial(wrap(gated), x)}
 
 
-def _training(
-    network: Network, shape: Images, place: Place, wrap: Wrap, static: bool
-) -> Contenders:
+def _training(network: Network, shape: Images, place: Place, wrap: Wrap) -> Contenders:
     torch._dynamo.reset()
     x, plain = _images(shape, place), _moved(network.make(), place).train()
     gated = with_learned_gates(plain, x[:2], network)
-    ways = {"original": wrap(plain), "ours": wrap(gated)}
-    if static:
-        ways[STATIC] = _compiled(place, copy.deepcopy(gated), options=LAUNCHED)
-    return {name: partial(_step, run, x) for name, run in ways.items()}
+    return {"original": partial(_step, wrap(plain), x), "ours": partial(_step, wrap(gated), x)}
 
 
 def _moved(model: nn.Module, place: Place) -> nn.Module:

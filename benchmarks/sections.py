@@ -26,6 +26,7 @@ from benchmarks.small_inputs import small_inputs
 from benchmarks.timing import ON_CPU, ON_GPU, Clock, Place, Work, called_once, measure
 from benchmarks.training import training
 from benchmarks.units import frozen, gated_units, growth
+from threshold_gating import kernels
 from threshold_gating.conversion.text import jsonable
 
 Sections = dict[str, Callable[[], Iterator[Work]]]
@@ -157,6 +158,8 @@ def run(
         print(f"benchmarks: no section {unknown[0]!r} here; there are {there}.", file=sys.stderr)
         return 2
     info = machine()
+    if gpu:
+        kernels.build()  # once; calls of gates are timed as somebody has them who did that
     print(", ".join(f"{k} {v}" for k, v in info.items()), clock.how, sep="\n", flush=True)
     every = {n: list(works()) for n, works in sections.items() if not only or n in only}
     chosen = {n: [w for w in works if match in w.name] for n, works in every.items()}
