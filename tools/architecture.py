@@ -103,8 +103,6 @@ HELD_BY = {
     "kernels/blend/graph.py": "kernels/blend/test_compile.py",
     "kernels/blend/kernels.py": "kernels/blend/test_pairs.py",
     "kernels/blend/parameters.py": "kernels/blend/test_pairs.py",
-    "kernels/blend/powers.py": "kernels/blend/test_gates.py",
-    "kernels/blend/reading.py": "kernels/blend/test_gates.py",
     "kernels/blend/steps.py": "kernels/blend/test_blend.py",
     "kernels/blend/tiles.py": "kernels/blend/test_blend.py",
     "kernels/call.py": "kernels/test_structure.py",

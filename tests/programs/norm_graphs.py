@@ -164,5 +164,5 @@ for key, train in LEARNED.items():
     check(Net(key, train).eval(), z, r, Role.NORMED)  # sums for its weights, by the running mean
     # parameters along rows: nothing is taken along
     check(Net(key, train), z.contiguous(), r.contiguous(), Role.ALONE)
-check(Net("gelu", ("tau", "theta")), z, r, Role.ALONE)  # its quicker loop has no room for them
+check(Net("gelu", ("tau", "theta")), z, r, Role.ALONE)  # it has no registers left for them
 print("ok")

@@ -131,7 +131,6 @@ bool is_aligned(const Tensor& t) {  // Triton compiles anew for other addresses
   return (reinterpret_cast<uintptr_t>(t.const_data_ptr()) & 15) == 0;
 }
 
-
 // Memory and nothing else: no subclass, batch, proxy, lazy negation or zeros that nobody wrote.
 bool is_plain(const Tensor& t, uint64_t allowed) {
   return (t.key_set().raw_repr() & ~allowed) == 0 && !t._fw_grad(0).defined();
@@ -147,13 +146,22 @@ uint64_t keys_of(c10::DeviceType type) {
   return keys.raw_repr();
 }
 
+// Names of axes: torch 2.11 leaves them out while a node runs, 2.13 has no such key any more.
+template <class Key, class = void>
+struct Names {
+  static uint64_t keys() { return 0; }
+};
+template <class Key>
+struct Names<Key, std::void_t<decltype(Key::Named)>> {
+  static uint64_t keys() { return c10::DispatchKeySet(Key::Named).raw_repr(); }
+};
+
 // Whether nothing that torch dispatches to is switched on here: a mode, a transform, a tracer.
 bool is_quiet() {
   const auto local = c10::impl::tls_local_dispatch_key_set();
   const uint64_t on = local.included_.raw_repr() & ~c10::default_included_set.raw_repr();
   uint64_t off = local.excluded_.raw_repr() & ~c10::default_excluded_set.raw_repr();
-  // some releases of torch leave names of axes out while a node runs
-  off &= ~c10::DispatchKeySet(c10::DispatchKey::Named).raw_repr();
+  off &= ~Names<c10::DispatchKey>::keys();
   if (c10::InferenceMode::is_enabled()) off &= ~c10::autograd_dispatch_keyset.raw_repr();
   return on == 0 && off == 0;
 }

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from tests.fuzz import gates
-from tests.kernels.blend import learned
 from threshold_gating import kernels, primitive
 
 
@@ -69,16 +68,3 @@ def test_two_gates_do_not_cancel_where_one_is_nearly_shut(run, s):
     for have, want in zip(*found, strict=True):
         # 40 units of rounding in the exponent, each 6e-8
         torch.testing.assert_close(have.double(), want, rtol=1e-5, atol=0)
-
-
-def test_learned_gates_of_many_branches_are_exact_in_tiles_of_every_size(step_by_step):
-    step_by_step("interpret_learned.py")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_learned_gates_of_many_branches_are_exact_on_a_gpu(dtype):
-    roles = learned.ROLES if dtype == torch.bfloat16 else ((),)
-    learned.check_gates("cuda", [dtype], (5,), ("channel", "layer"), roles)
-    learned.check_tails("cuda", [dtype], (5,))
-    learned.check_ends("cuda", dtype)

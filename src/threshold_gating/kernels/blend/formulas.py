@@ -19,6 +19,7 @@ from threshold_gating.kernels.blend.parameters import (
     CENTRED,
     HARD,
     MIRRORED,
+    OVERFLOWING,
     OWN_TAUS,
     READ,
     SMALL,
@@ -29,6 +30,7 @@ from threshold_gating.kernels.instructions import LOG2E, exp2, inverse
 
 _MOST = tl.constexpr(1e37)  # of an argument: no sum of seven overflows
 _LARGEST = tl.constexpr(3.39e38)  # of a branch: no mean of such ones overflows
+_FAR = tl.constexpr(1e30)  # of what branches read: none of theirs is infinite
 
 
 @triton.jit
@@ -164,6 +166,24 @@ def turned_from_below(
 
 
 @triton.jit
+def _powers(x, tau, middle, w, K: tl.constexpr):
+    """w_k a^k b^(K-1-k) from e = exp(-|t|), which is a or b; the other is 1."""
+    away = x - middle
+    e = exp2(tl.abs(away) * (tau[0] * -LOG2E))
+    low = away < 0
+    powers = (e,)
+    for k in tl.static_range(K - 2):
+        powers = powers + (powers[k] * e,)
+    parts = (tl.where(low, 1.0, powers[K - 2]),)
+    for k in tl.static_range(1, K - 1):
+        if 2 * k == K - 1:
+            parts = parts + (powers[k - 1] * w[k],)
+        else:
+            parts = parts + (tl.where(low, powers[k - 1], powers[K - 2 - k]) * w[k],)
+    return parts + (tl.where(low, powers[K - 2], 1.0),)
+
+
+@triton.jit
 def _exponentials(x, tau, theta, K: tl.constexpr, GATE: tl.constexpr):
     """exp(l_k - max l) of the running sums of the arguments; see `soft.relative_logits`."""
     u, left = (), (tl.zeros_like(x),)
@@ -191,9 +211,14 @@ def _bounded(z, bound):
 
 
 @triton.jit
-def soft_gates(x, tau, theta, K: tl.constexpr, GATE: tl.constexpr):
-    """The K >= 3 gates, one by one."""
-    parts = _exponentials(x, tau, theta, K, GATE)
+def soft_gates(
+    x, tau, theta, middle, w, K: tl.constexpr, GATE: tl.constexpr, WEIGHTS: tl.constexpr
+):
+    """The K >= 3 gates."""
+    if GATE == OWN_TAUS or WEIGHTS == OVERFLOWING:
+        parts = _exponentials(x, tau, theta, K, GATE)
+    else:
+        parts = _powers(x, tau, middle, w, K)
     total = parts[0]
     for k in tl.static_range(1, K):
         total = total + parts[k]
@@ -314,9 +339,11 @@ def value(
         y = v * slope + two_means(x, tau, theta, c, lower, upper, C_CODE, GATE)
     elif WEIGHTS >= SMALL:
         y = _from_below(x, v, tau, theta, middle, w, ws, wc, C_CODE, K, GATE, WEIGHTS)
-    else:
-        g = soft_gates(x, tau, theta, K, GATE)
+    elif GATE == OWN_TAUS or WEIGHTS == OVERFLOWING:
+        g = soft_gates(x, tau, theta, middle, w, K, GATE, WEIGHTS)
         y = v * mean(g, s, S_CODE, K) + mean(g, c, C_CODE, K)
+    else:
+        y, _, _ = by_powers(x, v, tau, middle, w, ws, wc, C_CODE, K)
     return y
 
 
@@ -337,3 +364,35 @@ def turns(g, v, dy, s, c, S_CODE: tl.constexpr, C_CODE: tl.constexpr, K: tl.cons
         found = (masses[K - 2 - j] * value - above * values[K - 2 - j],) + found
         above, value = above + g[K - 2 - j], value + weighed[K - 2 - j]
     return found
+
+
+@triton.jit
+def turns_by_powers(x, v, dy, tau, middle, w, s, c, S_CODE: tl.constexpr, K: tl.constexpr):
+    """(gates times dy, dy T_m for each threshold) with one tau, in fewer steps than by `turns`.
+
+    T_m is what the branches above a threshold have more than their share of the mean. All of them
+    are taken less the one that wins far out on x's side, which changes nothing but leaves no large
+    numbers to cancel in the tails. Where a middle one wins, T is off by a rounding of the largest
+    branch, so large ones are left to `turns` (`parameters.folded`).
+    """
+    parts = _powers(x, tau, middle, w, K)
+    masses = (parts[K - 1],)  # of the gates above a threshold, not yet shared out
+    for k in tl.static_range(1, K):
+        masses = (masses[0] + parts[K - 1 - k],) + masses
+    share = inverse(masses[0])
+    scale, near = dy * share, _bounded(v, _FAR)
+    weighted, values, branches = (), (), ()
+    for k in tl.static_range(K):
+        weighted = weighted + (parts[k] * scale,)
+        branches = branches + (_branch(near, s, c, S_CODE, k),)
+    wins = tl.where(x < middle, branches[0], branches[K - 1])
+    for k in tl.static_range(K):
+        value = weighted[K - 1 - k] * (branches[K - 1 - k] - wins)
+        if k > 0:
+            value += values[0]
+        values = (value,) + values
+    mean = values[0] * share
+    found = ()
+    for m in tl.static_range(1, K):
+        found = found + (values[m] - masses[m] * mean,)
+    return weighted, found

@@ -142,32 +142,6 @@ def _power_of_two(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
 
 
-def _by_powers(known: Constants) -> bool:
-    """Whether the loops of `powers` run, whose stages are tiles in registers."""
-    return known.gate == Gate.ONE_TAU and known.weights == Weights.UNKNOWN
-
-
-def _tiles_forward_by_powers(m: Matrix, K: int, narrow: bool) -> Tiles:
-    if m.layout == Layout.COLUMNS:
-        if not narrow:
-            return m.tiles(1, 128, 1, 4, 1 if m.G > MANY_GROUPS else 24 * 132)
-        return m.tiles(1, 256, 1, 2, 16 * 132) if K == 3 else m.tiles(2, 128, 1, 2, 12 * 132)
-    return m.tiles(1, 1024, 4, 2, 64 * 132) if narrow else m.tiles(1, 2048, 4, 1, 2**31)
-
-
-def _tiles_backward_by_powers(m: Matrix, K: int, narrow: bool) -> Tiles:
-    if m.layout == Layout.COLUMNS:
-        if m.R <= 2 * FEW_TILES:  # one program has all of them
-            return m.tiles(2, 128, 2, 1, 1)
-        if K == 3:
-            return m.tiles(1, 128, 1, 2, 12 * 132)
-        return m.tiles(1, 128 if K < 6 else 64, 1, 4 if narrow else 2, 8 * 132)
-    if m.R * m.N <= 512 * FEW_TILES:
-        return m.tiles(1, 512, 4, 1, 1)
-    wide = K == 3 and m.layout == Layout.ONE
-    return m.tiles(1, 256 if wide else 128, 1, 2, 12 * 132)
-
-
 def tiles_forward(m: Matrix, size: int, known: Constants) -> Tiles:
     """By layout, bytes of an element, branches and what is known of their weights.
 
@@ -177,8 +151,6 @@ def tiles_forward(m: Matrix, size: int, known: Constants) -> Tiles:
     if interpreting():
         return m.tiles(64, 256, 4, 1, 4)
     every, narrow = 2**31, size == 2
-    if _by_powers(known):
-        return _tiles_forward_by_powers(m, K, narrow)
     if m.layout == Layout.COLUMNS:
         # Where the parameters of all groups do not stay in a cache, each is read by one program.
         once = m.G > MANY_GROUPS
@@ -205,8 +177,6 @@ def tiles_backward(m: Matrix, size: int, known: Constants) -> Tiles:
     if interpreting():
         return m.tiles(64, 256, 4, 1, 4)
     narrow = size == 2
-    if _by_powers(known):
-        return _tiles_backward_by_powers(m, K, narrow)
     if m.layout == Layout.COLUMNS:
         if K == 2 and narrow:
             return m.tiles(1, 256, 1, 5, 12 * 132)

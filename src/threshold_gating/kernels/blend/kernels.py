@@ -26,6 +26,7 @@ from threshold_gating.kernels.blend.formulas import (
     soft_gates,
     turned_from_below,
     turns,
+    turns_by_powers,
     two_gates,
     two_means,
     value,
@@ -35,7 +36,6 @@ from threshold_gating.kernels.blend.parameters import (
     BOUND,
     CENTRED,
     COLUMNS,
-    FITTING,
     HARD,
     JOINED,
     KEPT,
@@ -58,7 +58,6 @@ from threshold_gating.kernels.blend.parameters import (
     rows_of,
     sharpened,
 )
-from threshold_gating.kernels.blend.powers import backward_by_powers, forward_by_powers, plus
 
 
 @triton.jit
@@ -172,9 +171,6 @@ def blend_forward(
     if overflows:  # a loop of its own, so that neither keeps what only the other one needs
         _forward_tiles(x_p, other_p, y_p, R, N, iters, tau, theta, s, c, middle, w, ws, wc,
                        S_CODE, C_CODE, OWNERS, K, GATE, OVERFLOWING, ROLE, LAYOUT, RB, CB, 1)
-    elif GATE == ONE_TAU and WEIGHTS == FITTING:
-        forward_by_powers(x_p, other_p, y_p, R, N, iters, tau, middle, w, ws, wc,
-                          S_CODE, C_CODE, K, ROLE, LAYOUT, RB, CB, STAGES)
     else:
         _forward_tiles(x_p, other_p, y_p, R, N, iters, tau, theta, s, c, middle, w, ws, wc,
                        S_CODE, C_CODE, OWNERS, K, GATE, WEIGHTS, ROLE, LAYOUT, RB, CB, STAGES)
@@ -198,13 +194,20 @@ def _gradient(
         y, slope, turned = turned_from_below(
             x, v, tau, theta, middle, w, ws, wc, S_CODE, C_CODE, K, WEIGHTS)
         through, turned = slope * dy, turned * dy
+    elif GATE == ONE_TAU and WEIGHTS != OVERFLOWING:
+        weighted, found = turns_by_powers(x, v, dy, tau, middle, w, s, c, S_CODE, K)
+        y, _, _ = by_powers(x, v, tau, middle, w, ws, wc, C_CODE, K)
+        through, turned = mean(weighted, s, S_CODE, K), found[0]
+        for k in tl.static_range(1, K - 1):
+            turned += found[k]
+        turned = turned * tau[0]
     else:
         if GATE == HARD:
             g = hard_gates(x, theta, OWNERS, K)
         elif GATE == TWO or GATE == CENTRED:
             g = two_gates(x, tau, theta)
         else:
-            g = soft_gates(x, tau, theta, K, GATE)
+            g = soft_gates(x, tau, theta, middle, w, K, GATE, WEIGHTS)
         for k in tl.static_range(K):
             weighted = weighted + (g[k] * dy,)
         turned, slope = tl.zeros_like(x), mean(g, s, S_CODE, K)
@@ -224,6 +227,16 @@ def _gradient(
         # two branches: of what the sums need anyway, without the mean slope
         through = mean(weighted, s, S_CODE, K) if GATE == TWO else slope * dy
     return y, through, turned, weighted, found
+
+
+@triton.jit
+def _plus(total, value, LAYOUT: tl.constexpr):
+    """A running sum: of columns, whose rows one thread holds, or element by element."""
+    if LAYOUT == ROWS:
+        total += value
+    else:
+        total += tl.sum(value, 0)[None, :]  # (1, CB)
+    return total
 
 
 @triton.jit
@@ -268,26 +281,32 @@ def _backward_tiles(
         for k in tl.static_range(TAUS):
             if GATE == OWN_TAUS:
                 total = found[k] * (x - theta[k])
+            elif GATE == ONE_TAU and WEIGHTS != OVERFLOWING and THETAS > 0:
+                total = found[0]  # about the middle: the rest follows from the thetas' sums
+                for m in tl.static_range(1, K - 1):
+                    total += found[m]
+                total = total * (x - middle)
             else:
                 total = found[0] * (x - theta[0])
                 for m in tl.static_range(1, K - 1):
                     total += found[m] * (x - theta[m])
-            new = new + (plus(sums[k], total),)
+            new = new + (_plus(sums[k], total, LAYOUT),)
         for k in tl.static_range(THETAS):
             if GATE != HARD:
-                new = new + (plus(sums[TAUS + k], found[k]),)
+                new = new + (_plus(sums[TAUS + k], found[k], LAYOUT),)
             else:
                 new = new + (sums[TAUS + k],)
         for k in tl.static_range(SLOPES):
             along = weighted[k] * v
             if GATE == HARD:  # 0 * inf where a branch is not taken
                 along = tl.where(weighted[k] != 0, along, 0.0)
-            new = new + (plus(sums[TAUS + THETAS + k], along),)
+            new = new + (_plus(sums[TAUS + THETAS + k], along, LAYOUT),)
         for k in tl.static_range(CONSTANTS):
-            new = new + (plus(sums[TAUS + THETAS + SLOPES + k], weighted[k]),)
+            new = new + (_plus(sums[TAUS + THETAS + SLOPES + k], weighted[k], LAYOUT),)
         if ROLE == NORMED or ROLE == JOINED:
             FIRST: tl.constexpr = TAUS + THETAS + SLOPES + CONSTANTS
-            new = new + (plus(sums[FIRST], dx), plus(sums[FIRST + 1], dx * (other - centre)))
+            new = new + (_plus(sums[FIRST], dx, LAYOUT),)
+            new = new + (_plus(sums[FIRST + 1], dx * (other - centre), LAYOUT),)
         if len(new) > 0:
             sums = new
     return sums
@@ -296,29 +315,26 @@ def _backward_tiles(
 @triton.jit
 def _finished(
     sums, at, overflows, tau, theta, s, rho_p, G, S_CODE: tl.constexpr,
-    K: tl.constexpr, GATE: tl.constexpr, POWERS: tl.constexpr,
-    SHARPENED: tl.constexpr, ANCHORED: tl.constexpr,
+    K: tl.constexpr, GATE: tl.constexpr, SHARPENED: tl.constexpr, ANCHORED: tl.constexpr,
     TAUS: tl.constexpr, THETAS: tl.constexpr, SLOPES: tl.constexpr,
 ):
     """The sums as gradients of what is learned; all of it is linear, so any part will do."""
     new = ()
     for k in tl.static_range(TAUS):
         total = sums[k]
-        if POWERS:  # of tau T
+        if GATE == ONE_TAU and THETAS > 0:
             far = tl.zeros_like(total)
             middle = middle_of(theta, K)
-            for m in tl.static_range(THETAS):
+            for m in tl.static_range(K - 1):
                 far += (theta[m] - middle) * sums[TAUS + m]
-            total = tl.where(overflows, total, (total - far) / tau[0])
+            total = tl.where(overflows, total, total - far)
         if SHARPENED:  # d tau / d rho is tau, and 0 beyond the bound
             rho = tl.load(rho_p + k * G + at, mask=at < G, other=0.0)
             total = total * tl.where(tl.abs(rho) <= BOUND, tau[k], 0.0)
         new = new + (total,)
     for k in tl.static_range(THETAS):
         total = sums[TAUS + k]
-        if POWERS:
-            total = tl.where(overflows, total * -tau[0], -total)
-        elif GATE != HARD:
+        if GATE != HARD:
             total = total * -tau[k if GATE == OWN_TAUS else 0]
         elif ANCHORED:  # branches move with the threshold they stand on
             for m in tl.static_range(K):
@@ -396,15 +412,12 @@ def blend_backward(
     NORMS: tl.constexpr = 2 if ROLE == NORMED or ROLE == JOINED else 0
     TAUS: tl.constexpr = DTAU * (K - 1 if GATE == OWN_TAUS else 1)
     CONSTANTS: tl.constexpr = K if DC or (ANCHORED and (DTHETA or DS)) else 0
-    SUMMED: tl.constexpr = DTAU or DTHETA or DS or DC
-    POWERS: tl.constexpr = GATE == ONE_TAU and (WEIGHTS == FITTING or SUMMED) and not NORMS
     at = _group(R, N, G, iters, LAYOUT, RB, CB)
     tau, theta, s, c = _parameters(
         at, tau_p, rho_p, theta_p, shift_p, s_p, c_p,
         G, TAU_CODE, THETA_CODE, S_CODE, C_CODE, K, GATE, SHARPENED, MOVED, ANCHORED)
     middle, w, ws, wc, overflows = folded(tau, theta, s, c, K, GATE, WEIGHTS, True)
-    AT_ONCE: tl.constexpr = LAYOUT != ROWS and not POWERS  # rows are added up as they come
-    sums = (tl.zeros((1 if AT_ONCE else RB, CB), tl.float32),)  # Triton wants at least one
+    sums = (tl.zeros((RB if LAYOUT == ROWS else 1, CB), tl.float32),)  # Triton wants at least one
     for k in tl.static_range(1, TAUS + DTHETA * (K - 1) + DS * K + CONSTANTS + NORMS):
         sums = sums + (sums[0],)
     centre = sums[0]
@@ -416,11 +429,6 @@ def blend_backward(
             middle, w, ws, wc, centre, sums,
             S_CODE, C_CODE, OWNERS, K, GATE, OVERFLOWING, ROLE, DX, DOTHER,
             TAUS, DTHETA * (K - 1), DS * K, CONSTANTS, LAYOUT, RB, CB, 1)
-    elif POWERS:
-        sums = backward_by_powers(
-            x_p, other_p, dy_p, dx_p, dother_p, R, N, iters, tau, theta, s, c,
-            middle, w, ws, wc, sums, S_CODE, C_CODE, K, ROLE, DX, DOTHER,
-            TAUS, DTHETA * (K - 1), DS * K, CONSTANTS, LAYOUT, RB, CB, STAGES)
     else:
         sums = _backward_tiles(
             x_p, other_p, dy_p, dtheta_p, dx_p, dother_p, R, N, iters, tau, theta, s, c,
@@ -434,8 +442,7 @@ def blend_backward(
             at, tau_p, rho_p, theta_p, shift_p, s_p, c_p,
             G, TAU_CODE, THETA_CODE, S_CODE, C_CODE, K, GATE, SHARPENED, MOVED, ANCHORED)
         sums = _finished(sums, at, overflows, tau, theta, s, rho_p, G, S_CODE,
-                         K, GATE, POWERS, SHARPENED, ANCHORED,
-                         TAUS, DTHETA * (K - 1), DS * K)
+                         K, GATE, SHARPENED, ANCHORED, TAUS, DTHETA * (K - 1), DS * K)
         for k in tl.static_range(COUNT):
             out_p, row = dtau_p, k
             if APART:

@@ -58,7 +58,7 @@ def take_along(node: fx.Node) -> bool:
     added = _result(second, "tau_p")
     if given["ROLE"] != Role.ALONE or given["LAYOUT"] != Layout.COLUMNS or added is None:
         return False
-    if given["GATE"] == Gate.ONE_TAU:  # their quicker loop (`powers`) has no room for more sums
+    if given["GATE"] == Gate.ONE_TAU:  # three and more branches leave no registers for more sums
         return False
     norm = _norm_of(dx, given["G"])
     if norm is None or not _lies_as(norm.z, given["x_p"]) or not _precedes(added, norm):

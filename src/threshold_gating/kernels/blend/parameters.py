@@ -122,31 +122,18 @@ def _mirrored(tau, theta, s, c, K: tl.constexpr):
 
 
 @triton.jit
-def _largest(rows):
-    found = tl.abs(rows[0])
-    for k in tl.static_range(1, len(rows)):
-        found = tl.maximum(found, tl.abs(rows[k]))
-    return found
-
-
-@triton.jit
-def _large(tau, theta, s, c):
-    """Whether branches are large where gates turn: `powers` would lose too much of their gradients.
+def _large(tau, theta, s, c, K: tl.constexpr):
+    """Whether branches are large where gates turn: `turns_by_powers` would lose too much of them.
 
     It is off by 2^-24 of the largest branch times tau; so the bounds are those of frozen ones with
-    small weights (`structure._are_small`). With those on tau its bounded x has the gates of x, and
-    its products are finite.
+    small weights (`structure._are_small`).
     """
-    rest = tl.maximum(_largest(c), _largest(theta))
-    return (_largest(s) > 2) | (tau * rest > 16) | (tau < 1e-9) | (tau > 2.0**20)
-
-
-@triton.jit
-def _overflow(tau, middle, s, c):
-    """Whether branches times weights may leave float32 where gates turn, for values in `powers`."""
-    reach = tl.abs(middle) + 128.0 / tau  # further out a gate is 1, and its weight too
-    fit = (reach * _largest(s) < 2.0**60) & (_largest(c) < 2.0**60)
-    return fit == 0
+    slope, rest = tl.abs(s[0]), tl.maximum(tl.abs(c[0]), tl.abs(theta[0]))
+    for k in tl.static_range(1, K):
+        slope, rest = tl.maximum(slope, tl.abs(s[k])), tl.maximum(rest, tl.abs(c[k]))
+        if k < K - 1:
+            rest = tl.maximum(rest, tl.abs(theta[k]))
+    return (slope > 2) | (tau * rest > 16)
 
 
 @triton.jit
@@ -156,7 +143,7 @@ def folded(
 ):  # fmt: skip
     """(middle, w, w s, w c, whether gates are taken one by one) for K >= 3.
 
-    They are where products with weights leave float32 and, going BACK, where branches are large.
+    They are where weights leave float32 and, going BACK, where branches are large.
 
     With a tau per threshold, and if weights are known to be small, the middle is where things stop:
     the gates to change, then each exponential to grow; see `_rises`.
@@ -183,8 +170,7 @@ def folded(
         w, ws, wc = w + (w[0],), ws + (s[K - 1],), wc + (c[K - 1],)
         large = largest > _LARGEST_EXPONENT
         if BACK:
-            large = large | _large(tau[0], theta, s, c)
-        large = large | _overflow(tau[0], middle, s, c)
+            large = large | _large(tau[0], theta, s, c, K)
         overflows = tl.max(tl.max(large.to(tl.int32), 1), 0) > 0 if WEIGHTS == FITTING else False
     else:
         middle, w, ws, wc, overflows = tau[0], (tau[0],), (tau[0],), (tau[0],), False
