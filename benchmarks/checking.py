@@ -88,7 +88,8 @@ def _code(device: str) -> list[str]:
     return [str(zlib.crc32(b"".join(p.read_bytes() for p in files))), *how, *known.values()]
 
 
-_CHOOSE = "TG_CPU", "TRITON_INTERPRET", "CC"  # what evaluates gates, and what compiles it
+# what evaluates gates, and what compiles it
+_CHOOSE = "TG_CPU", "TG_HOST", "TRITON_INTERPRET", "CC"
 
 
 def _dtypes(pair: Pair, device: str) -> tuple[torch.dtype, ...]:

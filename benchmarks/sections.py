@@ -28,6 +28,7 @@ from benchmarks.training import training
 from benchmarks.units import frozen, gated_units, growth
 from threshold_gating import kernels
 from threshold_gating.conversion.text import jsonable
+from threshold_gating.kernels.compiler import CompilerError
 
 Sections = dict[str, Callable[[], Iterator[Work]]]
 
@@ -158,8 +159,11 @@ def run(
         print(f"benchmarks: no section {unknown[0]!r} here; there are {there}.", file=sys.stderr)
         return 2
     info = machine()
-    if gpu:
-        kernels.build()  # once; calls of gates are timed as somebody has them who did that
+    if gpu:  # calls of gates are timed as somebody has them who did that; rows say who makes them
+        try:
+            kernels.build()
+        except CompilerError as error:
+            print(f"calls of gates are Python's: {error}", flush=True)
     print(", ".join(f"{k} {v}" for k, v in info.items()), clock.how, sep="\n", flush=True)
     every = {n: list(works()) for n, works in sections.items() if not only or n in only}
     chosen = {n: [w for w in works if match in w.name] for n, works in every.items()}

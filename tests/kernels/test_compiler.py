@@ -37,7 +37,7 @@ def source(tmp_path):
 
 @pytest.fixture
 def real():
-    found = next(filter(None, map(shutil.which, compiler._COMPILERS)), None)
+    found = next(filter(None, map(shutil.which, compiler._NAMES["CC"])), None)
     if found is None:
         pytest.skip("no C compiler")
     return found

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from threshold_gating import kernels
+from threshold_gating import Activation, kernels
 from threshold_gating.kernels import compiler, host, runtime
 
 
@@ -39,6 +39,19 @@ def test_nothing_is_compiled_unasked(gpu, monkeypatch):
 def test_the_environment_turns_it_off(gpu, monkeypatch):
     monkeypatch.setenv("TG_HOST", "python")
     assert host.status() == (False, "Python: TG_HOST=python")
+
+
+def test_a_word_of_the_environment_that_says_nothing_is_refused(gpu, monkeypatch):
+    monkeypatch.setenv("TG_HOST", "pyhton")
+    with pytest.raises(kernels.BackendError, match="TG_HOST is one of auto, python; got 'pyhton'"):
+        host.status()
+
+
+def test_a_call_on_a_cpu_does_not_look_for_a_gpu(monkeypatch):
+    monkeypatch.setattr(host, "_found", lambda: 1 / 0)
+    act, x = Activation("silu", train=("tau", "theta")), torch.randn(3).requires_grad_()
+    act(x).sum().backward()
+    assert x.grad is not None
 
 
 def test_what_does_not_load_is_said(gpu, monkeypatch, tmp_path):

@@ -28,8 +28,7 @@ from typing import Any
 
 SECONDS = 20.0  # after which a compiler is taken to hang
 _OF_EXTENSION = 600.0  # the same for torch's headers, on a busy machine
-_COMPILERS = ("cc", "gcc", "clang")
-_NAMES = {"CC": _COMPILERS, "CXX": ("c++", "g++", "clang++")}
+_NAMES = {"CC": ("cc", "gcc", "clang"), "CXX": ("c++", "g++", "clang++")}
 # No rule of arithmetic is given up but two that nobody asks about here: errno and traps.
 _FLAGS = (
     *("-std=gnu11", "-O3", "-fPIC", "-shared", "-fopenmp-simd"),
@@ -45,7 +44,7 @@ _OF_MACHINE = {
 
 
 class CompilerError(RuntimeError):
-    """A C file could not be compiled or loaded here."""
+    """A file of C or C++ could not be compiled or loaded here."""
 
 
 def library(source: Path, defined: Sequence[str]) -> ctypes.CDLL:
@@ -71,19 +70,20 @@ def extension(sources: Sequence[Path], build: bool) -> Path | None:
     import torch
 
     home = Path(torch.__file__).parent
-    command = [
-        *_compiler("CXX"),
+    flags = [
         *("-std=c++20", "-O2", "-fPIC", "-shared", "-fvisibility=hidden"),
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
         *("-isystem", str(home / "include"), "-isystem", sysconfig.get_path("include")),
     ]
     try:
-        of = torch.__version__, str(torch.version.git_version), sys.version
-        stem = _stem(sources, [*command, *of, _identity("CXX")])
+        # not of a compiler or a processor: what is built serves where there is no compiler
+        of = torch.__version__, str(torch.version.git_version), sys.version, platform.machine()
+        stem = _stem(sources, [*flags, *of])
         path = _kept(stem)
         if path is None and build:
             linked = [f"-L{home / 'lib'}", "-ltorch_python", "-ltorch_cpu", "-lc10"]
-            path = _compiled([*command, str(sources[0]), *linked], stem, _OF_EXTENSION)
+            command = [*_compiler("CXX"), *flags, str(sources[0]), *linked]
+            path = _compiled(command, stem, _OF_EXTENSION)
     except OSError as error:
         raise CompilerError(f"nothing can be compiled ({error})") from None
     return path
@@ -113,20 +113,21 @@ def _sum(content: bytes) -> str:
     return "-" + hashlib.sha256(content).hexdigest()[:16]
 
 
-_failed: dict[str, str] = {}  # how a compiler failed in this process
+_failed: dict[str, str] = {}  # how a compiler of C failed in this process: it is asked for often
 
 
 def _compiled(command: Sequence[str], stem: str, seconds: float | None = None) -> Path:
     """The file in the cache that the compiler makes."""
-    compiler = command[0]
-    if compiler in _failed:
+    compiler, often = command[0], seconds is None
+    if often and compiler in _failed:
         raise CompilerError(_failed[compiler])
     with tempfile.TemporaryDirectory(dir=_folder()) as folder:
         made = Path(folder) / "made.so"
         try:
             _run([*command, "-o", str(made), "-lm"], SECONDS if seconds is None else seconds)
         except CompilerError as error:
-            _failed[compiler] = str(error)
+            if often:
+                _failed[compiler] = str(error)
             raise
         return _moved(made, stem, compiler)
 
@@ -161,7 +162,8 @@ def _run(command: Sequence[str], seconds: float) -> None:
             if process.poll() is None:
                 _end(process)
     if process.returncode:
-        said = next(iter(said.strip().splitlines()), f"status {process.returncode}")
+        lines = said.strip().splitlines() or [f"status {process.returncode}"]
+        said = next((line for line in lines if "error" in line), lines[0])
         raise CompilerError(f"{command[0]} fails: {said}")
 
 

@@ -19,16 +19,19 @@ from typing import Any
 import torch
 
 from threshold_gating.kernels import runtime
+from threshold_gating.kernels.backend import BackendError
 from threshold_gating.kernels.compiler import CompilerError, extension
 
 SOURCES = [Path(__file__).with_name(name) for name in ("host.cpp", "host_node.h")]
+CHOICES = ("auto", "python")
 _NAME = "threshold_gating_host"
 
 
 def build() -> None:
     """Compile what calls a gate on a GPU, for this Python and this torch; raises if it cannot be.
 
-    It needs a C++ compiler (CXX, else c++, g++ or clang++) and Python's headers.
+    It needs a C++ compiler (CXX, else c++, g++ or clang++) and Python's headers, and raises
+    `compiler.CompilerError` with the compiler's words if it fails.
     """
     extension(SOURCES, build=True)
     _found.cache_clear()
@@ -49,7 +52,10 @@ def status() -> tuple[bool, str]:
 @functools.cache
 def _found() -> Any | str:
     """The module, or why there is none."""
-    if os.environ.get("TG_HOST") == "python":
+    asked = os.environ.get("TG_HOST") or "auto"
+    if asked not in CHOICES:
+        raise BackendError(f"TG_HOST is one of {', '.join(CHOICES)}; got {asked!r}.")
+    if asked == "python":
         return "TG_HOST=python"
     if not (torch.cuda.is_available() and runtime.is_installed()):
         return "there is no GPU, or no Triton"

@@ -73,7 +73,8 @@ struct Kernel {
     };
     const int error = launched();
     if (error != NO_CONTEXT) return error == 0;
-    // a thread of autograd, which gets its context with torch's first kernel there
+    // A thread of autograd, which gets its context with torch's first kernel there. It is that of
+    // the device, which torch holds for good: once more changes nothing.
     void* context = nullptr;
     return driver.retain(&context, device) == 0 && driver.enter(context) == 0 && launched() == 0;
   }
@@ -110,7 +111,9 @@ struct State {
     }
   }
 
-  bool launches_are_watched() const {  // by a profiler of Triton's, in either list
+  // By a profiler of Triton's, in either list. Their sizes may be read without Python's lock: they
+  // live as long as this does, and whoever adds to them does not while a backward pass runs.
+  bool launches_are_watched() const {
     return PyList_GET_SIZE(PyTuple_GET_ITEM(hooks, 0)) ||
            PyList_GET_SIZE(PyTuple_GET_ITEM(hooks, 1));
   }

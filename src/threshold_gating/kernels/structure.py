@@ -56,7 +56,7 @@ class Weights(IntEnum):
 
 
 class Role(IntEnum):
-    """What a second input does."""
+    """What a second input does; the last two exist backward only, in compiled graphs."""
 
     ALONE = 0  # there is none
     READ = 1  # the branches read it instead of x

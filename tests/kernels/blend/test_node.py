@@ -474,6 +474,7 @@ def test_a_long_chain_of_gates_ends(driver):
     y = x
     for _ in range(30_000):
         y = act(y)
+    assert y.grad_fn.name() == "BlendBackward"
     del y
 
 

@@ -20,6 +20,22 @@ def test_the_kernel_sums_dx_and_dx_times_what_the_norm_was_given(step_by_step):
     step_by_step("interpret_norms.py")
 
 
+def test_where_the_compiler_is_another_one_nothing_is_taken_along(monkeypatch):
+    post_grad = pytest.importorskip("torch._inductor.fx_passes.post_grad")
+    monkeypatch.delattr(post_grad, "pass_patterns")
+    norms.register.__wrapped__()  # else every compilation would end here
+
+
+def test_names_of_arguments_are_those_of_the_kernel():
+    kernels = pytest.importorskip("threshold_gating.kernels.blend.kernels")
+    names = list(kernels.blend_backward.arg_names)
+    every = (*norms._CONSTANTS, *norms._WANTED)
+    at = names.index(every[0])
+    assert tuple(names[at : at + len(every)]) == every
+    assert set(norms._SUMS) < set(names)
+    assert set(norms._GRADIENTS) < set(kernels.add_parts.arg_names)
+
+
 class Block(nn.Module):
     """Norms right before gates, before what is added, and on both ways."""
 

@@ -12,7 +12,6 @@ from torch.autograd.graph import increment_version
 
 from threshold_gating import primitive
 from threshold_gating.instance import TG
-from threshold_gating.kernels import host
 from threshold_gating.kernels.backend import (
     Engine,
     backend,
@@ -81,10 +80,11 @@ def blend(
         holder: the module whose parameters and buffers the tensors are, if y follows from them
             and x alone. It keeps, as `_again`, what makes a call like this one in one step.
     """
-    if holder is not None and not torch.compiler.is_compiling() and holder._again is not None:
+    if holder is not None and not inplace and not torch.compiler.is_compiling():
+        again = holder._again
         y: Tensor | None = None
-        if not inplace:
-            y = holder._again(x, holder._parameters, holder._buffers, backend())
+        if again is not None:
+            y = again(x, holder._parameters, holder._buffers, backend())
         if y is not None:
             return y
     if torch._C._len_torch_function_stack() == 0:
@@ -124,10 +124,10 @@ def _blend(
         if name == "native":
             raise no_native_op()
     tensors, shape = given if count == 2 else given[0](x)
-    if holder is not None and not inplace and not torch.compiler.is_compiling():
-        vars(holder)["_again"] = _again(x, structure, tensors, shape, name)
     if not inplace:
         if v is None and up is None and (usual := _usual_call(x, structure, tensors, shape, name)):
+            if holder is not None:
+                vars(holder)["_again"] = _again(x, structure, *usual, name)
             return _applied(x, None, *usual, name)  # the shortest way for what nearly every call is
         return _gates(x, structure, tensors, shape, v, up, name)
     if v is None and up is None:
@@ -168,14 +168,15 @@ def wrong_call(name: str, wanted: str, given: Sequence[Any], options: Any = ()) 
     )
 
 
-def _again(x: Tensor, structure: Structure, tensors: Tensors, shape: Shape, name: str) -> Any:
+def _again(
+    x: Tensor, structure: Structure, tensors: Tensors, plan: autograd.Plan, name: str
+) -> Any:
     """A function that makes the next call of a module, if it is like this one; None if there is
     none. It takes x, the module's parameters and buffers, and the backend, and answers None if the
     call is another."""
-    if host.module() is None or structure.ordered:  # ordered: computed from what is held
+    if structure.ordered:  # what is read is computed from what is held
         return None
-    usual = _usual_call(x, structure, tensors, shape, name)
-    made = None if usual is None else node.call(x, *usual, name)
+    made = node.call(x, tensors, plan, name)
     return None if made is None else made.again
 
 
@@ -380,7 +381,7 @@ def _by_kernel(
 def _applied(
     x: Tensor, other: Tensor | None, tensors: Tensors, plan: autograd.Plan, name: str
 ) -> Tensor:
-    if other is None and host.module() is not None:
+    if other is None:
         made = node.applied(x, tensors, plan, name)
         if made is not None:
             return made

@@ -233,7 +233,8 @@ def adding(
 ) -> Launch | None:
     """A kernel for the second stage, from sums to four tensors that get these rows.
 
-    If they are not to be `apart`, the first gets all. None for a single part: no second launch.
+    If they are not to be `apart`, the first gets all: a compiler sees one tensor that is written.
+    None for a single part: no second launch.
     """
     from threshold_gating.kernels.blend import kernels
 

@@ -24,8 +24,11 @@ def applied(x: Tensor, tensors: Held, plan: autograd.Plan, name: str) -> Tensor 
 
 def call(x: Tensor, tensors: Held, plan: autograd.Plan, name: str) -> Any | None:
     """What makes calls like this one; None before its kernel is compiled, or if Python has to."""
+    # a plan of a CPU asks no further: who looks for a GPU may not fork any more
+    if not isinstance(plan, gpu.Plan) or plan.role != Role.ALONE:
+        return None
     module = host.module()
-    if module is None or not isinstance(plan, gpu.Plan) or plan.role != Role.ALONE:
+    if module is None:
         return None
     slot = _slot(plan, x.get_device(), name)
     if not slot:

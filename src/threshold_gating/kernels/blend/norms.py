@@ -32,11 +32,16 @@ _WANTED = ("DX", "DOTHER", "DTAU", "DTHETA", "DS", "DC")
 
 @functools.cache
 def register() -> None:
-    """Let the compiler show us the kernels of its graphs before it places them."""
-    from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_functional
-    from torch._inductor.fx_passes.post_grad import pass_patterns
-    from torch._inductor.pattern_matcher import CallFunctionVarArgs, register_graph_pattern
+    """Let the compiler show us the kernels of its graphs before it places them.
 
+    None of this is torch's public interface: where it is not as here, nothing is taken along.
+    """
+    try:
+        from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_functional
+        from torch._inductor.fx_passes.post_grad import pass_patterns
+        from torch._inductor.pattern_matcher import CallFunctionVarArgs, register_graph_pattern
+    except ImportError:
+        return
     kernel: Any = CallFunctionVarArgs(triton_kernel_wrapper_functional)
 
     def look(match: Any, *arguments: Any, **options: Any) -> None:
@@ -100,7 +105,9 @@ def _norm_of(dx: fx.Node, channels: int) -> _Norm | None:
             z, mean = far[0].args[:2]
             if isinstance(mean, fx.Node) and tuple(mean.meta["val"].shape) == one_each:
                 z, mean = _as_kept(z), _as_kept(mean, _aten.unsqueeze.default)
-                if z is not None and mean is not None and not far[0].kwargs:
+                if z is None or mean is None or far[0].kwargs:
+                    continue
+                if mean.meta["val"].is_contiguous():  # as the kernel reads it
                     return _Norm(totals[0], weighted, z, mean)
     return None
 
@@ -133,7 +140,13 @@ def _precedes(node: fx.Node, norm: _Norm) -> bool:
 
 
 def _widen(node: fx.Node, second: fx.Node, norm: _Norm) -> int:
-    """Give both kernels two sums more; how many there are then."""
+    """Give both kernels two sums more; how many there are then.
+
+    The mean goes where a gradient of another input would be written, and the second term of dy
+    where sums of theta would be if they were apart: nothing else is there in these roles.
+    """
+    from threshold_gating.kernels.blend import kernels
+
     given, more = _given(node), _given(second)
     terms = _two_terms(given["dy_p"], given["x_p"])
     known = gpu.Constants(*[int(given[name]) for name in _CONSTANTS])
@@ -148,7 +161,8 @@ def _widen(node: fx.Node, second: fx.Node, norm: _Norm) -> int:
     _resize(_result(node, "dtau_p"), sums)
     add = gpu.adding(sums, 0, (rows, 0, 0, 0), apart=False)
     assert add is not None  # as there was before
-    numbers = dict(zip(list(more)[-len(add.rest) :], add.rest, strict=True))
+    names = kernels.add_parts.arg_names[-len(add.rest) :]
+    numbers = dict(zip(names, add.rest, strict=True))
     into = dict.fromkeys(_GRADIENTS, _room(second, given["x_p"], sums[1:]))
     _give(second, more | into | numbers, grid=[add.grid])
     _resize(_result(second, "tau_p"), sums[1:])
