@@ -104,6 +104,7 @@ HELD_BY = {
     "kernels/blend/kernels.py": "kernels/blend/test_pairs.py",
     "kernels/blend/parameters.py": "kernels/blend/test_pairs.py",
     "kernels/blend/steps.py": "kernels/blend/test_blend.py",
+    "kernels/blend/sums.py": "kernels/blend/test_pairs.py",
     "kernels/blend/tiles.py": "kernels/blend/test_blend.py",
     "kernels/call.py": "kernels/test_structure.py",
     "kernels/instructions.py": "kernels/blend/test_pairs.py",

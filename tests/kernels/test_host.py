@@ -48,7 +48,7 @@ def test_a_word_of_the_environment_that_says_nothing_is_refused(gpu, monkeypatch
 
 
 def test_a_call_on_a_cpu_does_not_look_for_a_gpu(monkeypatch):
-    monkeypatch.setattr(host, "_found", lambda: 1 / 0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: 1 / 0)
     act, x = Activation("silu", train=("tau", "theta")), torch.randn(3).requires_grad_()
     act(x).sum().backward()
     assert x.grad is not None

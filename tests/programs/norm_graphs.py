@@ -53,9 +53,9 @@ class Run(fx.Interpreter):
             dx, *rows = torch.autograd.grad(y, [x, *ordered(act)], dy)
         rows = [row for each in rows for row in each.view(-1, given["G"])]
         if given["ROLE"] in (Role.NORMED, Role.JOINED):
-            axes, mean = [0, 2, 3], given["dother_p"].double().view(1, -1, 1, 1)
-            z = given["other_p"].double()
-            rows += [dx.sum(axes), (dx * (z - mean)).sum(axes)]
+            # as the kernel does: a column of memory has one mean
+            laid, z = (columns(t, given["N"]) for t in (dx, given["other_p"].double()))
+            rows += [laid.sum(0), (laid * (z - given["dother_p"].double().view(-1))).sum(0)]
         sums = given["dtau_p"].zero_()
         assert sums.shape[1:] == (len(rows), given["G"]), (sums.shape, len(rows))
         sums[0] = sums[-1] = torch.stack(rows) / 2
@@ -72,6 +72,12 @@ class Run(fx.Interpreter):
         assert grid[0][0] == rows * -(-G // given["CB"])
         assert given["APART"] == 0
         return {"tau_p": given["sums_p"].sum(0)}
+
+
+def columns(t, count):
+    """A dense tensor as its memory is: rows of so many neighbours."""
+    order = sorted(range(t.dim()), key=lambda k: -t.stride(k))
+    return t.permute(order).reshape(-1, count)
 
 
 def ordered(act):
@@ -112,10 +118,10 @@ def gradients(net, inputs, roles=None):
 
 
 class Net(nn.Module):
-    def __init__(self, key, train, channels=6, way="plain"):
+    def __init__(self, key, train, channels=6, way="plain", axis=1):
         super().__init__()
         self.bn, self.other = nn.BatchNorm2d(channels), nn.BatchNorm2d(channels)
-        self.act = tg.Activation(key, share="channel", channels=channels, train=train)
+        self.act = tg.Activation(key, share="channel", channels=channels, train=train, axis=axis)
         self.way = way
         with torch.no_grad():
             for p in self.parameters():
@@ -162,6 +168,8 @@ for key, train in LEARNED.items():
     check(Net(key, train, way="scaled"), z, r, Role.ALONE)
     check(Net(key, train, way="used twice"), z, r, Role.ALONE)
     check(Net(key, train).eval(), z, r, Role.NORMED)  # sums for its weights, by the running mean
+    # gates of another axis than the norm's, with as many channels
+    check(Net(key, train, axis=-1), z.contiguous(), r.contiguous(), Role.ALONE)
     # parameters along rows: nothing is taken along
     check(Net(key, train), z.contiguous(), r.contiguous(), Role.ALONE)
 check(Net("gelu", ("tau", "theta")), z, r, Role.ALONE)  # it has no registers left for them

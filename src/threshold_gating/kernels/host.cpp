@@ -141,7 +141,7 @@ PyObject* add_backward(PyObject* self, PyObject* given) {
 PyObject* new_call(PyTypeObject*, PyObject* given, PyObject*) {
   HANDLE_TH_ERRORS
   const auto parts = pybind11::reinterpret_borrow<pybind11::tuple>(given);
-  TORCH_CHECK_TYPE(parts.size() == 8, "Call takes eight arguments");
+  TORCH_CHECK_TYPE(parts.size() == 9, "Call takes nine arguments");
   const Tensor& x = THPVariable_Unpack(pybind11::object(parts[3]).ptr());
   auto state = std::make_shared<State>(x.device());
   state->sizes = x.sizes().vec();
@@ -149,18 +149,15 @@ PyObject* new_call(PyTypeObject*, PyObject* given, PyObject*) {
   state->dtype = x.scalar_type();
   state->keys = keys_of(x.device().type());
   state->forward = kernel_of(parts[6]);
-  std::array<const void*, HELD> held{};
-  const pybind11::tuple gates = parts[4], read = parts[5];
+  const pybind11::tuple gates = parts[4], read = parts[5], sources = parts[8];
   for (int k = 0; k < HELD; ++k) {
     const pybind11::object each = gates[k];
-    held[k] = each.is_none() ? nullptr : each.ptr();
     state->counts[k] = each.is_none() ? -1 : THPVariable_Unpack(each.ptr()).numel();
   }
   for (int k = 0; k < READ; ++k) {
+    state->source[k] = sources[k].cast<int>();
     const pybind11::object each = read[k];
-    const auto place = std::find(held.begin(), held.end(), each.ptr());
-    state->source[k] = place == held.end() ? -1 : static_cast<int>(place - held.begin());
-    if (place == held.end()) state->constants[k] = THPVariable_Unpack(each.ptr()).detach();
+    if (state->source[k] < 0) state->constants[k] = THPVariable_Unpack(each.ptr()).detach();
   }
   state->fallback = pybind11::object(parts[0]).release().ptr();
   state->backend = pybind11::object(parts[1]).release().ptr();

@@ -139,8 +139,10 @@ class Activation(Elementwise, Holder):
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the activation to each element of `x`; shape and dtype are kept."""
-        own, inplace = self._structure, self.inplace
-        return kernels.blend(x, own, self._held, native=True, inplace=inplace, holder=self)
+        holder = self if type(self) is Activation else None  # another may hold other tensors
+        return kernels.blend(
+            x, self._structure, self._held, native=True, inplace=self.inplace, holder=holder
+        )
 
     def _held(self, x: Tensor) -> tuple[Any, tuple[int, ...]]:
         return self.held(self, "", x)

@@ -452,6 +452,30 @@ def test_a_repeated_forward_pass_is_the_same(driver):
     close([x.grad], [reference(act, x, torch.ones_like(x))[1]], torch.float32)
 
 
+def test_one_tensor_for_two_rows_is_that_of_one_module_only(driver):
+    x, dy = images(), images()
+    tied, other = channels(), channels()
+    tied.c = tied.s
+    for act in (tied, other, tied, other):
+        ready(driver, act, x)
+        close(gradients(act, x, dy), reference(act, x, dy), torch.float32)
+
+
+def test_a_class_that_holds_its_tensors_in_another_way_is_asked_for_them(driver):
+    class Louder(Activation):
+        gain = 1.0
+
+        def _held(self, x):
+            tensors, shape = super()._held(x)
+            return tensors._replace(s=tensors.s * self.gain), shape
+
+    act, x = moved(Louder("silu", train=SOFT)), images()
+    ready(driver, act, x)
+    before = act(x)
+    Louder.gain = 2.0
+    assert not torch.equal(act(x), before)
+
+
 def test_a_thread_without_a_context_gets_one(driver):
     x, dy = images(), images()
     act = ready(driver, channels(), x)

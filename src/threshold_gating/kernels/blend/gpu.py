@@ -236,7 +236,7 @@ def adding(
     If they are not to be `apart`, the first gets all: a compiler sees one tensor that is written.
     None for a single part: no second launch.
     """
-    from threshold_gating.kernels.blend import kernels
+    from threshold_gating.kernels.blend.sums import add_parts
 
     parts, G = sums[axis], sums[2] if axis == 0 else 1
     if parts == 1:
@@ -246,7 +246,7 @@ def adding(
     tile = (1024, 1) if axis else (64, 64) if sum(rows) * G >= 64 * 132 else (2048, 8)
     tile = min(_power_of_two(parts), tile[0]), tile[1]
     grid = sum(rows) * -(-G // tile[1])
-    return Launch(kernels.add_parts, (grid,), 8, (parts, G, *steps, *rows[:3], int(apart), *tile))
+    return Launch(add_parts, (grid,), 8, (parts, G, *steps, *rows[:3], int(apart), *tile))
 
 
 class _Backward(NamedTuple):

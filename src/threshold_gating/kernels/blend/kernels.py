@@ -33,7 +33,6 @@ from threshold_gating.kernels.blend.formulas import (
 )
 from threshold_gating.kernels.blend.parameters import (
     ALONE,
-    BOUND,
     CENTRED,
     COLUMNS,
     HARD,
@@ -49,15 +48,14 @@ from threshold_gating.kernels.blend.parameters import (
     SMALL,
     TIMES,
     TWO,
-    ZERO,
     added,
     anchored,
     folded,
-    middle_of,
     nan_where_thresholds_are,
     rows_of,
     sharpened,
 )
+from threshold_gating.kernels.blend.sums import destination, finished
 
 
 @triton.jit
@@ -313,45 +311,6 @@ def _backward_tiles(
 
 
 @triton.jit
-def _finished(
-    sums, at, overflows, tau, theta, s, rho_p, G, S_CODE: tl.constexpr,
-    K: tl.constexpr, GATE: tl.constexpr, SHARPENED: tl.constexpr, ANCHORED: tl.constexpr,
-    TAUS: tl.constexpr, THETAS: tl.constexpr, SLOPES: tl.constexpr,
-):
-    """The sums as gradients of what is learned; all of it is linear, so any part will do."""
-    new = ()
-    for k in tl.static_range(TAUS):
-        total = sums[k]
-        if GATE == ONE_TAU and THETAS > 0:
-            far = tl.zeros_like(total)
-            middle = middle_of(theta, K)
-            for m in tl.static_range(K - 1):
-                far += (theta[m] - middle) * sums[TAUS + m]
-            total = tl.where(overflows, total, total - far)
-        if SHARPENED:  # d tau / d rho is tau, and 0 beyond the bound
-            rho = tl.load(rho_p + k * G + at, mask=at < G, other=0.0)
-            total = total * tl.where(tl.abs(rho) <= BOUND, tau[k], 0.0)
-        new = new + (total,)
-    for k in tl.static_range(THETAS):
-        total = sums[TAUS + k]
-        if GATE != HARD:
-            total = total * -tau[k if GATE == OWN_TAUS else 0]
-        elif ANCHORED:  # branches move with the threshold they stand on
-            for m in tl.static_range(K):
-                if (S_CODE // (4**m)) % 4 != ZERO and k == (m - 1 if m > 0 else 0):
-                    total -= s[m] * sums[TAUS + THETAS + SLOPES + m]
-        new = new + (total,)
-    for k in tl.static_range(SLOPES):
-        total = sums[TAUS + THETAS + k]
-        if ANCHORED:
-            total -= theta[k - 1 if k > 0 else 0] * sums[TAUS + THETAS + SLOPES + k]
-        new = new + (total,)
-    for k in tl.static_range(TAUS + THETAS + SLOPES, len(sums)):
-        new = new + (sums[k],)
-    return new
-
-
-@triton.jit
 def _store_sum(
     sums_p, k, total, R, N, G, iters, COUNT: tl.constexpr,
     LAYOUT: tl.constexpr, RB: tl.constexpr, CB: tl.constexpr,
@@ -370,22 +329,6 @@ def _store_sum(
     else:  # a row is one of R / G with the same parameters
         along = program // tl.cdiv(R, RB) * (R // G) + rows // G
         tl.store(sums_p + (along * COUNT + k) * G + rows % G, tl.sum(total, 1), mask=rows < R)
-
-
-@triton.jit
-def _destination(
-    k, tau_p, theta_p, s_p, c_p,
-    TAUS: tl.constexpr, THETAS: tl.constexpr, SLOPES: tl.constexpr,
-):
-    """Where the k-th row of all sums goes: the tensor of its gradient, and the row in that."""
-    out_p, row = tau_p, k
-    if k >= TAUS + THETAS + SLOPES:
-        out_p, row = c_p, k - (TAUS + THETAS + SLOPES)
-    elif k >= TAUS + THETAS:
-        out_p, row = s_p, k - (TAUS + THETAS)
-    elif k >= TAUS:
-        out_p, row = theta_p, k - TAUS
-    return out_p, row
 
 
 @triton.jit
@@ -441,37 +384,14 @@ def blend_backward(
         tau, theta, s, c = _parameters(
             at, tau_p, rho_p, theta_p, shift_p, s_p, c_p,
             G, TAU_CODE, THETA_CODE, S_CODE, C_CODE, K, GATE, SHARPENED, MOVED, ANCHORED)
-        sums = _finished(sums, at, overflows, tau, theta, s, rho_p, G, S_CODE,
-                         K, GATE, SHARPENED, ANCHORED, TAUS, DTHETA * (K - 1), DS * K)
+        sums = finished(sums, at, overflows, tau, theta, s, rho_p, G, S_CODE,
+                        K, GATE, SHARPENED, ANCHORED, TAUS, DTHETA * (K - 1), DS * K)
         for k in tl.static_range(COUNT):
             out_p, row = dtau_p, k
             if APART:
-                out_p, row = _destination(
+                out_p, row = destination(
                     k, dtau_p, dtheta_p, ds_p, dc_p, TAUS, DTHETA * (K - 1), DS * K)
             _store_sum(out_p, row, sums[k], R, N, G, iters, COUNT + NORMS, LAYOUT, RB, CB)
     for k in tl.static_range(NORMS):
         total = sums[TAUS + DTHETA * (K - 1) + DS * K + CONSTANTS + k]
         _store_sum(dtau_p, COUNT + k, total, R, N, G, iters, COUNT + NORMS, LAYOUT, RB, CB)
-
-
-@triton.jit
-def add_parts(
-    sums_p, tau_p, theta_p, s_p, c_p, parts, G, part_step, row_step,
-    TAUS: tl.constexpr, THETAS: tl.constexpr, SLOPES: tl.constexpr, APART: tl.constexpr,
-    PB: tl.constexpr, CB: tl.constexpr,
-):
-    """The second stage: sums of `blend_backward` added up; APART, each row to where it belongs,
-    else all of them at tau_p."""
-    across = tl.cdiv(G, CB)
-    k = (tl.program_id(0) // across).to(tl.int64)
-    columns = tl.program_id(0) % across * CB + tl.arange(0, CB)
-    total = tl.zeros((PB, CB), tl.float32)  # (parts, columns)
-    for first in range(0, parts, PB):
-        along = first + tl.arange(0, PB)
-        place = along.to(tl.int64)[:, None] * part_step + k * row_step + columns[None, :]
-        inside = (along < parts)[:, None] & (columns < G)[None, :]
-        total += tl.load(sums_p + place, mask=inside, other=0.0)
-    out_p, row = tau_p, k
-    if APART:
-        out_p, row = _destination(k, tau_p, theta_p, s_p, c_p, TAUS, THETAS, SLOPES)
-    tl.store(out_p + row * G + columns, tl.sum(total, 0), mask=columns < G)

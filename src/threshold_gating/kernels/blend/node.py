@@ -53,7 +53,18 @@ def _made(module: Any, x: Tensor, tensors: Held, plan: gpu.Plan, name: str) -> l
         return []
     fallback = partial(_gradients, plan, x.stride(), x.dtype)
     names = plan.structure.names or (None,) * 6
-    return [module.Call(fallback, name, names, x, tuple(tensors), read, kernel, hooks)]
+    own = tuple(tensors)
+    return [module.Call(fallback, name, names, x, own, read, kernel, hooks, _sources(plan, own))]
+
+
+def _sources(plan: gpu.Plan, tensors: Held) -> tuple[int, ...]:
+    """Which of the tensors each of those is that kernels read; -1 for a constant.
+
+    Asked with marks in their place: two tensors may be one and the same in this call only.
+    """
+    marks: list[Any] = [None if t is None else object() for t in tensors]
+    read = gpu.read(plan.structure, marks, plan.sizes[1], torch.device("cpu"))
+    return tuple([next((k for k, m in enumerate(marks) if m is each), -1) for each in read])
 
 
 def _gradients(

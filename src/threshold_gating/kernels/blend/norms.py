@@ -52,13 +52,13 @@ def register() -> None:
 
 def take_along(node: fx.Node) -> bool:
     """Let the kernel of a node make the sums of the norm before it, if it is ours and has one."""
-    from threshold_gating.kernels.blend import kernels
+    from threshold_gating.kernels.blend import kernels, sums
 
     if not _runs(node, kernels.blend_backward):
         return False
     given, dx, parts = _given(node), _result(node, "dx_p"), _result(node, "dtau_p")
     second = None if parts is None else _only_user(parts)
-    if dx is None or second is None or not _runs(second, kernels.add_parts):
+    if dx is None or second is None or not _runs(second, sums.add_parts):
         return False
     added = _result(second, "tau_p")
     if given["ROLE"] != Role.ALONE or given["LAYOUT"] != Layout.COLUMNS or added is None:
@@ -90,7 +90,8 @@ class _Norm(NamedTuple):
 def _norm_of(dx: fx.Node, channels: int) -> _Norm | None:
     """The norm that gets dx."""
     value: Tensor = dx.meta["val"]
-    if value.dim() < 3 or value.shape[1] != channels:
+    # the gates vary along the innermost axis in memory, and the norm along the second
+    if value.dim() < 3 or value.shape[1] != channels or value.stride(1) != 1:
         return None
     axes, one_each = [0, *range(2, value.dim())], (1, channels, *[1] * (value.dim() - 2))
     wide = [dx] if value.dtype == torch.float32 else [u for u in dx.users if _is_widened(u)]
@@ -145,7 +146,7 @@ def _widen(node: fx.Node, second: fx.Node, norm: _Norm) -> int:
     The mean goes where a gradient of another input would be written, and the second term of dy
     where sums of theta would be if they were apart: nothing else is there in these roles.
     """
-    from threshold_gating.kernels.blend import kernels
+    from threshold_gating.kernels.blend.sums import add_parts
 
     given, more = _given(node), _given(second)
     terms = _two_terms(given["dy_p"], given["x_p"])
@@ -161,7 +162,7 @@ def _widen(node: fx.Node, second: fx.Node, norm: _Norm) -> int:
     _resize(_result(node, "dtau_p"), sums)
     add = gpu.adding(sums, 0, (rows, 0, 0, 0), apart=False)
     assert add is not None  # as there was before
-    names = kernels.add_parts.arg_names[-len(add.rest) :]
+    names = add_parts.arg_names[-len(add.rest) :]
     numbers = dict(zip(names, add.rest, strict=True))
     into = dict.fromkeys(_GRADIENTS, _room(second, given["x_p"], sums[1:]))
     _give(second, more | into | numbers, grid=[add.grid])

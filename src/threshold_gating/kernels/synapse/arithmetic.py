@@ -97,14 +97,14 @@ def branches(line, K: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr)
     with the upper gate, or with FAST's t."""
     found = line
     if K == 2:
-        found = _rise(line[0], line[1], FAST)
+        found = _between(line[0], line[1], FAST)
         if CONSTANTS:
-            found = found + _rise(line[2], line[3], FAST)
+            found = found + _between(line[2], line[3], FAST)
     return found
 
 
 @triton.jit
-def _rise(low, high, FAST: tl.constexpr):
+def _between(low, high, FAST: tl.constexpr):
     rise = high - low
     if FAST:
         rise *= 0.5
