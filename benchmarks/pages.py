@@ -59,6 +59,7 @@ def report(data: dict[str, Any]) -> str:
     agreed = "" if wrong is None else f"Checks: {'; '.join(wrong) or f'{pairs} agree'}."
     of = ", ".join(f"{k} {v}" for k, v in data["machine"].items()) + "."
     parts = [_SMOKE, ""] if data.get("smoke") else []
+    parts += [data["said"], ""] if data.get("said") else []
     parts += [data["how"], "", of, "", *filter(None, (agreed, data.get("unchecked")))]
     for section in dict.fromkeys(row.section for row in rows):
         own = [row for row in rows if row.section == section]
