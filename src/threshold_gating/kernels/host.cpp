@@ -138,11 +138,16 @@ PyObject* add_backward(PyObject* self, PyObject* given) {
 }
 
 // Call(fallback, backend, names, x, held, read, kernel, hooks), from one call that Python ran
+const Tensor& tensor_of(const pybind11::object& given) {
+  TORCH_CHECK_TYPE(THPVariable_Check(given.ptr()), "Call takes tensors for x and for gates");
+  return THPVariable_Unpack(given.ptr());
+}
+
 PyObject* new_call(PyTypeObject*, PyObject* given, PyObject*) {
   HANDLE_TH_ERRORS
   const auto parts = pybind11::reinterpret_borrow<pybind11::tuple>(given);
   TORCH_CHECK_TYPE(parts.size() == 9, "Call takes nine arguments");
-  const Tensor& x = THPVariable_Unpack(pybind11::object(parts[3]).ptr());
+  const Tensor& x = tensor_of(parts[3]);
   auto state = std::make_shared<State>(x.device());
   state->sizes = x.sizes().vec();
   state->strides = x.strides().vec();
@@ -152,12 +157,11 @@ PyObject* new_call(PyTypeObject*, PyObject* given, PyObject*) {
   const pybind11::tuple gates = parts[4], read = parts[5], sources = parts[8];
   for (int k = 0; k < HELD; ++k) {
     const pybind11::object each = gates[k];
-    state->counts[k] = each.is_none() ? -1 : THPVariable_Unpack(each.ptr()).numel();
+    state->counts[k] = each.is_none() ? -1 : tensor_of(each).numel();
   }
   for (int k = 0; k < READ; ++k) {
     state->source[k] = sources[k].cast<int>();
-    const pybind11::object each = read[k];
-    if (state->source[k] < 0) state->constants[k] = THPVariable_Unpack(each.ptr()).detach();
+    if (state->source[k] < 0) state->constants[k] = tensor_of(read[k]).detach();
   }
   state->fallback = pybind11::object(parts[0]).release().ptr();
   state->backend = pybind11::object(parts[1]).release().ptr();
