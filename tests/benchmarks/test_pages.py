@@ -16,7 +16,9 @@ STORED = Path(pages.__file__).parent
 
 
 def stored(folder):
-    return json.loads((STORED / folder / "bench.json").read_text())
+    """All that is stored of a machine, as one run."""
+    parts = [json.loads(path.read_text()) for path in sorted((STORED / folder).glob("*.json"))]
+    return parts[0] | {"rows": [row for part in parts for row in part["rows"]]}
 
 
 def whole():

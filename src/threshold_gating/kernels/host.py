@@ -1,9 +1,8 @@
-"""The host's part of a gate's call on a GPU, in C++ (`host.cpp`): for small inputs it is what
-takes time, and written in Python it takes longer than an op of torch.
+"""Calls of gates on a GPU made in C++: for small inputs the host is what takes time.
 
-`build` compiles it once for this Python and this torch, which takes about half a minute, so that
-nothing does so unasked; every process loads it from then on. Where it was not built, calls run in
-Python and give the same. The environment variable TG_HOST=python leaves it out.
+`build` compiles `host.cpp` once for this Python and this torch, which takes about a quarter of a
+minute, so that nothing does so unasked; every process loads it from then on. Where it was not
+built, calls run in Python and give the same. The environment variable TG_HOST=python leaves it out.
 """
 
 from __future__ import annotations
