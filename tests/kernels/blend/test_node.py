@@ -29,7 +29,7 @@ LAST = torch.channels_last
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def compiled():
     """The module, compiled once; it takes a quarter of a minute."""
     try:

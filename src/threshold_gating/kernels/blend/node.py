@@ -44,12 +44,14 @@ def _slot(plan: gpu.Plan, device: int, name: str) -> list[Any]:
 
 
 def _made(module: Any, x: Tensor, tensors: Held, plan: gpu.Plan, name: str) -> list[Any]:
-    """A call from one that can be made; nothing before the kernel is compiled."""
+    """A call from one that can be made; nothing before the kernel is compiled, and None for good
+    if Triton has to launch it."""
     read = gpu.read(plan.structure, tensors, plan.sizes[1], x.device)
     kernel, hooks = plan.run.handle(x.get_device(), x.dtype), runtime.hooks()
+    is_compiled = (x.get_device(), x.dtype) in plan.run.compiled
+    if not all(isinstance(each, list) for each in hooks) or (kernel is None and is_compiled):
+        return [None]
     if kernel is None or runtime.readable(read) is not read:  # not from copies, which are of once
-        return []
-    if not all(isinstance(each, list) for each in hooks):
         return []
     fallback = partial(_gradients, plan, x.stride(), x.dtype)
     names = plan.structure.names or (None,) * 6
