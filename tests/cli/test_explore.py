@@ -85,6 +85,16 @@ def test_it_listens_on_one_address_only(server):
         assert other.connect_ex(("127.0.0.2", server.server_address[1])) != 0
 
 
+@pytest.mark.parametrize(("error", "said"), [(BrokenPipeError(), False), (ValueError("odd"), True)])
+def test_a_caller_that_leaves_is_no_error_to_print(capsys, error, said):
+    with Server({"index.html": b""}, 0) as server:
+        try:
+            raise error
+        except Exception:
+            server.handle_error(None, (ADDRESS, 1))
+    assert bool(capsys.readouterr().err) == said
+
+
 def test_it_serves_until_interrupted_and_ends_cleanly():
     words = [sys.executable, "-m", "threshold_gating", "explore", "--port", "0", "--json", "-"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}

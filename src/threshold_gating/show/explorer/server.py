@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
@@ -49,6 +50,11 @@ class Server(ThreadingTCPServer):
     def url(self) -> str:
         """Where the page is."""
         return f"http://{ADDRESS}:{self.server_address[1]}/"
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say what went wrong, but not that somebody left before the answer was there."""
+        if not isinstance(sys.exc_info()[1], ConnectionError):
+            super().handle_error(request, client_address)
 
 
 class _Handler(BaseHTTPRequestHandler):
