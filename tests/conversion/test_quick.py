@@ -46,6 +46,9 @@ FUNCTIONS = {
     "softmax": lambda x: F.softmax(x, dim=-1),
     "glu": lambda x: F.glu(x, -1),
     "attention": lambda x: F.scaled_dot_product_attention(x, x, x),
+    "relu, in place": lambda x: F.relu(x * 1.0, inplace=True),
+    "clamp, in place": lambda x: (x * 1.0).clamp_(max=0.5),
+    "elu, in place": lambda x: F.elu(x * 1.0, 1.0, True),
 }
 
 
@@ -60,6 +63,41 @@ def test_what_is_converted_is_answered_in_few_steps(name, backend, long_way):
     assert not long_way
     bound = 2.0e-2 if name == "gelu" else 1e-6  # gelu's instance is an approximation
     torch.testing.assert_close(y, f(x), rtol=0, atol=bound)
+
+
+@pytest.mark.parametrize("learns", [False, True])
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_a_call_in_place_writes_over_its_input_and_over_nothing_else(backend, learns):
+    given = []
+
+    def f(x):
+        given.append(x * 1.0)
+        return F.hardtanh(given[-1], -0.5, 0.5, True)
+
+    x = torch.randn(8, 4).requires_grad_(learns)
+    net = tg.convert(Calling(f), inputs=x)
+    with tg.kernels.use(backend):
+        y, before = net(x), x.detach().clone()
+    assert y.data_ptr() == given[-1].data_ptr()
+    assert torch.equal(x, before)
+    assert torch.equal(y, before.clamp(-0.5, 0.5))
+    if learns:
+        (dx,) = torch.autograd.grad(y.sum(), x)
+        assert torch.equal(dx, (before.abs() < 0.5).to(dx.dtype))
+        with pytest.raises(RuntimeError, match="a leaf Variable that requires grad"):
+            tg.convert(Calling(F.relu_), inputs=torch.randn(3))(x)
+
+
+def test_a_call_in_place_is_made_by_torch_only_where_it_is_its_own_instance(monkeypatch):
+    x, own = torch.randn(64), Calling(lambda x: torch.relu_(x * 1.0))
+    net = tg.convert(own, inputs=x)
+    other = tg.convert(own, sites={":relu#0": "silu"}, inputs=x, strict=False)
+    made, overwritten = [], tg.kernels.overwritten
+    monkeypatch.setattr(tg.kernels, "overwritten", lambda x, f: made.append(x) or overwritten(x, f))
+    assert torch.equal(net(x), torch.relu(x))
+    assert not made  # a pass over memory less, with gradients three
+    assert torch.equal(other(x), F.silu(x))
+    assert len(made) == 1
 
 
 @pytest.mark.parametrize("name", ["clamp", "softmax"])

@@ -202,11 +202,40 @@ def test_few_steps_are_not_worth_a_copy_of_the_weights(kind, options, steps, lay
     with kernels.use("reference"):
         want = results(layer, x, leaves, state)
     with monkeypatch.context() as m:
+        m.setattr(rnn_fold, "_STEP", 0)  # so cheap that the smallest weights are not copied
+        m.setattr(rnn_fold, "_UNIT", 0)
         m.delattr(rnn_fold, "fold")
         m.delattr(kernels, "blend")
         have = results(layer, x, leaves, state)
     for a, b in zip(have, want, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("kind", "units", "sequences", "most"),
+    [
+        ("LSTM", 32, 1, 0),  # to copy few weights is quicker than any step
+        ("LSTM", 512, 1, 2),  # more steps of an LSTM are one call of mkldnn
+        ("LSTM", 512, 64, 1),
+        ("GRU", 128, 1, 0),
+        ("GRU", 512, 1, 5),
+        ("GRU", 512, 64, 1),
+    ],
+)
+def test_weights_are_copied_where_that_is_quicker_than_the_steps(
+    kind, units, sequences, most, monkeypatch
+):
+    layer = getattr(tg, kind)(units, units, train=BOTH, **LEARNING[kind])
+    folds, fold = [], rnn_fold.fold
+    monkeypatch.setattr(rnn_fold, "fold", lambda *a: folds.append(1) or fold(*a))
+    for steps in range(1, 9):
+        folds.clear()
+        x = torch.randn(steps, sequences, units)
+        with torch.no_grad():
+            y = layer(x)[0]
+            packed = layer(pack_sequence(list(x.unbind(1))))[0].data
+        assert len(folds) == (2 if steps > most else 0)
+        torch.testing.assert_close(packed.view_as(y), y, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("steps", [1, T])

@@ -27,6 +27,7 @@ from threshold_gating.primitive import graphs
 LEAVE = "*"  # in a plan, its only entry (`quick` relies on that): every call is left alone
 # To Dynamo these are calls like others; eager checkpointing is followed by `recomputing`.
 _REGIONS = {tag_activation_checkpoint, checkpoint}
+_LOOKED_AT = dict.fromkeys((*sites.FUNCTIONS, *_REGIONS))
 _NEVER = object()
 
 
@@ -61,18 +62,19 @@ class Answering(TorchFunctionMode):
         self.counts: dict[str, int] = dict(counts or {})
         # Without gradients from the start there is no backward in which anything is run again.
         self.region = recomputing.region() if torch.is_grad_enabled() else _NEVER
-        self.eager = plan is not None and not torch.compiler.is_compiling()
+        graph = torch.compiler.is_compiling() or torch.compiler.is_exporting()
+        self.eager = plan is not None and not graph
         self.rows = quick.rows_of(plan, owner) if plan is not None and self.eager else {}
         self.unlike: dict[str, bool] = {}
         self.whole: list[tuple[str, str, str]] = []  # calls of whole numbers, with their lines
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # Nearly every call is none of ours: that is found out first, with as little as possible.
-        if func not in sites.FUNCTIONS:
-            if func in _REGIONS:
-                return func(self._inside(args[0]), *args[1:], **(kwargs or {}))
+        if func not in _LOOKED_AT:
             return func(*args, **kwargs) if kwargs else func(*args)
         kwargs = kwargs or {}
+        if func in _REGIONS:
+            return func(self._inside(args[0]), *args[1:], **kwargs)
         if self.eager and (y := self._at_once(func, args, kwargs)) is not _NEVER:
             return y
         kind = sites.read(func, args, kwargs)
@@ -102,15 +104,18 @@ class Answering(TorchFunctionMode):
         plain tensor, which learns nothing and which nobody looks at. `_NEVER` for others, which
         come the long way; nothing is counted then.
         """
+        if not args or type(x := args[0]) is not Tensor or not x.is_floating_point():
+            return _NEVER
         row = self.rows.get(func)  # what is no element-wise function, whatever its arguments
         if row is None:
-            row = self._row(func, args[1:], kwargs)
-        if row is None or not args or type(x := args[0]) is not Tensor:
+            rest = args[1:]
+            try:
+                row = self.rows[(func, rest, *kwargs.items()) if kwargs else (func, rest)]
+            except (KeyError, TypeError):
+                row = self._new_row(func, rest, kwargs)
+        if row is None or self.watch is not None or _watching() > 0:
             return _NEVER
-        watched = self.watch is not None or torch._C._len_torch_dispatch_stack() > 0
-        if watched or not x.is_floating_point() or torch.compiler._is_exporting_flag:
-            return _NEVER
-        kind, answers = row
+        kind, answers, over = row
         count = self.counts.get(kind, 0)
         if count >= len(answers) or (quickly := answers[count]) is None or "out" in kwargs:
             return _NEVER
@@ -123,14 +128,11 @@ class Answering(TorchFunctionMode):
         else:
             with torch._C.DisableTorchFunction():
                 y = quickly(args, kwargs)
-        return y.clone() if y is x else y
+        return y.clone() if y is x and not over else y
 
-    def _row(self, func: Any, rest: tuple[Any, ...], named: dict[str, Any]) -> quick.Row | None:
-        try:
-            return self.rows[(func, rest, *named.items()) if named else (func, rest)]
-        except (KeyError, TypeError):
-            plan = cast(quick.Plan, self.plan)
-            return quick.new_row(self.rows, plan, func, rest, named, self._is_told_apart)
+    def _new_row(self, func: Any, rest: tuple[Any, ...], named: dict[str, Any]) -> quick.Row | None:
+        plan = cast(quick.Plan, self.plan)
+        return quick.new_row(self.rows, plan, func, rest, named, self._is_told_apart)
 
     def _inside(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """A checkpointed region of a compiled graph, which is traced without this mode.
@@ -246,7 +248,9 @@ class Answering(TorchFunctionMode):
                 )
 
 
+# Looked up here, for they are asked in every call.
 _hooks = torch._C._autograd._top_saved_tensors_default_hooks
+_watching = torch._C._len_torch_dispatch_stack
 
 
 def _line() -> str:

@@ -25,18 +25,22 @@ Plan = Mapping[str, Site | None]
 Answer = Callable[[Any, Any], Any]  # of the arguments, by position and by name
 # Calls that are read alike whatever their arguments are, and write over nothing: see `sites.read`.
 _WHOLE = frozenset(("softmax", "softmin", "glu", "prelu", "scaled_dot_product_attention"))
+# `Answering._at_once` is not used while exporting, so that `takes_native` need not be asked.
+_NATIVE = ("auto", "native")
 _SIMPLE = (bool, int, float, str, type(None))
 _MOST = 4096
 
 
 class Row(NamedTuple):
-    """All calls with one spelling: their kind, and the answer of the first, second, ... call.
+    """All calls with one spelling: their kind, the answer of the first, second, ... call, and
+    whether they write over their input.
 
-    None sends that call through `answering.answer`.
+    An answer of None sends that call through `answering.answer`.
     """
 
     kind: str
     answers: list[Answer | None]
+    over: bool = False
 
 
 Rows = dict[Any, Row]
@@ -80,10 +84,11 @@ def new_row(
     spelled = _spelled(func, rest, named)
     if spelled is None:
         return None
-    kind, parameters = spelled
-    answers = _answers(plan, kind, apart(kind), _elementwise, parameters, func)
+    kind, parameters, over = spelled
+    made = _overwriting if over else _elementwise
+    answers = _answers(plan, kind, apart(kind), made, parameters, func)
     key = (func, rest, *named.items()) if named else (func, rest)
-    return _kept(rows, key, Row(kind, answers))
+    return _kept(rows, key, Row(kind, answers, over))
 
 
 def _kept(rows: Rows, key: Any, row: Row) -> Row:
@@ -116,13 +121,34 @@ def _elementwise(site: Site, func: Any) -> Answer | None:
     run, parameters = kernels.opened(op)
 
     def answer(args: Any, named: Any) -> Any:
-        name = eager_backend()
-        # `Answering._at_once` is not used while exporting, so `takes_native` need not be asked
-        if name == "auto" or name == "native":
+        if eager_backend() in _NATIVE:
             return run(args[0], *parameters)
         return kernels.evaluate(t, args[0])
 
     return answer
+
+
+def _overwriting(site: Site, func: Any) -> Answer | None:
+    """The same written over its input; by torch it is the call itself, in one pass over memory."""
+    t = site.t
+    if t is None:
+        return None
+    own = site.op is not None and _is_of_call(site)
+    gates = functools.partial(kernels.evaluate, t, op=site.op)
+
+    def answer(args: Any, named: Any) -> Any:
+        if own and eager_backend() in _NATIVE:
+            return func(*args, **named)
+        return kernels.overwritten(args[0], gates)
+
+    return answer
+
+
+def _is_of_call(site: Site) -> bool:
+    """Whether the instance of a site is that of torch's call, and no other that was asked for."""
+    with suppress(ValueError, ArithmeticError):  # no gate is such a call
+        return site.t == sites.KINDS[site.kind].make(*site.parameters)
+    return False
 
 
 def _whole(site: Site, func: Any) -> Answer | None:
@@ -132,32 +158,34 @@ def _whole(site: Site, func: Any) -> Answer | None:
     gated = sites.WHOLE[site.kind]
 
     def answer(args: Any, named: Any) -> Any:
+        own = eager_backend() in _NATIVE
         # its other tensors may be of a class that would answer it
         with torch._C.DisableTorchFunction():
-            return kernels.either(func, gated)(*args, **named)
+            return func(*args, **named) if own else gated(*args, **named)
 
     return answer
 
 
-Spelled = tuple[str, tuple[Any, ...]]
+Spelled = tuple[str, tuple[Any, ...], bool]
 
 
 @functools.lru_cache(_MOST)
 def _read(func: Any, rest: tuple[Any, ...], named: tuple[tuple[str, Any], ...]) -> Spelled | None:
     kind, over = sites.FUNCTIONS[func]
     given = dict(named)
-    if kind not in sites.KINDS or over or "out" in given or "input" in given:
+    if kind not in sites.KINDS or "out" in given or "input" in given:
         return None
     with suppress(TypeError, ValueError):  # torch says what is wrong
         _, parameters, asked = sites.KINDS[kind].read(torch.empty(0), *rest, **given)
         drawn = kind == "rrelu" and parameters[-1]  # in training, see `sites.read`
-        return None if asked or drawn else (kind, parameters)
+        return None if drawn else (kind, parameters, over or asked)
     return None
 
 
 def _spelled(func: Any, rest: tuple[Any, ...], named: dict[str, Any]) -> Spelled | None:
-    """The kind and the parameters of a call with these arguments behind its input; None for one
-    that is not element-wise or writes over something, and for arguments that are not all plain."""
+    """The kind and the parameters of a call with these arguments behind its input, and whether it
+    writes over that; None for one that is not element-wise or writes elsewhere, and for arguments
+    that are not all plain."""
     given = (*rest, *named.values())
     if not all(type(w) in _SIMPLE and w == w for w in given):
         return None

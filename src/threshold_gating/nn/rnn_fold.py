@@ -13,6 +13,7 @@ cuDNN wants all weights in one buffer: the folded ones are written there (`rnn_b
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -45,6 +46,10 @@ _FUNCTIONS = {
     TAXONOMY["sigmoid"]: torch.ops.aten.sigmoid.default,
     TAXONOMY["tanh"]: torch.ops.aten.tanh.default,
 }
+
+# On a CPU, in numbers of the weights that are folded in the same time: what a step costs that
+# torch's op does not make, beside its products, and what each of its pre-activations does.
+_STEP, _UNIT = 2**18, 8
 
 
 @dataclass(frozen=True)
@@ -207,7 +212,8 @@ def folded(op: Callable[..., Any], args: Sequence[Any], pairs: Pairs, held: Sequ
     native = packet if _modes_around() else op  # which needs no search for the overload
     if torch.is_grad_enabled() and not train:  # cuDNN differentiates in training only
         dropout, train = 0.0, True
-    folds = pairs.fold and _steps(args) > FEW and (pairs.cell or _has_op(args[0], mode))
+    folds = pairs.fold and (pairs.cell or _has_op(args[0], mode))
+    folds = folds and _pays(args, params, mode, pairs.cell)
     if folds:
         params, has_biases = fold(mode, params, has_biases, layers, pairs, held)
     whole = (*args[:at], params, has_biases, layers, dropout, train, both, *args[at + 6 :])
@@ -229,6 +235,16 @@ def _steps(args: Sequence[Any]) -> int:
     if not isinstance(args[3], bool):
         return len(args[1])  # packed: a batch size for each
     return int(args[0].shape[1 if args[-1] else 0])
+
+
+def _pays(args: Sequence[Any], params: Sequence[Tensor], mode: str, by_steps: bool) -> bool:
+    """Whether to copy the weights takes less time than to make the steps one by one, as those of a
+    learned cell are made in any case."""
+    steps, x = _steps(args), args[0]
+    if by_steps or not x.is_cpu or (mode == "LSTM" and steps > FEW):
+        return steps > FEW
+    ih, hh, rows = params[0], params[1], math.prod(x.shape[:-1])
+    return bool(steps * _STEP + rows * hh.shape[0] * _UNIT > ih.numel() + hh.numel())
 
 
 def _has_op(x: Tensor, mode: str) -> bool:

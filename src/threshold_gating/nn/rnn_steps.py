@@ -44,8 +44,8 @@ class Moved:
 Instance = TG | Learned | Moved | Callable[[Tensor], Tensor]  # the last: evaluates itself
 Gates = Mapping[str, Instance]
 
-# Steps that are not worth a copy of the weights. A CPU folds weights of 256 units and more in the
-# time of 3 to 5 steps, smaller ones in that of 1; a GPU with about as many launches as a step has.
+# Steps that are not worth a copy of the weights: a GPU folds with about as many launches as a step
+# has. On a CPU the sizes tell, see `rnn_fold`.
 FEW = 2
 
 _SIGMOID, _TANH = taxonomy.TAXONOMY["sigmoid"], taxonomy.TAXONOMY["tanh"]
