@@ -41,8 +41,9 @@ _MOST_NOTES = 4096
 Backend = Literal["auto", "native", "reference", "triton"]
 BACKENDS = get_args(Backend)
 # What evaluates the gates: the formulas of the reference, in-place passes on a CPU, kernels of
-# Triton, and in a compiled graph these kernels as nodes or steps that the compiler fuses.
-Engine = Literal["plain", "cpu", "triton", "graph", "steps"]
+# Triton; in a compiled graph these kernels as nodes, nodes that pass over memory on a CPU, or steps
+# that the compiler fuses.
+Engine = Literal["plain", "cpu", "triton", "graph", "node", "steps"]
 
 
 class BackendError(RuntimeError):

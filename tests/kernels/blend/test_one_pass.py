@@ -411,7 +411,7 @@ def test_without_a_compiler_gates_are_what_they_were(monkeypatch):
     want = kernels.blend(x, t)
     monkeypatch.setattr(one_pass, "code", lambda K, gate: "no C compiler was found")
     monkeypatch.setattr(one_pass, "_known", one_pass._known.__wrapped__)
-    monkeypatch.setattr(one_pass, "_kind", one_pass._kind.__wrapped__)
+    monkeypatch.setattr(one_pass, "kind_of", one_pass.kind_of.__wrapped__)
     torch.testing.assert_close(kernels.blend(x, t), want)
 
 

@@ -21,7 +21,7 @@ from threshold_gating.kernels.backend import (
     runs_triton,
     takes_native,
 )
-from threshold_gating.kernels.blend import autograd, cpu, gpu, node
+from threshold_gating.kernels.blend import autograd, cpu, gpu, graph_cpu, node
 from threshold_gating.kernels.blend.graph import Graph
 from threshold_gating.kernels.blend.kept import kept
 from threshold_gating.kernels.blend.steps import plain, steps
@@ -254,11 +254,13 @@ def _gates(
             return _gates(x, structure, held, shape, v, None, name) * up
     elif v is not None and not _alike(v, x):
         by = "plain"
+    if by == "steps" and v is None and up is None and graph_cpu.pays(x, structure, shape):
+        by = "node"
     # branches of another input do not meet at a threshold of x
     jumps = structure.jumps or (v is not None and structure.hard and "theta" in structure.learned)
     role = Role.READ if v is not None else Role.ALONE if up is None else Role.TIMES
     y = None
-    if by in ("triton", "cpu", "graph"):
+    if by in ("triton", "cpu", "graph", "node"):
         tensors = held if isinstance(held, Tensors) else whole(held, shape)
         y = _by_kernel(by, x, v if up is None else up, structure, role, tensors, shape, name)
     if y is not None and not jumps:
@@ -363,15 +365,20 @@ def _by_kernel(
     name: str,
 ) -> Tensor | None:
     """y of the engine, or None where it does not take these tensors."""
-    if by == "graph":
-        y: Tensor = autograd.Blend.apply(x, other, *tensors, Graph(structure, role, shape))  # type: ignore[no-untyped-call]
+    if _is_elsewhere(tensors, x):
+        return None
+    if by in ("graph", "node"):
+        made: autograd.Plan = Graph(structure, role, shape)
+        if by == "node":
+            tensors, made = graph_cpu.node(x, structure, tensors, shape)
+        y: Tensor = autograd.Blend.apply(x, other, *tensors, made)  # type: ignore[no-untyped-call]
         return y
     plan: cpu.Plan | gpu.Plan | None
     if by == "cpu":
         plan = cpu.plan(structure, x.shape, x.stride(), shape)
     else:
         plan = gpu.plan(structure, role, x.shape, x.stride(), x.dtype, shape)
-    if plan is None or _is_elsewhere(tensors, x):
+    if plan is None:
         return None
     if plan.copies:
         return _copied(x, _applied(x.contiguous(), other, tensors, plan, name))

@@ -85,6 +85,11 @@ def _digits(numbers: Numbers) -> int:
     return sum([(DIGITS.index(n) + 1) * 4**k for k, n in enumerate(numbers) if n in DIGITS])
 
 
+def numbers(digits: int, count: int) -> Numbers:
+    """The rows that digits of `Constants` stand for."""
+    return tuple([(None, *DIGITS)[digits // 4**k % 4] for k in range(count)])
+
+
 class Tiles(NamedTuple):
     """How a kernel is cut up: rows and columns of a tile, tiles of a program, warps, stages."""
 
@@ -365,7 +370,9 @@ def known_rows(numbers: Numbers, group: int, device: torch.device) -> Tensor:
 
 
 def _made_rows(numbers: Numbers, group: int, device: torch.device) -> Tensor:
-    return torch.cat([torch.full((1, group), n or 0.0, device=device) for n in numbers])
+    # by products: a number that varies stays one in a graph, where `full` would compile another
+    ones = torch.ones((1, group), device=device)
+    return torch.cat([ones * (0.0 if n is None else n) for n in numbers])
 
 
 _kept_rows = functools.lru_cache(4096)(_made_rows)

@@ -2,7 +2,8 @@
 
 On a GPU two branches and hard gates go forward by formulas, which the compiler fuses with what is
 before and behind them; backward, where sums over the whole input come in, and wherever there are
-more branches, a kernel is cheaper than what the compiler makes. On a CPU all is formulas (`steps`).
+more branches, a kernel is cheaper than what the compiler makes. On a CPU gates are nodes of another
+kind (`graph_cpu`), or formulas (`steps`).
 
 The kernels are ops that torch.compile can place. They are registered one by one instead of by
 `torch.library.custom_op`, whose care for autograd and aliases takes 9 us of every call; ours are
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -65,17 +66,24 @@ class Graph(NamedTuple):
         # Nothing here asks how a tensor lies in memory: Dynamo would have dy copied for that.
         parameters = self._read(x, tensors)
         dx, dother, sums = blend_backward(dy, x, other, parameters, *known, list(wanted), SOURCES)
-        grads: list[Tensor | None] = [dx if wanted.x else None, dother if wanted.other else None]
-        at = 0
+        inputs = dx if wanted.x else None, dother if wanted.other else None
         _, rho, _, shift, s, c = parameters
-        for w, needed in zip((rho, shift, s, c), wanted[2:], strict=True):
-            rows = w.numel() // sums.shape[1] if needed else 0
-            grads.append(sums[at : at + rows].view(w.shape) if needed else None)
-            at += rows
-        return grads
+        return [*inputs, *apart(sums, (rho, shift, s, c), wanted)]
 
     def _read(self, x: Tensor, tensors: Held) -> list[Tensor]:
         return list(gpu.read(self.structure, tensors, math.prod(self.shape), x.device))
+
+
+def apart(sums: Tensor, learned: Sequence[Any], wanted: Wanted) -> list[Tensor | None]:
+    """The gradients of what is learned of tau, theta, s and c, of which `sums` (rows, G) has those
+    that are wanted."""
+    grads: list[Tensor | None] = []
+    at = 0
+    for w, needed in zip(learned, wanted[2:], strict=True):
+        rows = w.numel() // sums.shape[1] if needed else 0
+        grads.append(sums[at : at + rows].view(w.shape) if needed else None)
+        at += rows
+    return grads
 
 
 # Handed to each op, so that a graph with opened kernels that torch keeps on disk is not taken once
@@ -152,8 +160,9 @@ def _backward_shape(dy: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     return dx, dother, x.new_empty(rows, sizes[1], dtype=torch.float32)
 
 
-def _opened(run: Callable[..., Any]) -> Callable[..., Any]:
-    """The op as what is in it, for a compiler that can launch the kernel itself."""
+def open_for_compilers(library: Any, name: str, run: Callable[..., Any]) -> None:
+    """Let an op be what is in it where all sizes are known: a compiler can launch the kernel
+    itself, and has memory for what is written."""
 
     def rule(mode: Any, op: Any, types: Any, arguments: Any = (), more: Any = None) -> Any:
         if any(isinstance(n, torch.SymInt) for n in arguments[0].shape):
@@ -162,7 +171,7 @@ def _opened(run: Callable[..., Any]) -> Callable[..., Any]:
         with mode:
             return run(*arguments, **(more or {}))
 
-    return rule
+    library._register_torch_dispatch_rule(name, FunctionalTensorMode, rule)
 
 
 for name, run, shape in (
@@ -172,7 +181,7 @@ for name, run, shape in (
     _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"threshold_gating::{name}", shape, lib=_LIBRARY)
     if not runtime.interpreting():
-        _LIBRARY._register_torch_dispatch_rule(name, FunctionalTensorMode, _opened(run))
+        open_for_compilers(_LIBRARY, name, run)
 
 blend_forward = torch.ops.threshold_gating.blend_forward.default
 blend_backward = torch.ops.threshold_gating.blend_backward.default

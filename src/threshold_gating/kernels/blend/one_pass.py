@@ -168,11 +168,13 @@ def _error(made: Code, x: Tensor, rows: Sequence[Tensor]) -> float:
     group, z = x.shape[1], x.double()
     sizes = (1, 1, len(x)) if group == 1 else (len(x), group, 1)
     known = _doubles([None] * sum(made.sums))
-    ready = _filled(made, Tensors(None, None, *rows[2:], *rows[:2]), known, group, True)
+    held = Tensors(None, None, *rows[2:], *rows[:2])
+    ready = _filled(Kind(made, known, True), held, group)
     if ready is None:
         return math.inf
-    y, found = ready.forward(x, sizes), ready.backward(x, x, sizes, rows)
-    if y is None or found is None:
+    y, dx = torch.empty_like(x), torch.empty_like(x)
+    done, grads = ready.forward(x, y, sizes), ready.backward(x, x, dx, sizes, rows)
+    if not done or grads is None:
         return math.inf
     along = [torch.linspace(1, 0.5, len(w), dtype=z.dtype, device="cpu")[:, None] for w in rows]
 
@@ -181,12 +183,12 @@ def _error(made: Code, x: Tensor, rows: Sequence[Tensor]) -> float:
         return primitive.blend(z + dx, tau if len(tau) > 1 else tau[0], *rest)
 
     h, moved = 1e-4, torch.zeros_like(z[0])
-    for grad, d in zip(found[1], along, strict=True):
+    for grad, d in zip(grads, along, strict=True):
         assert grad is not None  # all are asked for
         moved += (grad * d).sum(0)
     pairs = (
         (y, value(0, 0)),
-        (found[0], (value(h, 0) - value(-h, 0)) / (2 * h) * z),
+        (dx, (value(h, 0) - value(-h, 0)) / (2 * h) * z),
         (moved, ((value(0, h) - value(0, -h)) / (2 * h) * z).sum(0)),
     )
     errors = [(have - want).abs().max() / (1 + want.abs().max() / 7) for have, want in pairs]
@@ -204,6 +206,14 @@ def status() -> tuple[bool, str]:
     return True, f"compiled C, {threads}" + ("" if made.half else ", not for float16")
 
 
+def takes(K: int, gate: int, dtype: torch.dtype) -> bool:
+    """Whether soft gates of this kind run compiled here."""
+    if _Process.wanted == "torch" or gate == Gate.HARD or dtype not in _TYPES:
+        return False
+    made = code(K, gate)
+    return not isinstance(made, str) and (made.half or dtype != torch.float16)
+
+
 class Ready(NamedTuple):
     """Code with the parameters that it reads, (rows, G) of float32."""
 
@@ -211,22 +221,21 @@ class Ready(NamedTuple):
     parameters: Any
     constants: bool  # whether a branch has one
 
-    def forward(self, x: Tensor, sizes: Sizes) -> Tensor | None:
-        """y, or None where it is not all finite."""
-        y, cut = torch.empty_like(x), _cut(sizes, False)
+    def forward(self, x: Tensor, y: Tensor, sizes: Sizes) -> bool:
+        """Write y, which lies as x; False where it is not all finite."""
         at = x.data_ptr(), None, y.data_ptr(), self.parameters, None, None, None, None, None
-        return None if self._is_strange(at, x.dtype, cut) else y
+        return not self._is_strange(at, x.dtype, _cut(sizes, False))
 
     def backward(
-        self, dy: Tensor, x: Tensor, sizes: Sizes, learned: Held
-    ) -> tuple[Tensor, list[Tensor | None]] | None:
-        """dx and the gradients of what is `learned` of tau, theta, s and c, in memory of their own:
-        views of one would take longer than the arithmetic. None where they are not all finite, or
-        a tensor has another size than when it was read."""
+        self, dy: Tensor, x: Tensor, dx: Tensor, sizes: Sizes, learned: Held
+    ) -> list[Tensor | None] | None:
+        """Write dx, which lies as x; the gradients of what is `learned` of tau, theta, s and c, in
+        memory of their own: views of one would take longer than the arithmetic. None where they are
+        not all finite, or a tensor has another size than when it was read."""
         if torch._C._len_torch_dispatch_stack() > 0 or not (_is_plain(x) and _is_plain(dy)):
             return None
         grads: list[Tensor | None] = []
-        places: list[int | None] = [None]  # of the sums, then of the gradients
+        places: list[int | None] = []
         for w, rows in zip(learned, self.code.sums, strict=True):
             if w is None:
                 grads.append(None)
@@ -236,12 +245,19 @@ class Ready(NamedTuple):
             else:
                 grads.append(new := _room_for(w))
                 places.append(new.data_ptr())
-        dy, dx, cut = like(dy, x), torch.empty_like(x), _cut(sizes, any(places))
+        return grads if self.go_back(like(dy, x), x, dx, sizes, places) else None
+
+    def go_back(
+        self, dy: Tensor, x: Tensor, dx: Tensor, sizes: Sizes, places: Sequence[int | None]
+    ) -> bool:
+        """Write dx and the gradients of tau, theta, s and c that have an address; False where they
+        are not all finite."""
+        cut, room = _cut(sizes, any(places)), None
         if (count := cut.slots * self.code.count * sizes[1]) > _FEW_SUMS:
             room = torch.empty(count, dtype=torch.float32)
-            places[0] = room.data_ptr()
-        at = x.data_ptr(), dy.data_ptr(), dx.data_ptr(), self.parameters, *places
-        return None if self._is_strange(at, x.dtype, cut) else (dx, grads)
+        sums = None if room is None else room.data_ptr()
+        at = x.data_ptr(), dy.data_ptr(), dx.data_ptr(), self.parameters, sums, *places
+        return not self._is_strange(at, x.dtype, cut)
 
     def _is_strange(self, at: tuple[Any, ...], dtype: torch.dtype, cut: _Cut) -> int:
         """Run; whether anything that came out is not finite."""
@@ -279,12 +295,20 @@ def _cut(sizes: Sizes, summed: bool) -> _Cut:
     return _Cut(found, blocks * pieces, slots)
 
 
-class _Kind(NamedTuple):
+class Kind(NamedTuple):
     """What is known of a structure."""
 
     code: Code
     known: Any  # numbers, NaN for what is in a tensor
     constants: bool
+
+    def read(self, at: Sequence[int | None], group: int) -> Ready | None:
+        """The code with `Tensors` at these addresses, or None where it does not take them."""
+        # memory of ctypes: a small tensor takes longer to make than its numbers to compute
+        parameters = _floats(self.code.rows * group)()
+        widest: float = self.code.fold(*at, self.known, group, parameters)
+        fits = widest <= self.code.widest  # NaN does not
+        return Ready(self.code, parameters, self.constants) if fits else None
 
 
 def ready(x: Tensor, structure: Structure, tensors: Held, group: int) -> Ready | None:
@@ -295,31 +319,30 @@ def ready(x: Tensor, structure: Structure, tensors: Held, group: int) -> Ready |
     _, _, s, c, tau0, theta0 = tensors
     if s is None and c is None and tau0 is None and theta0 is None:
         return _known(structure, x.dtype)
-    kind = _kind(structure, x.dtype)
-    return None if kind is None else _filled(kind.code, tensors, kind.known, group, kind.constants)
+    kind = kind_of(structure, x.dtype)
+    return None if kind is None else _filled(kind, tensors, group)
 
 
 @functools.lru_cache(4096)
 def _known(structure: Structure, dtype: torch.dtype) -> Ready | None:
     """For a structure with all its numbers."""
-    kind = _kind(structure, dtype)
-    return None if kind is None else _filled(kind.code, _NOTHING, kind.known, 1, kind.constants)
+    kind = kind_of(structure, dtype)
+    return None if kind is None else _filled(kind, _NOTHING, 1)
 
 
 @functools.lru_cache(4096)
-def _kind(structure: Structure, dtype: torch.dtype) -> _Kind | None:
-    if _Process.wanted == "torch" or structure.gate == Gate.HARD or dtype not in _TYPES:
-        return None
+def kind_of(structure: Structure, dtype: torch.dtype) -> Kind | None:
     gate, taus = int(structure.gate), structure.tau
     palindrome = None not in taus and taus == taus[::-1]
     if gate == Gate.OWN_TAUS and (palindrome or structure.weights == Weights.MIRRORED):
         gate = _MIRRORED
-    made = code(structure.K, gate)
-    if isinstance(made, str) or (dtype == torch.float16 and not made.half):
+    if not takes(structure.K, gate, dtype):
         return None
+    made = code(structure.K, gate)
+    assert isinstance(made, Code)  # or it would take nothing
     numbers = [w for row in (taus, structure.theta, structure.s, structure.c) for w in row]
     constants = any(c != 0 for c in structure.c)  # None is in a tensor
-    return _Kind(made, _doubles(numbers), constants)
+    return Kind(made, _doubles(numbers), constants)
 
 
 def _doubles(numbers: Sequence[float | None]) -> Any:
@@ -327,11 +350,11 @@ def _doubles(numbers: Sequence[float | None]) -> Any:
     return (ctypes.c_double * len(each))(*each)
 
 
-def _filled(made: Code, tensors: Held, known: Any, group: int, constants: bool) -> Ready | None:
+def _filled(kind: Kind, tensors: Held, group: int) -> Ready | None:
     """The code with these parameters, or None where it does not take them."""
     at: list[int | None] = []
     float32 = torch.float32
-    for w, count in zip(tensors, made.counts, strict=True):
+    for w, count in zip(tensors, kind.code.counts, strict=True):
         if w is None:
             at.append(None)
         elif type(w) not in _PLAIN or not w.is_cpu or w.numel() != count * group:
@@ -339,13 +362,9 @@ def _filled(made: Code, tensors: Held, known: Any, group: int, constants: bool) 
         elif w.dtype is float32 and w.is_contiguous() and not w.is_neg():
             at.append(w.data_ptr())
         else:
-            return _filled(made, _copied(tensors), known, group, constants)
-    if 0 in at:  # a tensor without memory
-        return None
-    # memory of ctypes: a small tensor takes longer to make than its numbers to compute
-    parameters = _floats(made.rows * group)()
-    widest: float = made.fold(*at, known, group, parameters)
-    return Ready(made, parameters, constants) if widest <= made.widest else None
+            return _filled(kind, _copied(tensors), group)
+    # one at 0 is a tensor without memory
+    return None if 0 in at else kind.read(at, group)
 
 
 @functools.lru_cache(256)
