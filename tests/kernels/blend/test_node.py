@@ -274,6 +274,45 @@ def test_a_slope_that_is_nowhere_is_zeros(driver):
     assert x.grad is None or not x.grad.any()
 
 
+def other_memory(p, kind):
+    """Memory for p that no kernel may take for what p was."""
+    if kind == "wide":
+        return p.detach().double()
+    if kind == "flat":
+        return p.detach().reshape(1, -1)
+    return p.detach().t().contiguous() if kind == "turned" else torch.ones(len(p), 1)
+
+
+@pytest.mark.parametrize("kind", ["smaller", "flat", "turned"])
+@pytest.mark.parametrize("by", ["C++", "Python"])
+def test_memory_of_other_sizes_in_a_parameter_is_refused(driver, monkeypatch, by, kind):
+    x, act = images().requires_grad_(), channels()
+    ready(driver, act, x)
+    if by == "Python":
+        monkeypatch.setattr(host, "module", lambda: None)
+        act = copy.deepcopy(act)
+    y = act(x)
+    act.s.data = other_memory(act.s, kind)
+    driver.ran.clear()
+    for call in (lambda: torch.autograd.grad(y.sum(), x), lambda: act(x)):
+        with pytest.raises(ValueError, match=r"gates of 2 branches for 5 groups .* shapes \{"):
+            call()
+    assert driver.ran == []
+
+
+@pytest.mark.parametrize("by", ["C++", "Python"])
+def test_memory_of_another_type_in_a_parameter_is_read_as_that(driver, monkeypatch, by):
+    x, act = images().requires_grad_(), channels()
+    ready(driver, act, x)
+    if by == "Python":
+        monkeypatch.setattr(host, "module", lambda: None)
+        act = copy.deepcopy(act)
+    want = reference(act, x, torch.ones_like(x))[1]
+    y = act(x)
+    act.s.data = other_memory(act.s, "wide")
+    close([torch.autograd.grad(y.sum(), x)[0]], [want], torch.float32)
+
+
 @pytest.mark.parametrize("shape", [(0, 5), (4, 5, 0), (1, 5), (7, 5)])
 def test_other_shapes_are_other_calls(driver, shape):
     act = ready(driver, channels(), torch.randn(3, 5))
