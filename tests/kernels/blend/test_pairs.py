@@ -229,6 +229,10 @@ def test_x_alone_is_kept_for_the_backward_pass():
     assert large[0].data_ptr() == inputs["x"].data_ptr()
 
 
+def test_what_the_branches_read_may_be_huge(by_tiles):
+    check_huge_inputs_of_branches()
+
+
 def test_transforms_of_functions_still_work():
     def f(x):
         return kernels.blend(x, torch.tensor(1.3), [torch.tensor(0.2)], (0.0, 1.0), (0.0, 0.0))
@@ -317,6 +321,7 @@ def check_special(device="cpu"):
         assert have[0].isnan()
         torch.testing.assert_close(have[1:], torch.relu(far[1:]))
     check_own_taus(device)
+    check_huge_inputs_of_branches(device)
     check_jumps_of_a_gated_unit(device)
     for key in ("silu", "gelu", "gelu_tanh"):  # gated units
         x, up = (torch.randn(9, 5, device=device).requires_grad_() for _ in range(2))
@@ -335,6 +340,21 @@ OWN_TAUS = (
     TG((1.5, 2.0, 1.5), (-2.0, 0.1, 2.0), (0.2, -0.3, 1.2, 1.0), (0.1, 0.5, -0.4, 0.3)),
     TG((1.5, 2.0, 1.4), (-2.0, 0.1, 2.0), (0.2, -0.3, 1.2, 1.0), (0.1, 0.5, -0.4, 0.3)),
 )
+
+
+def check_huge_inputs_of_branches(device="cpu"):
+    """What the branches read may be near the end of float32 where gates are open."""
+    for key in ("silu", "mish", "gelu", "gelu_k4"):
+        found = []
+        for dtype, f in ((torch.float32, kernels.blend), (torch.float64, primitive.blend)):
+            t, option = TAXONOMY[key], {"dtype": dtype, "device": device}
+            theta = [torch.full((1,), w, **option).requires_grad_() for w in t.theta]
+            x = torch.linspace(-3, 3, 14, **option).requires_grad_()
+            v = torch.linspace(3e35, 1e36, 14, **option).requires_grad_()
+            y = f(x, t.tau, theta, t.s, t.c, v=v)
+            found.append((y, *torch.autograd.grad(y.sum(), (x, v, *theta))))
+        for have, want in zip(*found, strict=True):
+            assert (have - want).abs().max() <= 1e-5 * want.abs().max(), key
 
 
 def check_jumps_of_a_gated_unit(device="cpu"):

@@ -178,7 +178,7 @@ def blend_forward(
 def _gradient(
     x, v, dy, tau, theta, s, c, middle, w, ws, wc, S_CODE: tl.constexpr, C_CODE: tl.constexpr,
     OWNERS: tl.constexpr, K: tl.constexpr, GATE: tl.constexpr, WEIGHTS: tl.constexpr,
-    SUMMED: tl.constexpr,
+    ROLE: tl.constexpr, SUMMED: tl.constexpr,
 ):
     """(y, dy times the mean slope, dy by way of the gates, gates times dy, dy T_m of thresholds).
 
@@ -192,7 +192,8 @@ def _gradient(
         y, slope, turned = turned_from_below(
             x, v, tau, theta, middle, w, ws, wc, S_CODE, C_CODE, K, WEIGHTS)
         through, turned = slope * dy, turned * dy
-    elif GATE == ONE_TAU and WEIGHTS != OVERFLOWING:
+    elif GATE == ONE_TAU and WEIGHTS != OVERFLOWING and ROLE != READ:
+        # what else is read may be huge where gates are still open: this bounds it
         weighted, found = turns_by_powers(x, v, dy, tau, middle, w, s, c, S_CODE, K)
         y, _, _ = by_powers(x, v, tau, middle, w, ws, wc, C_CODE, K)
         through, turned = mean(weighted, s, S_CODE, K), found[0]
@@ -267,7 +268,8 @@ def _backward_tiles(
                 dy = dy * other
         y, through, turned, weighted, found = _gradient(
             x, v, dy, tau, theta, s, c, middle, w, ws, wc,
-            S_CODE, C_CODE, OWNERS, K, GATE, WEIGHTS, TAUS + THETAS + SLOPES + CONSTANTS > 0)
+            S_CODE, C_CODE, OWNERS, K, GATE, WEIGHTS, ROLE,
+            TAUS + THETAS + SLOPES + CONSTANTS > 0)
         dx, dother = through + turned, outer * y  # (RB, CB)
         if ROLE == READ:
             dx, dother = turned, through
