@@ -31,6 +31,7 @@ from threshold_gating.kernels.blend.formulas import (
     two_means,
     value,
 )
+from threshold_gating.kernels.blend.norms import SOURCE
 from threshold_gating.kernels.blend.parameters import (
     ALONE,
     CENTRED,
@@ -56,6 +57,8 @@ from threshold_gating.kernels.blend.parameters import (
     sharpened,
 )
 from threshold_gating.kernels.blend.sums import destination, finished
+
+_REWRITTEN_BY = tl.constexpr(SOURCE)  # see there
 
 
 @triton.jit
@@ -354,6 +357,7 @@ def blend_backward(
     what a norm was given, dother_p holds its means, and the norm's two sums come last; JOINED, what
     dtheta_p holds is added to dy.
     """
+    tl.static_assert(_REWRITTEN_BY >= 0)
     NORMS: tl.constexpr = 2 if ROLE == NORMED or ROLE == JOINED else 0
     TAUS: tl.constexpr = DTAU * (K - 1 if GATE == OWN_TAUS else 1)
     CONSTANTS: tl.constexpr = K if DC or (ANCHORED and (DTHETA or DS)) else 0
