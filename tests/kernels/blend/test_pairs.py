@@ -229,6 +229,10 @@ def test_x_alone_is_kept_for_the_backward_pass():
     assert large[0].data_ptr() == inputs["x"].data_ptr()
 
 
+def test_tensors_that_are_negated_when_they_are_read_are_themselves():
+    check_negated()
+
+
 def test_what_the_branches_read_may_be_huge(by_tiles):
     check_huge_inputs_of_branches()
 
@@ -322,6 +326,7 @@ def check_special(device="cpu"):
         torch.testing.assert_close(have[1:], torch.relu(far[1:]))
     check_own_taus(device)
     check_huge_inputs_of_branches(device)
+    check_negated(device)
     check_jumps_of_a_gated_unit(device)
     for key in ("silu", "gelu", "gelu_tanh"):  # gated units
         x, up = (torch.randn(9, 5, device=device).requires_grad_() for _ in range(2))
@@ -355,6 +360,27 @@ def check_huge_inputs_of_branches(device="cpu"):
             found.append((y, *torch.autograd.grad(y.sum(), (x, v, *theta))))
         for have, want in zip(*found, strict=True):
             assert (have - want).abs().max() <= 1e-5 * want.abs().max(), key
+
+
+def check_negated(device="cpu"):
+    """Tensors that torch negates when it reads them, as the imaginary part of a conjugate."""
+
+    def results(x, dy, up, tau):
+        x, up, tau = (t.detach().requires_grad_() for t in (x, up, tau))
+        found = []
+        for option in ({}, {"up": up}, {"v": up}):
+            y = kernels.blend(x, tau, (0.1,), (0.2, 1.0), (0.0, 0.3), known=True, **option)
+            found += [y, *torch.autograd.grad(y, (x, tau, *option.values()), dy)]
+        return found
+
+    x, dy, up = torch.randn(3, 4, 5, device=device)
+    tau = torch.rand(1, device=device) + 0.5
+    want = results(x, dy, up, tau)
+    for k in range(4):
+        given = [torch._neg_view(-t) if k == at else t for at, t in enumerate((x, dy, up, tau))]
+        assert given[k].is_neg()
+        for have, true in zip(results(*given), want, strict=True):
+            torch.testing.assert_close(have, true, rtol=1e-4, atol=1e-5)
 
 
 def check_jumps_of_a_gated_unit(device="cpu"):

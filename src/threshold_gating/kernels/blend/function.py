@@ -349,6 +349,7 @@ def _alike(other: Any, x: Tensor) -> bool:
         and other.shape == x.shape
         and other.dtype == x.dtype
         and other.device == x.device
+        and not other.is_neg()  # memory to be negated when it is read
     )
 
 
