@@ -233,6 +233,10 @@ def test_tensors_that_are_negated_when_they_are_read_are_themselves():
     check_negated()
 
 
+def test_thresholds_may_be_far_out(by_tiles):
+    check_far_thresholds()
+
+
 def test_what_the_branches_read_may_be_huge(by_tiles):
     check_huge_inputs_of_branches()
 
@@ -325,6 +329,7 @@ def check_special(device="cpu"):
         assert have[0].isnan()
         torch.testing.assert_close(have[1:], torch.relu(far[1:]))
     check_own_taus(device)
+    check_far_thresholds(device)
     check_huge_inputs_of_branches(device)
     check_negated(device)
     check_jumps_of_a_gated_unit(device)
@@ -345,6 +350,23 @@ OWN_TAUS = (
     TG((1.5, 2.0, 1.5), (-2.0, 0.1, 2.0), (0.2, -0.3, 1.2, 1.0), (0.1, 0.5, -0.4, 0.3)),
     TG((1.5, 2.0, 1.4), (-2.0, 0.1, 2.0), (0.2, -0.3, 1.2, 1.0), (0.1, 0.5, -0.4, 0.3)),
 )
+
+
+def check_far_thresholds(device="cpu"):
+    """Gates with one tau are those of x - theta, however far out thresholds are."""
+    for far, near in ((20.0, (-1.2131, 1.2144)), (5000.0, (-1.2131, 0.1, 0.3, 1.2144))):
+        J, x = len(near), far + torch.linspace(-3, 3, 501, device=device)
+        values = 32.0, *[far + t for t in near], *range(-1, J), *range(J + 1)
+        for shape in ((), x.shape):  # those of a layer are numbers to a CPU
+            rows = [torch.full(shape, float(w), device=device) for w in values]
+            have, want = (
+                f(z, tau, thetas[:J], thetas[J : 2 * J + 1], thetas[2 * J + 1 :])
+                for f, (z, tau, *thetas) in (
+                    (kernels.blend, [x, *rows]),
+                    (primitive.blend, [w.double() for w in (x, *rows)]),
+                )
+            )
+            assert (have - want).abs().max() <= 5e-6 * want.abs().max(), (far, shape)
 
 
 def check_huge_inputs_of_branches(device="cpu"):
