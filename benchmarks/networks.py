@@ -13,7 +13,7 @@ from benchmarks.timing import Contenders, Place, Work
 from threshold_gating import convert
 
 SECTION = "networks"
-PAIRS = ("frozen module", "module", "compiled")
+PAIRS = ("frozen module", "module", "compiled", "normed", "overwriting")
 Images = tuple[int, int, int, int]
 Wrap = Callable[[nn.Module], Any]
 

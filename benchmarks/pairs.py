@@ -8,6 +8,7 @@ kernel without a pair cannot be timed, and a test fails that finds it in the sou
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.normed import Normed
 from benchmarks.subjects import (
+    NAMES,
     Attention,
     Gates,
     Product,
@@ -119,7 +122,7 @@ def errors(have: Tensors, want: Tensors, x: Tensor) -> dict[str, float]:
     return found
 
 
-_SUMS = ("dtau", "dtheta", "ds ", "dc ")
+_SUMS = ("dtau", "dtheta", "ds ", "dc ", "dshift", "dscale")
 
 
 def _found(f: Function, given: Tensors, like: Tensors) -> Tensors:
@@ -202,6 +205,10 @@ def _gates() -> Iterator[Pair]:
             yield pair
             name = f"{pair.name} module"
             yield replace(pair, family="module", name=name, kernel=g.module)
+            if share == "channel" and key in ("silu", "leaky_relu"):
+                over = functools.partial(g.module, inplace=True)
+                name = f"{pair.name} over its input"
+                yield replace(pair, family="overwriting", name=name, kernel=over)
             if (key, share) == ("silu", "channel"):  # the sums of many rows are added by a second
                 # step by step a tile is 64 x 256: these rows are 18 tiles, more than `FEW_TILES`
                 more = replace(
@@ -218,6 +225,26 @@ def _gates() -> Iterator[Pair]:
         shapes = ((257, 65) if g.t.hard else (63, 7), (1031, 63))
         made = Pair("blend", f"{key} {share} {what}", _BLEND, g.draw, g.reference, g.kernel, shapes)
         yield replace(made, family="times" if other == "up" else "blend", roundings=rounded)
+
+
+def _normed() -> Iterator[Pair]:
+    """Whatever has registers left for the sums of a norm; some learn a part of their numbers."""
+    cases: list[tuple[str, tuple[str, ...]]]
+    cases = [(key, NAMES) for key in ("silu", "tanh", "gelu_k4")]
+    cases += [("hardtanh", NAMES[1:]), ("relu", ("theta", "s")), ("silu", ("tau",))]
+    for (key, train), joined in itertools.product(cases, (False, True)):
+        n = Normed(Gates(TAXONOMY[key], "channel"), train, joined)
+        alone = () if len(train) > 2 else train
+        name = " ".join((key, *alone, "joined" if joined else "normed"))
+        shapes = ((63, 7), (1031, 63))
+        pair = Pair("normed", name, _BLEND, n.draw, n.reference, n.kernel, shapes, slow=True)
+        if key == "relu":  # as in a network of images, which is timed
+            pair = replace(pair, shapes=(*shapes, (32, 64, 28, 28)), slow=False)
+        yield pair
+        if key == "silu" and train == NAMES:  # of more than `FEW_TILES`, as in `_gates`
+            name, launches = f"{name} of many rows", (*_BLEND, "add_parts")
+            shapes = ((1100, 200), (1031, 63))
+            yield replace(pair, name=name, launches=launches, shapes=shapes, slow=False)
 
 
 def _frozen() -> Iterator[Pair]:
@@ -382,7 +409,15 @@ def _in_a_graph(pair: Pair, launches: tuple[str, ...], g: Gates | None) -> Pair:
 
 
 def _table() -> dict[str, Pair]:
-    made = (*_gates(), *_frozen(), *_products(), *_synapses(), *_attention(), *_recurrent())
+    made = (
+        *_gates(),
+        *_normed(),
+        *_frozen(),
+        *_products(),
+        *_synapses(),
+        *_attention(),
+        *_recurrent(),
+    )
     found = {pair.name: pair for pair in made}
     return found | {pair.name: pair for pair in _compiled(found)}
 

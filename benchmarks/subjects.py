@@ -80,9 +80,11 @@ class Gates:
             return kernels.blend(w["x"], *self.values(w), up=w["up"], **self.options())
         return kernels.blend(w["x"], *self.values(w), v=w.get("v"), **self.options())
 
-    def module(self, w: Tensors) -> Tensor:
+    def module(self, w: Tensors, inplace: bool = False) -> Tensor:
         """The same by a learned `Activation`, which holds its tensors whole."""
-        return self.applied(self.activation(w), w)
+        act = self.activation(w)
+        act.inplace = inplace
+        return self.applied(act, w | {"x": w["x"].clone()} if inplace else w)
 
     def activation(self, w: Tensors) -> Activation:
         x, share = w["x"], cast(Any, self.share)

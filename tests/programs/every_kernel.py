@@ -1,4 +1,5 @@
-"""A program: every kernel of Triton, step by step, is reached by a pair, and is caught if broken.
+"""A program: every kernel of Triton, step by step, is reached by a pair, and is caught if broken,
+in every role that it has.
 
 It has to be a process of its own, because Triton asks whether to interpret when it is imported.
 """
@@ -14,15 +15,23 @@ import threshold_gating
 from benchmarks.checking import check
 from benchmarks.pairs import PAIRS
 from threshold_gating import kernels
+from threshold_gating.kernels.structure import Role
 
 FLOAT32 = (torch.float32,)
 # Other tests of pairs have these step by step; and a few of these stand for all.
 ELSEWHERE, FEW = ("blend", "times", "frozen module"), ("module", "compiled")
-# These pairs launch every kernel, and write everything that it can write.
+# Which kernels have roles, and which roles: a copy is kept forward, a norm's sums are made backward.
+NORMS = {Role.NORMED, Role.JOINED}
+ROLES = {"blend_forward": {*Role} - NORMS, "blend_backward": {*Role} - {Role.KEPT}}
+# These pairs launch every kernel in every role, and write everything that it can write.
 ENOUGH = (
     "silu layer module",
     "silu channel module of many rows",
+    "silu channel read",
     "silu frozen times",
+    "silu channel over its input",
+    "relu theta s normed",
+    "silu joined",
     "two soft channel product of few",
     "one vector channel product",
     "two general synapses",
@@ -33,7 +42,7 @@ ENOUGH = (
     "lstm free over time",
 )
 # Rooms for sums that are not done: what is in them afterwards nobody reads.
-SCRATCH = {("chosen_columns", "scratch")}
+SCRATCH = {("chosen_columns", None, "scratch")}
 ordinary, inner = InterpretedFunction.run, InterpretedFunction.__call__
 
 
@@ -50,6 +59,13 @@ def in_the_source():
                 calls = (n.func for n in ast.walk(node) if isinstance(n, ast.Call))
                 called |= {f.id for f in calls if isinstance(f, ast.Name)}
     return set(found), set(found) - called
+
+
+def role_of(kernel, args):
+    """What its second input does; None for a kernel without roles."""
+    if "ROLE" not in kernel.arg_names:
+        return None
+    return Role(args[kernel.arg_names.index("ROLE")])
 
 
 def as_bytes(t):
@@ -70,8 +86,9 @@ class Watch:
             before = {name: as_bytes(t) for name, t in tensors.items()}
             ordinary(kernel, *args, **options)
             self.launched.add(kernel.__name__)
+            role = role_of(kernel, args)
             changed = {n for n, t in tensors.items() if not torch.equal(as_bytes(t), before[n])}
-            self.written |= {(kernel.__name__, name) for name in changed}
+            self.written |= {(kernel.__name__, role, name) for name in changed}
 
         def call(function, *args, **options):
             self.entered.add(function.__name__)
@@ -85,16 +102,20 @@ class Watch:
 
 
 class Broken:
-    """The kernel `name` with one of its results off by a hundredth (an index by one)."""
+    """The kernel `name` with one of its results off by a hundredth (an index by one), in one role.
 
-    def __init__(self, name, argument):
-        self.name, self.argument = name, argument
+    Of sums of a norm and of gates, which are one result, those of the norm alone.
+    """
+
+    def __init__(self, name, role, argument):
+        self.name, self.role, self.argument = name, role, argument
 
     def __enter__(self):
         def run(kernel, *args, **options):
             ordinary(kernel, *args, **options)
-            if kernel.__name__ == self.name:
+            if kernel.__name__ == self.name and role_of(kernel, args) == self.role:
                 t = args[kernel.arg_names.index(self.argument)]
+                t = t[:, -2:] if self.role in NORMS and self.argument != "dx_p" else t
                 t.mul_(1.01) if t.is_floating_point() else t.add_(1)
 
         InterpretedFunction.run = run
@@ -131,11 +152,16 @@ def each_broken_kernel_is_caught():
             assert not check("cpu", [pair], FLOAT32)
         for result in seen.written - SCRATCH:
             results.setdefault(result, []).append(pair)
-    assert {name for name, _ in results} == entries
-    for (name, argument), pairs in results.items():
-        with Broken(name, argument):
+    assert {name for name, _, _ in results} == entries
+    for name in entries:
+        found = {role for kernel, role, _ in results if kernel == name}
+        assert found == ROLES.get(name, {None}), f"{name} is in pairs as {found}"
+    for (name, role, argument), pairs in results.items():
+        with Broken(name, role, argument):
             found = (line for pair in pairs for line in check("cpu", [pair], FLOAT32))
-            assert any(name in line for line in found), f"{name} writes a wrong {argument}"
+            assert any(name in line for line in found), (
+                f"{name} writes a wrong {argument} as {role}"
+            )
 
 
 if __name__ == "__main__":

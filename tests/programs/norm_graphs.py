@@ -12,11 +12,14 @@ from torch._higher_order_ops.triton_kernel_wrap import (
     kernel_side_table,
     triton_kernel_wrapper_functional,
 )
+from torch._inductor.codegen.wrapper import (
+    user_defined_triton_kernel_transitive_closure_source_code as source_of,
+)
 from torch._inductor.decomposition import select_decomp_table
 from triton.backends.compiler import GPUTarget
 
 import threshold_gating as tg
-from threshold_gating.kernels.blend import gpu, norms
+from threshold_gating.kernels.blend import gpu, kernels, norms
 from threshold_gating.kernels.structure import Role
 
 
@@ -172,5 +175,7 @@ for key, train in LEARNED.items():
     check(Net(key, train, axis=-1), z.contiguous(), r.contiguous(), Role.ALONE)
     # parameters along rows: nothing is taken along
     check(Net(key, train), z.contiguous(), r.contiguous(), Role.ALONE)
+# by this a graph that is kept on disk is known: another `norms` is another graph
+assert str(norms.SOURCE) in source_of(kernels.blend_backward)
 check(Net("gelu", ("tau", "theta")), z, r, Role.ALONE)  # it has no registers left for them
 print("ok")

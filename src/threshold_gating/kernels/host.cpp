@@ -157,7 +157,7 @@ PyObject* new_call(PyTypeObject*, PyObject* given, PyObject*) {
   const pybind11::tuple gates = parts[4], read = parts[5], sources = parts[8];
   for (int k = 0; k < HELD; ++k) {
     const pybind11::object each = gates[k];
-    state->counts[k] = each.is_none() ? -1 : tensor_of(each).numel();
+    if (!each.is_none()) state->shapes[k] = tensor_of(each).sizes().vec();
   }
   for (int k = 0; k < READ; ++k) {
     state->source[k] = sources[k].cast<int>();

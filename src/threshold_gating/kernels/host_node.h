@@ -93,7 +93,7 @@ struct State {
   at::ScalarType dtype;
   c10::Device device;
   uint64_t keys = 0;  // of dispatch, that plain memory may have
-  std::array<int64_t, HELD> counts;  // elements of what is held, -1 if it is not there
+  std::array<std::optional<std::vector<int64_t>>, HELD> shapes;  // of what is held
   std::array<int, READ> source;      // who is read: one that is held, or a constant (-1)
   std::array<Tensor, READ> constants;
   Kernel forward;
@@ -182,10 +182,10 @@ bool State::takes_x(const Tensor& x) const {
 bool State::takes(const Gates& held) const {
   for (int k = 0; k < HELD; ++k) {
     const Tensor& t = held[k];
-    if (t.defined() != (counts[k] >= 0)) return false;
+    if (t.defined() != shapes[k].has_value()) return false;
     if (!t.defined()) continue;
     if (!is_plain(t, keys) || t.scalar_type() != at::kFloat || t.device() != device ||
-        t.numel() != counts[k] || !t.is_contiguous() || !is_aligned(t)) {
+        t.sizes() != *shapes[k] || !t.is_contiguous() || !is_aligned(t)) {
       return false;
     }
   }

@@ -58,8 +58,8 @@ def readable(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Gate tensors as kernels read them; only mixed precision and odd views are copied for it."""
     float32 = torch.float32
     for t in tensors:
-        if t.dtype is not float32 or not t.is_contiguous():
-            return tuple([w.detach().float().contiguous() for w in tensors])
+        if t.dtype is not float32 or not t.is_contiguous() or t.is_neg():
+            return tuple([w.detach().float().contiguous().resolve_neg() for w in tensors])
     return tensors
 
 

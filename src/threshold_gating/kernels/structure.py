@@ -254,6 +254,28 @@ class Structure(NamedTuple):
         return Rows(taus, thetas, slopes, constants)
 
 
+def fits(structure: Structure, tensors: Held, group: int) -> bool:
+    """Whether kernels may read these as memory: rows along the first axis, `group` numbers each."""
+    rho, dtheta, s, c, tau0, theta0 = tensors
+    K, taus = len(structure.s), len(structure.tau)
+    for t, rows in ((rho, taus), (dtheta, K - 1), (s, K), (c, K), (tau0, taus), (theta0, K - 1)):
+        # of a single row any shape has the same memory
+        if t is not None and (t.numel() != rows * group or (rows > 1 and t.size(0) != rows)):
+            return False
+    return True
+
+
+def check_fits(structure: Structure, tensors: Held, group: int) -> None:
+    """Raise what is wrong with tensors that kernels may not read."""
+    if fits(structure, tensors, group):
+        return
+    shapes = {n: tuple(t.shape) for n, t in Tensors(*tensors)._asdict().items() if t is not None}
+    raise ValueError(
+        f"blend: gates of {structure.K} branches for {group} groups have a row of {group} numbers "
+        f"for each branch or threshold along the first axis; got tensors of the shapes {shapes}."
+    )
+
+
 def in_order(tensors: Tensors) -> Tensors:
     """The same with theta = theta0 + dtheta low to high, differentiable; equal ones stay in place.
 

@@ -35,9 +35,11 @@ _tracing, _mode = torch._C._get_tracing_state, torch._C._get_dispatch_mode
 
 
 def is_memory(x: Any) -> bool:
-    """Whether x is plain memory: of no subclass, in no transform of functions, not traced."""
+    """Whether x is plain memory: of no subclass, in no transform of functions, not traced, and not
+    to be negated when it is read."""
     return (
         type(x) in _plain
+        and not x.is_neg()
         and _transforms() is None
         and forward_ad._current_level < 0
         and _tracing() is None  # torch.jit.trace

@@ -655,3 +655,22 @@ def test_every_module_of_kernels_with_a_nonlinear_op_says_what_its_ops_are():
         text = path.read_text()
         if any(word in text for word in words) and path.name not in ("lowering.py", "structure.py"):
             assert "AUDITED_AS" in text, path.relative_to(root)
+
+
+@pytest.mark.parametrize("by", ["C", "steps"])
+@pytest.mark.parametrize("key", ["silu", "gelu_k4"])
+def test_parameters_of_another_shape_are_refused(key, by, monkeypatch):
+    if by == "steps":
+        monkeypatch.setattr(one_pass, "ready", lambda *given: None)
+    learned = ("tau", "theta", "s", "c")
+    act = Activation(key, share="channel", channels=5, axis=-1, train=learned)
+    x, own = torch.randn(7, 5, requires_grad=True), act.s.detach()
+    for other in (own.t().contiguous(), own.view(1, -1), own[:, :1], own[:1]):
+        act.s.data = own
+        y = act(x)
+        act.s.data = other
+        with pytest.raises(ValueError, match=r"for 5 groups .* along the first axis; got"):
+            act(x)
+        # by us, or by autograd, which finds the gradient's shape wrong
+        with pytest.raises((ValueError, RuntimeError), match=r"first axis; got|invalid gradient"):
+            torch.autograd.grad(y.sum(), x)

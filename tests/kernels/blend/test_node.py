@@ -1,8 +1,10 @@
 """Calls that C++ makes, on a CPU: a launcher of the tests runs the kernels step by step."""
 
 import copy
+import ctypes
 import pickle
 import threading
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -25,6 +27,7 @@ from threshold_gating.kernels.blend import node  # noqa: E402
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
 SOFT = ("tau", "theta", "s", "c")
 LAST = torch.channels_last
+LONG = 30_000  # nodes
 # As in test_pairs: sums of a few hundred terms in float32 in another order; 16 bits round y and dx.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
@@ -271,6 +274,45 @@ def test_a_slope_that_is_nowhere_is_zeros(driver):
     assert x.grad is None or not x.grad.any()
 
 
+def other_memory(p, kind):
+    """Memory for p that no kernel may take for what p was."""
+    if kind == "wide":
+        return p.detach().double()
+    if kind == "flat":
+        return p.detach().reshape(1, -1)
+    return p.detach().t().contiguous() if kind == "turned" else torch.ones(len(p), 1)
+
+
+@pytest.mark.parametrize("kind", ["smaller", "flat", "turned"])
+@pytest.mark.parametrize("by", ["C++", "Python"])
+def test_memory_of_other_sizes_in_a_parameter_is_refused(driver, monkeypatch, by, kind):
+    x, act = images().requires_grad_(), channels()
+    ready(driver, act, x)
+    if by == "Python":
+        monkeypatch.setattr(host, "module", lambda: None)
+        act = copy.deepcopy(act)
+    y = act(x)
+    act.s.data = other_memory(act.s, kind)
+    driver.ran.clear()
+    for call in (lambda: torch.autograd.grad(y.sum(), x), lambda: act(x)):
+        with pytest.raises(ValueError, match=r"gates of 2 branches for 5 groups .* shapes \{"):
+            call()
+    assert driver.ran == []
+
+
+@pytest.mark.parametrize("by", ["C++", "Python"])
+def test_memory_of_another_type_in_a_parameter_is_read_as_that(driver, monkeypatch, by):
+    x, act = images().requires_grad_(), channels()
+    ready(driver, act, x)
+    if by == "Python":
+        monkeypatch.setattr(host, "module", lambda: None)
+        act = copy.deepcopy(act)
+    want = reference(act, x, torch.ones_like(x))[1]
+    y = act(x)
+    act.s.data = other_memory(act.s, "wide")
+    close([torch.autograd.grad(y.sum(), x)[0]], [want], torch.float32)
+
+
 @pytest.mark.parametrize("shape", [(0, 5), (4, 5, 0), (1, 5), (7, 5)])
 def test_other_shapes_are_other_calls(driver, shape):
     act = ready(driver, channels(), torch.randn(3, 5))
@@ -490,16 +532,39 @@ def test_a_thread_without_a_context_gets_one(driver):
     assert driver.ran[before:] == ["blend_backward", "add_parts"]
 
 
-def test_a_long_chain_of_gates_ends(driver):
-    x, act = torch.randn(1, 5).requires_grad_(), channels()
-    ready(driver, act, x)
-    driver.launch = LAUNCH(lambda *given: 0)  # thousands of interpreted kernels would take minutes
+def test_a_long_chain_of_gates_has_its_gradient_and_ends(driver):
+    x, dy, act, ran = torch.randn(1, 5).requires_grad_(), torch.randn(1, 5), channels(), []
+    torch.autograd.grad(act(x), x, dy)  # this backward pass, of x alone, is Python's
+
+    class Seen:
+        """What the first node of the chain holds."""
+
+        def __call__(self, into, out):
+            ran.append("hook")
+
+    def copied(function, *given):
+        """y = x and dx = dy: thousands of interpreted kernels would take minutes."""
+        *_, places, _extra = given
+        ran.append(driver.known[function - 1][0].kernel.fn.__name__)
+        into = {"blend_forward": 2, "blend_backward": 3}[ran[-1]]
+        source, target = (ctypes.c_void_p.from_address(places[k]).value for k in (into - 1, into))
+        ctypes.memmove(target, source, x.nbytes)
+        return 0
+
+    driver.launch = LAUNCH(copied)
     host.module().drive(*driver.addresses(), True)
-    y = x
-    for _ in range(30_000):
+    y, seen = act(x), Seen()
+    y.grad_fn.register_hook(seen)
+    first = weakref.ref(seen)
+    del seen
+    for _ in range(LONG - 1):
         y = act(y)
-    assert y.grad_fn.name() == "BlendBackward"
-    del y
+    assert torch.equal(y, x)
+    assert torch.equal(torch.autograd.grad(y, x, dy)[0], dy)
+    assert ran == [*["blend_forward"] * LONG, *["blend_backward"] * LONG, "hook"]
+    assert first() is not None
+    del y  # a node that ended the one before it would take the stack for as many calls
+    assert first() is None
 
 
 @pytest.mark.compile

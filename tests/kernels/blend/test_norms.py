@@ -22,8 +22,16 @@ def test_the_kernel_sums_dx_and_dx_times_what_the_norm_was_given(step_by_step):
 
 def test_where_the_compiler_is_another_one_nothing_is_taken_along(monkeypatch):
     post_grad = pytest.importorskip("torch._inductor.fx_passes.post_grad")
+    matcher = pytest.importorskip("torch._inductor.pattern_matcher")
+    registered = []
+    monkeypatch.setattr(
+        matcher, "register_graph_pattern", lambda kernel, pass_dict: registered.append
+    )
+    norms.register.__wrapped__()
+    assert len(registered) == 1
     monkeypatch.delattr(post_grad, "pass_patterns")
-    norms.register.__wrapped__()  # else every compilation would end here
+    norms.register.__wrapped__()
+    assert len(registered) == 1
 
 
 def test_names_of_arguments_are_those_of_the_kernel():

@@ -229,6 +229,18 @@ def test_x_alone_is_kept_for_the_backward_pass():
     assert large[0].data_ptr() == inputs["x"].data_ptr()
 
 
+def test_tensors_that_are_negated_when_they_are_read_are_themselves():
+    check_negated()
+
+
+def test_thresholds_may_be_far_out(by_tiles):
+    check_far_thresholds()
+
+
+def test_what_the_branches_read_may_be_huge(by_tiles):
+    check_huge_inputs_of_branches()
+
+
 def test_transforms_of_functions_still_work():
     def f(x):
         return kernels.blend(x, torch.tensor(1.3), [torch.tensor(0.2)], (0.0, 1.0), (0.0, 0.0))
@@ -317,6 +329,9 @@ def check_special(device="cpu"):
         assert have[0].isnan()
         torch.testing.assert_close(have[1:], torch.relu(far[1:]))
     check_own_taus(device)
+    check_far_thresholds(device)
+    check_huge_inputs_of_branches(device)
+    check_negated(device)
     check_jumps_of_a_gated_unit(device)
     for key in ("silu", "gelu", "gelu_tanh"):  # gated units
         x, up = (torch.randn(9, 5, device=device).requires_grad_() for _ in range(2))
@@ -335,6 +350,59 @@ OWN_TAUS = (
     TG((1.5, 2.0, 1.5), (-2.0, 0.1, 2.0), (0.2, -0.3, 1.2, 1.0), (0.1, 0.5, -0.4, 0.3)),
     TG((1.5, 2.0, 1.4), (-2.0, 0.1, 2.0), (0.2, -0.3, 1.2, 1.0), (0.1, 0.5, -0.4, 0.3)),
 )
+
+
+def check_far_thresholds(device="cpu"):
+    """Gates with one tau are those of x - theta, however far out thresholds are."""
+    for far, near in ((20.0, (-1.2131, 1.2144)), (5000.0, (-1.2131, 0.1, 0.3, 1.2144))):
+        J, x = len(near), far + torch.linspace(-3, 3, 501, device=device)
+        values = 32.0, *[far + t for t in near], *range(-1, J), *range(J + 1)
+        for shape in ((), x.shape):  # those of a layer are numbers to a CPU
+            rows = [torch.full(shape, float(w), device=device) for w in values]
+            have, want = (
+                f(z, tau, thetas[:J], thetas[J : 2 * J + 1], thetas[2 * J + 1 :])
+                for f, (z, tau, *thetas) in (
+                    (kernels.blend, [x, *rows]),
+                    (primitive.blend, [w.double() for w in (x, *rows)]),
+                )
+            )
+            assert (have - want).abs().max() <= 5e-6 * want.abs().max(), (far, shape)
+
+
+def check_huge_inputs_of_branches(device="cpu"):
+    """What the branches read may be near the end of float32 where gates are open."""
+    for key in ("silu", "mish", "gelu", "gelu_k4"):
+        found = []
+        for dtype, f in ((torch.float32, kernels.blend), (torch.float64, primitive.blend)):
+            t, option = TAXONOMY[key], {"dtype": dtype, "device": device}
+            theta = [torch.full((1,), w, **option).requires_grad_() for w in t.theta]
+            x = torch.linspace(-3, 3, 14, **option).requires_grad_()
+            v = torch.linspace(3e35, 1e36, 14, **option).requires_grad_()
+            y = f(x, t.tau, theta, t.s, t.c, v=v)
+            found.append((y, *torch.autograd.grad(y.sum(), (x, v, *theta))))
+        for have, want in zip(*found, strict=True):
+            assert (have - want).abs().max() <= 1e-5 * want.abs().max(), key
+
+
+def check_negated(device="cpu"):
+    """Tensors that torch negates when it reads them, as the imaginary part of a conjugate."""
+
+    def results(x, dy, up, tau):
+        x, up, tau = (t.detach().requires_grad_() for t in (x, up, tau))
+        found = []
+        for option in ({}, {"up": up}, {"v": up}):
+            y = kernels.blend(x, tau, (0.1,), (0.2, 1.0), (0.0, 0.3), known=True, **option)
+            found += [y, *torch.autograd.grad(y, (x, tau, *option.values()), dy)]
+        return found
+
+    x, dy, up = torch.randn(3, 4, 5, device=device)
+    tau = torch.rand(1, device=device) + 0.5
+    want = results(x, dy, up, tau)
+    for k in range(4):
+        given = [torch._neg_view(-t) if k == at else t for at, t in enumerate((x, dy, up, tau))]
+        assert given[k].is_neg()
+        for have, true in zip(results(*given), want, strict=True):
+            torch.testing.assert_close(have, true, rtol=1e-4, atol=1e-5)
 
 
 def check_jumps_of_a_gated_unit(device="cpu"):

@@ -20,7 +20,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-
 OWN_TAUS = tg.TG((1.3, 2.0), (-0.6, 0.8), (0.2, -0.5, 1.0), (0.1, 0.4, -0.3))
 EVERY = ("tau", "theta", "c")
 # (features in, features out, options): two and three branches, one tau and two, constants that are
-# none, numbers of the instance, K that are learned, or those of each synapse.
+# none, numbers of the instance, K that are learned, or those of each synapse; slopes that are none.
 LINEAR = [
     (9, 5, {"tier": "S"}),
     (5, 33, {"tier": "S", "init": "sigmoid", "train": EVERY}),
@@ -29,6 +29,7 @@ LINEAR = [
     (9, 2, {"tier": "S", "init": OWN_TAUS, "train": EVERY}),
     (7, 3, {"tier": "general", "init": OWN_TAUS}),
     (7, 3, {"tier": "S", "share": "channel_pair", "train": ()}),
+    (4, 3, {"tier": "S", "init": "tanh"}),
 ]
 ROWS = [(7,), (1,), (3, 2), (0,)]
 # (kind, channels in, out, kernel, options, size of the image)
@@ -48,6 +49,7 @@ IMAGES = [
     ("Conv2d", 4, 2, 2, {"padding": 1, "groups": 2, "share": "channel_pair"}, (2, 3)),
     ("Conv1d", 2, 3, 3, {"padding": 1, "share": "channel_pair", "init": OWN_TAUS}, (5,)),
     ("Conv3d", 2, 2, 2, {"padding": (1, 0, 0)}, (1, 2, 3)),
+    ("Conv1d", 2, 3, 2, {"share": "channel_pair", "init": "tanh"}, (4,)),
     ("Conv1d", 3, 3, 2, {"share": "channel_pair", "init": "sigmoid"}, (18,)),
 ]
 

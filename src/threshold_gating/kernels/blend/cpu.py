@@ -22,6 +22,7 @@ from threshold_gating.kernels.structure import (
     Shape,
     Structure,
     Wanted,
+    check_fits,
     rho_bound,
 )
 
@@ -69,6 +70,7 @@ class Plan(NamedTuple):
         structure = self.structure
         if self.sizes[1] == 1:
             return structure.numbers(tensors)
+        check_fits(structure, tensors, self.sizes[1])
         dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
         K, many = structure.K, len(structure.tau) > 1
         tau = (K - 1, 1, -1, 1) if many else (1, -1, 1)  # one tau has no axis of rows

@@ -351,6 +351,8 @@ def _alike(other: Any, x: Tensor) -> bool:
         and other.shape == x.shape
         and other.dtype == x.dtype
         and other.device == x.device
+        # memory to be negated when it is read, which a compiler does by itself
+        and (torch.compiler.is_compiling() or not other.is_neg())
     )
 
 

@@ -27,6 +27,7 @@ from threshold_gating.kernels.structure import (
     Structure,
     Wanted,
     Weights,
+    check_fits,
 )
 
 MANY_GROUPS = 2**16  # the parameters of more do not stay in a cache
@@ -279,6 +280,7 @@ class Plan:
 
     def read(self, x: Tensor, tensors: Held) -> tuple[Tensor, ...]:
         """What the kernels read: tau, rho, theta, shift, s, c."""
+        check_fits(self.structure, tensors, self.sizes[1])
         return runtime.readable(read(self.structure, tensors, self.sizes[1], x.device))
 
     def forward(self, x: Tensor, other: Tensor | None, given: tuple[Tensor, ...]) -> Tensor:
@@ -303,6 +305,9 @@ class Plan:
         wanted: Wanted,
     ) -> list[Tensor | None]:
         """The gradients of x, the other input, tau, theta, s and c."""
+        # autograd does not see it when `w.data = ...` puts other memory into a parameter
+        check_fits(self.structure, tensors, self.sizes[1])
+        given = runtime.readable(given)
         found = self.ready.get(wanted) or self._prepare(wanted)
         dy = like(dy, x)
         dx = torch.empty_like(x) if wanted.x else None

@@ -31,6 +31,7 @@ from threshold_gating.kernels.blend.formulas import (
     two_means,
     value,
 )
+from threshold_gating.kernels.blend.norms import SOURCE
 from threshold_gating.kernels.blend.parameters import (
     ALONE,
     CENTRED,
@@ -56,6 +57,8 @@ from threshold_gating.kernels.blend.parameters import (
     sharpened,
 )
 from threshold_gating.kernels.blend.sums import destination, finished
+
+_REWRITTEN_BY = tl.constexpr(SOURCE)  # see there
 
 
 @triton.jit
@@ -178,7 +181,7 @@ def blend_forward(
 def _gradient(
     x, v, dy, tau, theta, s, c, middle, w, ws, wc, S_CODE: tl.constexpr, C_CODE: tl.constexpr,
     OWNERS: tl.constexpr, K: tl.constexpr, GATE: tl.constexpr, WEIGHTS: tl.constexpr,
-    SUMMED: tl.constexpr,
+    ROLE: tl.constexpr, SUMMED: tl.constexpr,
 ):
     """(y, dy times the mean slope, dy by way of the gates, gates times dy, dy T_m of thresholds).
 
@@ -192,7 +195,8 @@ def _gradient(
         y, slope, turned = turned_from_below(
             x, v, tau, theta, middle, w, ws, wc, S_CODE, C_CODE, K, WEIGHTS)
         through, turned = slope * dy, turned * dy
-    elif GATE == ONE_TAU and WEIGHTS != OVERFLOWING:
+    elif GATE == ONE_TAU and WEIGHTS != OVERFLOWING and ROLE != READ:
+        # what else is read may be huge where gates are still open: this bounds it
         weighted, found = turns_by_powers(x, v, dy, tau, middle, w, s, c, S_CODE, K)
         y, _, _ = by_powers(x, v, tau, middle, w, ws, wc, C_CODE, K)
         through, turned = mean(weighted, s, S_CODE, K), found[0]
@@ -267,7 +271,8 @@ def _backward_tiles(
                 dy = dy * other
         y, through, turned, weighted, found = _gradient(
             x, v, dy, tau, theta, s, c, middle, w, ws, wc,
-            S_CODE, C_CODE, OWNERS, K, GATE, WEIGHTS, TAUS + THETAS + SLOPES + CONSTANTS > 0)
+            S_CODE, C_CODE, OWNERS, K, GATE, WEIGHTS, ROLE,
+            TAUS + THETAS + SLOPES + CONSTANTS > 0)
         dx, dother = through + turned, outer * y  # (RB, CB)
         if ROLE == READ:
             dx, dother = turned, through
@@ -352,6 +357,7 @@ def blend_backward(
     what a norm was given, dother_p holds its means, and the norm's two sums come last; JOINED, what
     dtheta_p holds is added to dy.
     """
+    tl.static_assert(_REWRITTEN_BY >= 0)
     NORMS: tl.constexpr = 2 if ROLE == NORMED or ROLE == JOINED else 0
     TAUS: tl.constexpr = DTAU * (K - 1 if GATE == OWN_TAUS else 1)
     CONSTANTS: tl.constexpr = K if DC or (ANCHORED and (DTHETA or DS)) else 0

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import functools
 import operator
+import zlib
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +24,9 @@ from threshold_gating.kernels.blend import gpu
 from threshold_gating.kernels.layout import Layout
 from threshold_gating.kernels.structure import Gate, Role, Wanted
 
+# Of a graph that it keeps on disk the compiler knows the sources of the kernels. This is a constant
+# of one of them, so that a graph which an earlier version of this file has changed is not taken.
+SOURCE = zlib.crc32(Path(__file__).read_bytes())
 _aten, _cast = torch.ops.aten, torch.ops.prims.convert_element_type.default
 _SUMS, _GRADIENTS = ("dtau_p", "dtheta_p", "ds_p", "dc_p"), ("tau_p", "theta_p", "s_p", "c_p")
 # constants of `kernels.blend_backward`, as `gpu.Constants` and `Wanted` have them

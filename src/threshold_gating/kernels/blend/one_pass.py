@@ -357,7 +357,12 @@ def _filled(kind: Kind, tensors: Held, group: int) -> Ready | None:
     for w, count in zip(tensors, kind.code.counts, strict=True):
         if w is None:
             at.append(None)
-        elif type(w) not in _PLAIN or not w.is_cpu or w.numel() != count * group:
+        elif (
+            type(w) not in _PLAIN
+            or not w.is_cpu
+            or w.numel() != count * group
+            or (count > 1 and w.size(0) != count)
+        ):
             return None
         elif w.dtype is float32 and w.is_contiguous() and not w.is_neg():
             at.append(w.data_ptr())

@@ -26,6 +26,7 @@ IN_MEMORY, ZERO, PLUS_ONE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 BOUND = tl.constexpr(rho_bound())
 _LARGEST_EXPONENT = tl.constexpr(60.0)  # of the weights' exponents, see `tiles`
+_LOST = tl.constexpr(2.0**-15)  # of the last one, which is 0 but for the rounding of the middle
 
 
 @triton.jit
@@ -143,7 +144,8 @@ def folded(
 ):  # fmt: skip
     """(middle, w, w s, w c, whether gates are taken one by one) for K >= 3.
 
-    They are where weights leave float32 and, going BACK, where branches are large.
+    They are where weights leave float32, where thresholds are so far out that their middle has not
+    digits enough, and, going BACK, where branches are large.
 
     With a tau per threshold, and if weights are known to be small, the middle is where things stop:
     the gates to change, then each exponential to grow; see `_rises`.
@@ -168,7 +170,7 @@ def folded(
             exponent = exponent + (middle - theta[k]) * (tau[0] * LOG2E)
             largest = tl.maximum(largest, tl.abs(exponent))
         w, ws, wc = w + (w[0],), ws + (s[K - 1],), wc + (c[K - 1],)
-        large = largest > _LARGEST_EXPONENT
+        large = (largest > _LARGEST_EXPONENT) | (tl.abs(exponent) > _LOST)
         if BACK:
             large = large | _large(tau[0], theta, s, c, K)
         overflows = tl.max(tl.max(large.to(tl.int32), 1), 0) > 0 if WEIGHTS == FITTING else False

@@ -19,6 +19,7 @@ digits where g is nearly 1. A gate multiplies x before a slope does, so that 0 m
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -339,14 +340,18 @@ def _parts(
 
 
 def _powers(x: Tensor, tau: Value, theta: Sequence[Value], room: Scratch) -> list[Tensor] | None:
-    """w_k a^(k-1) b^(K-k), or None where a weight leaves the range of float32."""
+    """w_k a^(k-1) b^(K-k), or None where a weight leaves the range of float32, or where thresholds
+    are so far out that their middle has not digits enough."""
     K = len(theta) + 1
     middle = sum(theta[1:], theta[0]) / (K - 1)
+    if not isinstance(middle, Tensor) and x.dtype == torch.float32:
+        middle = ctypes.c_float(middle).value  # as it is taken from x
     exponents: list[Value] = []
-    for t in theta[:-1]:
+    for t in theta:
         step = (middle - t) * (tau * _LOG2E)
         exponents.append(exponents[-1] + step if exponents else step)
-    if any(_size(e) > _WIDEST for e in exponents):
+    lost = exponents.pop()  # 0 but for the rounding of the middle
+    if any(_size(e) > _WIDEST for e in exponents) or _size(lost) > 2**8 * torch.finfo(x.dtype).eps:
         return None
     up = argument(x, tau, middle, _LOG2E, room)
     down = _clamp_(torch.neg(up, out=room.new()), None, 0).exp2_()

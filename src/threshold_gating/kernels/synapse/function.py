@@ -82,7 +82,8 @@ def _synaptic(
     seen = engine(x, name) in ("triton", "graph")
     if not seen or factor is not None or not _takes(x, synapses, formula):
         return formula(x, synapses, factor)
-    slope = next(w for w in synapses.slopes if isinstance(w, Tensor))
+    # of a bounded function all slopes are 0
+    slope = next(w for w in (*synapses.slopes, *synapses.constants) if isinstance(w, Tensor))
     casts = torch.is_autocast_enabled(x.device.type)  # sums are float32 there
     x = x.to(torch.float32 if casts else torch.promote_types(x.dtype, slope.dtype))
     constants = any(isinstance(c, Tensor) or c != 0 for c in synapses.constants)
