@@ -390,7 +390,10 @@ def _compiled(pairs: dict[str, Pair]) -> Iterator[Pair]:
         ("leaky_relu", "neuron", ("blend_backward",)),
     ):
         g = Gates(TAXONOMY[key], share)
-        yield _in_a_graph(pairs[f"{key} {share} module"], launches, g)
+        made = _in_a_graph(pairs[f"{key} {share} module"], launches, g)
+        yield made
+        if not g.t.hard:  # so many that a CPU has a node for them (`graph_cpu`)
+            yield replace(made, name=f"{made.name} of many", shapes=((600, 7), (1031, 63)))
 
 
 def _in_a_graph(pair: Pair, launches: tuple[str, ...], g: Gates | None) -> Pair:

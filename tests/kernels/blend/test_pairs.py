@@ -70,6 +70,10 @@ def test_what_is_compiled_equals_the_reference(name):
     check(PAIRS[name], PAIRS[name].shapes[0], torch.float32)
 
 
+compiles = pytest.mark.compile
+WRITTEN = {"forward": 2, "go_back": 3}  # y and dx, behind self
+
+
 def slightly_off(f):
     """`f` with the first tensor that it gives off by a hundredth."""
 
@@ -84,6 +88,17 @@ def slightly_off(f):
     return run
 
 
+def written_off(f, at):
+    """`f` with what it writes to its argument `at` off by a hundredth."""
+
+    def run(*args):
+        done = f(*args)
+        args[at].mul_(1.01)
+        return done
+
+    return run
+
+
 @pytest.mark.parametrize(
     ("owner", "function", "name"),
     [
@@ -91,14 +106,19 @@ def slightly_off(f):
         (cpu.Plan, "forward", "gelu frozen"),
         (cpu.Plan, "backward", "silu channel module"),
         (one_pass.Ready, "forward", "gelu frozen"),
-        (one_pass.Ready, "backward", "silu channel module"),
-        (one_pass.Ready, "backward", "gelu_tanh frozen"),
+        (one_pass.Ready, "go_back", "silu channel module"),
+        (one_pass.Ready, "go_back", "gelu_tanh frozen"),
+        *(
+            pytest.param(one_pass.Ready, what, f"{key} module compiled of many", marks=compiles)
+            for what in ("forward", "go_back")
+            for key in ("silu channel", "gelu layer")
+        ),
         (function._Two, "value", "two soft channel product"),
         (function._Two, "gradients", "two soft channel product"),
         (formula.Formula, "product", "three soft layer convolution"),
         (formula.Formula, "product_gradients", "hard channel product"),
         (attending.logits, "attend", "attention fused"),
-        pytest.param(steps, "_blended", "silu channel read compiled", marks=pytest.mark.compile),
+        pytest.param(steps, "_blended", "silu channel read compiled", marks=compiles),
     ],
     ids=lambda v: v if isinstance(v, str) else "",
 )
@@ -106,10 +126,12 @@ def test_what_a_cpu_runs_is_caught_when_it_is_broken(owner, function, name, monk
     if owner is one_pass.Ready and not one_pass.status()[0]:
         pytest.skip(one_pass.status()[1])
     assert checking.check("cpu", [PAIRS[name]]) == []
-    monkeypatch.setattr(owner, function, slightly_off(getattr(owner, function)))
+    f = getattr(owner, function)
+    broken = written_off(f, WRITTEN[function]) if owner is one_pass.Ready else slightly_off(f)
+    monkeypatch.setattr(owner, function, broken)
     wrong = checking.check("cpu", [PAIRS[name]])
     assert wrong
-    assert all(line.startswith(name) for line in wrong)
+    assert all(line.startswith(name) and ": error " in line for line in wrong)
 
 
 # what is caught when it is broken was reached

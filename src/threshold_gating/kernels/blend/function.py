@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -41,6 +42,7 @@ from threshold_gating.kernels.structure import (
     Structure,
     Tensors,
     Weights,
+    check_fits,
     exact,
     viewed,
     weights_of,
@@ -370,6 +372,7 @@ def _by_kernel(
     if _is_elsewhere(tensors, x):
         return None
     if by in ("graph", "node"):
+        check_fits(structure, tensors, math.prod(shape))
         made: autograd.Plan = Graph(structure, role, shape)
         if by == "node":
             tensors, made = graph_cpu.node(x, structure, tensors, shape)
