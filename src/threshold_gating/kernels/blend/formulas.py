@@ -2,9 +2,10 @@
 
 x and v are (rows, columns), parameters (1, 1), (1, columns) or (rows, 1), a tuple of them for the
 rows of a parameter. With one tau and K >= 3 branches, all gates are powers of one exponential: let
-t = tau (x - middle), e = exp(-|t|) and count branches from the one that wins far out on x's side;
-then y = v S(e) / D(e) + C(e) / D(e) with polynomials whose coefficients w_k, w_k s_k and w_k c_k
-stand in that order. D is never below 1, and nothing overflows.
+t = tau (x - middle), up = exp(t), down = exp(-t) and count branches from one in their midst; then
+y = v S / D + C / D with polynomials in up above it and in down below it, whose coefficients are
+w_k s_k, w_k and w_k c_k. None of them is chosen by the side of x: a choice takes two clocks where a
+product and sum take one. x is bounded so that D stays between 1 and 2^112 (`parameters.folded`).
 """
 
 # mypy: ignore-errors
@@ -44,44 +45,85 @@ def _tanh(h):
 
 
 @triton.jit
-def _coefficient(w, low, K: tl.constexpr, k: tl.constexpr):
-    """That of e^k: of the k-th branch from the left or from the right."""
-    if 2 * k == K - 1:
-        found = tl.broadcast_to(w[k], low.shape)
-    else:
-        found = tl.where(low, w[k], w[K - 1 - k])
-    return found
+def within(x, middle):
+    """x, no further out than exponentials have room: from there on the gates stand still."""
+    return _bounded(x, middle[1], middle[2])
 
 
 @triton.jit
-def _polynomial(w, low, e, K: tl.constexpr):
-    """(value, derivative) at e."""
-    value = _coefficient(w, low, K, K - 1)
-    slope = tl.zeros_like(value)
-    for k in tl.static_range(1, K):
-        slope = slope * e + value
-        value = value * e + _coefficient(w, low, K, K - 1 - k)
-    return value, slope
+def _both_ways(near, tau, middle):
+    """exp(t) and exp(-t), of which neither is one over the other: that takes as long."""
+    t = (near - middle[0]) * (tau[0] * LOG2E)
+    return exp2(t), exp2(-t)
 
 
 @triton.jit
-def by_powers(x, v, tau, middle, w, ws, wc, C_CODE: tl.constexpr, K: tl.constexpr):
-    """(y, mean slope, dy/dx by way of the gates) for K >= 3 and one tau."""
-    away = x - middle
-    e = exp2(tl.abs(away) * (tau[0] * -LOG2E))
-    low = away < 0
-    D, D1 = _polynomial(w, low, e, K)  # (RB, CB) each
-    share = inverse(D)
-    S, S1 = _polynomial(ws, low, e, K)
-    slope, fall = S * share, e * share  # far out e is 0, and v times the rest may be infinite
-    y, turn = v * slope, v * ((S1 - slope * D1) * fall)
+def _polynomial(w, up, down, K: tl.constexpr):
+    """sum_k w_k exp((k - M) t) about M = (K - 1) // 2; w may lack the last of the K."""
+    M: tl.constexpr = (K - 1) // 2
+    total, below, above = w[M], w[0], w[len(w) - 1]
+    for k in tl.static_range(1, M):
+        below = below * down + w[k]
+    total = below * down + total
+    if len(w) > M + 1:
+        for k in tl.static_range(2, len(w) - M):
+            above = above * up + w[len(w) - k]
+        total = above * up + total
+    return total
+
+
+@triton.jit
+def by_powers(
+    x, v, tau, middle, s, w, ws, wc, C_CODE: tl.constexpr, K: tl.constexpr, ROLE: tl.constexpr
+):
+    """(y, mean slope) for K >= 3 and one tau."""
+    near = within(x, middle)
+    up, down = _both_ways(near, tau, middle)
+    share = inverse(_polynomial(w, up, down, K))
+    slope = _polynomial(ws, up, down, K) * share
+    y = (v if ROLE == READ else near) * slope
     if C_CODE != (4**K - 1) // 3:  # not all of them the number 0
-        C, C1 = _polynomial(wc, low, e, K)
-        constant = C * share
-        y += constant
-        turn += (C1 - constant * D1) * fall
-    turn = turn * tau[0]
-    return y, slope, tl.where(low, turn, -turn)
+        y += _polynomial(wc, up, down, K) * share
+    if ROLE != READ:  # further out y is a line
+        y += (x - near) * tl.where(x > near, s[K - 1], s[0])
+    return y, slope
+
+
+@triton.jit
+def turns_by_powers(
+    x, v, tau, middle, s, c, w, ws, C_CODE: tl.constexpr, K: tl.constexpr, ROLE: tl.constexpr
+):
+    """(mean slope, g_k / w_k for each branch, g_k (L_k - y) for all but the first) with one tau.
+
+    Branches are taken less the last one, which changes nothing but leaves no large numbers to
+    cancel where that wins; where the first one does, the gates of the others are small. Where a
+    middle one wins, what is found is off by a rounding of the largest branch, so large ones are
+    left to `turns` (`parameters.folded`).
+    """
+    M: tl.constexpr = (K - 1) // 2
+    near = within(x, middle)
+    up, down = _both_ways(near, tau, middle)
+    share = inverse(_polynomial(w, up, down, K))
+    slope = _polynomial(ws, up, down, K) * share
+    rises, gaps, rest = (), (), ()  # w_k (s_k - s_K), w_k (c_k - c_K), w_k (L_k - L_K)
+    read = _bounded(v, -_FAR, _FAR) if ROLE == READ else near
+    for k in tl.static_range(K - 1):
+        rises, gaps = rises + (w[k] * (s[k] - s[K - 1]),), gaps + (w[k] * (c[k] - c[K - 1]),)
+        rest = rest + (read * rises[k] if C_CODE == (4**K - 1) // 3 else read * rises[k] + gaps[k],)
+    if ROLE == READ:  # which may be large: by itself
+        mean = read * (_polynomial(rises, up, down, K) * share)
+        mean += _polynomial(gaps, up, down, K) * share
+    else:
+        mean = _polynomial(rest, up, down, K) * share
+    powers = (share,)
+    for _k in tl.static_range(M):
+        powers = (powers[0] * down,) + powers
+    for k in tl.static_range(M, K - 1):
+        powers = powers + (powers[k] * up,)
+    found = ()
+    for k in tl.static_range(1, K - 1):
+        found = found + (powers[k] * (rest[k] - w[k] * mean),)
+    return slope, powers, found + (powers[K - 1] * -mean,)
 
 
 @triton.jit
@@ -124,7 +166,7 @@ def _from_below(
     if GATE == OWN_TAUS:
         rises = _rises(x, tau, theta, middle, K, WEIGHTS)
     else:
-        rises = (_rise(x, tau[0], middle, 124.0 / (K - 1)),)
+        rises = (_rise(x, tau[0], middle[0], 124.0 / (K - 1)),)
     share = inverse(_nested(w, rises, K))
     y = v * (_nested(ws, rises, K) * share)
     if C_CODE != (4**K - 1) // 3:
@@ -166,30 +208,12 @@ def turned_from_below(
 
 
 @triton.jit
-def _powers(x, tau, middle, w, K: tl.constexpr):
-    """w_k a^k b^(K-1-k) from e = exp(-|t|), which is a or b; the other is 1."""
-    away = x - middle
-    e = exp2(tl.abs(away) * (tau[0] * -LOG2E))
-    low = away < 0
-    powers = (e,)
-    for k in tl.static_range(K - 2):
-        powers = powers + (powers[k] * e,)
-    parts = (tl.where(low, 1.0, powers[K - 2]),)
-    for k in tl.static_range(1, K - 1):
-        if 2 * k == K - 1:
-            parts = parts + (powers[k - 1] * w[k],)
-        else:
-            parts = parts + (tl.where(low, powers[k - 1], powers[K - 2 - k]) * w[k],)
-    return parts + (tl.where(low, powers[K - 2], 1.0),)
-
-
-@triton.jit
 def _exponentials(x, tau, theta, K: tl.constexpr, GATE: tl.constexpr):
     """exp(l_k - max l) of the running sums of the arguments; see `soft.relative_logits`."""
     u, left = (), (tl.zeros_like(x),)
     for k in tl.static_range(K - 1):
         z = (x - theta[k]) * (tau[k if GATE == OWN_TAUS else 0] * LOG2E)
-        z = _bounded(z, _MOST)
+        z = _bounded(z, -_MOST, _MOST)
         u, left = u + (z,), left + (_least(left[k] + z, 0.0),)
     right = tl.zeros_like(x)
     parts = (exp2(left[K - 1]),)
@@ -205,20 +229,14 @@ def _least(a, b):
 
 
 @triton.jit
-def _bounded(z, bound):
-    lower = tl.maximum(z, -bound, propagate_nan=tl.PropagateNan.ALL)
-    return _least(lower, bound)
+def _bounded(z, least, most):
+    return _least(tl.maximum(z, least, propagate_nan=tl.PropagateNan.ALL), most)
 
 
 @triton.jit
-def soft_gates(
-    x, tau, theta, middle, w, K: tl.constexpr, GATE: tl.constexpr, WEIGHTS: tl.constexpr
-):
-    """The K >= 3 gates."""
-    if GATE == OWN_TAUS or WEIGHTS == OVERFLOWING:
-        parts = _exponentials(x, tau, theta, K, GATE)
-    else:
-        parts = _powers(x, tau, middle, w, K)
+def soft_gates(x, tau, theta, K: tl.constexpr, GATE: tl.constexpr):
+    """The K >= 3 gates, one by one."""
+    parts = _exponentials(x, tau, theta, K, GATE)
     total = parts[0]
     for k in tl.static_range(1, K):
         total = total + parts[k]
@@ -340,10 +358,10 @@ def value(
     elif WEIGHTS >= SMALL:
         y = _from_below(x, v, tau, theta, middle, w, ws, wc, C_CODE, K, GATE, WEIGHTS)
     elif GATE == OWN_TAUS or WEIGHTS == OVERFLOWING:
-        g = soft_gates(x, tau, theta, middle, w, K, GATE, WEIGHTS)
+        g = soft_gates(x, tau, theta, K, GATE)
         y = v * mean(g, s, S_CODE, K) + mean(g, c, C_CODE, K)
     else:
-        y, _, _ = by_powers(x, v, tau, middle, w, ws, wc, C_CODE, K)
+        y, _ = by_powers(x, v, tau, middle, s, w, ws, wc, C_CODE, K, ROLE)
     return y
 
 
@@ -353,7 +371,7 @@ def turns(g, v, dy, s, c, S_CODE: tl.constexpr, C_CODE: tl.constexpr, K: tl.cons
     weighed = ()  # dy g_k L_k
     for k in tl.static_range(K):
         # infinity times a gate of 0 would be NaN
-        weighed = weighed + (g[k] * _bounded(dy * (v * s[k] + c[k]), _LARGEST),)
+        weighed = weighed + (g[k] * _bounded(dy * (v * s[k] + c[k]), -_LARGEST, _LARGEST),)
     masses, values = (g[0],), (weighed[0],)  # up to each threshold
     for k in tl.static_range(1, K - 1):
         masses = masses + (masses[k - 1] + g[k],)
@@ -364,35 +382,3 @@ def turns(g, v, dy, s, c, S_CODE: tl.constexpr, C_CODE: tl.constexpr, K: tl.cons
         found = (masses[K - 2 - j] * value - above * values[K - 2 - j],) + found
         above, value = above + g[K - 2 - j], value + weighed[K - 2 - j]
     return found
-
-
-@triton.jit
-def turns_by_powers(x, v, dy, tau, middle, w, s, c, S_CODE: tl.constexpr, K: tl.constexpr):
-    """(gates times dy, dy T_m for each threshold) with one tau, in fewer steps than by `turns`.
-
-    T_m is what the branches above a threshold have more than their share of the mean. All of them
-    are taken less the one that wins far out on x's side, which changes nothing but leaves no large
-    numbers to cancel in the tails. Where a middle one wins, T is off by a rounding of the largest
-    branch, so large ones are left to `turns` (`parameters.folded`).
-    """
-    parts = _powers(x, tau, middle, w, K)
-    masses = (parts[K - 1],)  # of the gates above a threshold, not yet shared out
-    for k in tl.static_range(1, K):
-        masses = (masses[0] + parts[K - 1 - k],) + masses
-    share = inverse(masses[0])
-    scale, near = dy * share, _bounded(v, _FAR)
-    weighted, values, branches = (), (), ()
-    for k in tl.static_range(K):
-        weighted = weighted + (parts[k] * scale,)
-        branches = branches + (_branch(near, s, c, S_CODE, k),)
-    wins = tl.where(x < middle, branches[0], branches[K - 1])
-    for k in tl.static_range(K):
-        value = weighted[K - 1 - k] * (branches[K - 1 - k] - wins)
-        if k > 0:
-            value += values[0]
-        values = (value,) + values
-    mean = values[0] * share
-    found = ()
-    for m in tl.static_range(1, K):
-        found = found + (values[m] - masses[m] * mean,)
-    return weighted, found

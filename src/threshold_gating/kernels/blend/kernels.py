@@ -30,6 +30,7 @@ from threshold_gating.kernels.blend.formulas import (
     two_gates,
     two_means,
     value,
+    within,
 )
 from threshold_gating.kernels.blend.parameters import (
     ALONE,
@@ -55,7 +56,7 @@ from threshold_gating.kernels.blend.parameters import (
     rows_of,
     sharpened,
 )
-from threshold_gating.kernels.blend.sums import destination, finished
+from threshold_gating.kernels.blend.sums import destination, finished, offset, shared_out
 
 
 @triton.jit
@@ -178,34 +179,24 @@ def blend_forward(
 def _gradient(
     x, v, dy, tau, theta, s, c, middle, w, ws, wc, S_CODE: tl.constexpr, C_CODE: tl.constexpr,
     OWNERS: tl.constexpr, K: tl.constexpr, GATE: tl.constexpr, WEIGHTS: tl.constexpr,
-    SUMMED: tl.constexpr,
+    ROLE: tl.constexpr, SUMMED: tl.constexpr,
 ):
     """(y, dy times the mean slope, dy by way of the gates, gates times dy, dy T_m of thresholds).
 
     The last two only if a parameter's gradient needs them (SUMMED).
     """
     g, weighted, found = (x,), (), (x,)
-    if GATE == ONE_TAU and WEIGHTS >= SMALL and not SUMMED:
-        y, slope, turned = by_powers(x, v, tau, middle, w, ws, wc, C_CODE, K)
-        through, turned = slope * dy, turned * dy
-    elif GATE == OWN_TAUS and WEIGHTS >= SMALL and not SUMMED:
+    if GATE == OWN_TAUS and WEIGHTS >= SMALL and not SUMMED:
         y, slope, turned = turned_from_below(
             x, v, tau, theta, middle, w, ws, wc, S_CODE, C_CODE, K, WEIGHTS)
         through, turned = slope * dy, turned * dy
-    elif GATE == ONE_TAU and WEIGHTS != OVERFLOWING:
-        weighted, found = turns_by_powers(x, v, dy, tau, middle, w, s, c, S_CODE, K)
-        y, _, _ = by_powers(x, v, tau, middle, w, ws, wc, C_CODE, K)
-        through, turned = mean(weighted, s, S_CODE, K), found[0]
-        for k in tl.static_range(1, K - 1):
-            turned += found[k]
-        turned = turned * tau[0]
     else:
         if GATE == HARD:
             g = hard_gates(x, theta, OWNERS, K)
         elif GATE == TWO or GATE == CENTRED:
             g = two_gates(x, tau, theta)
         else:
-            g = soft_gates(x, tau, theta, middle, w, K, GATE, WEIGHTS)
+            g = soft_gates(x, tau, theta, K, GATE)
         for k in tl.static_range(K):
             weighted = weighted + (g[k] * dy,)
         turned, slope = tl.zeros_like(x), mean(g, s, S_CODE, K)
@@ -238,6 +229,63 @@ def _plus(total, value, LAYOUT: tl.constexpr):
 
 
 @triton.jit
+def _with_gates(
+    sums, x, v, theta, weighted, found,
+    K: tl.constexpr, GATE: tl.constexpr, TAUS: tl.constexpr, THETAS: tl.constexpr,
+    SLOPES: tl.constexpr, CONSTANTS: tl.constexpr, LAYOUT: tl.constexpr,
+):
+    """The sums with a tile more, from gates times dy and dy T_m of each threshold."""
+    new = ()
+    for k in tl.static_range(TAUS):
+        total = found[k] * (x - theta[k])
+        if GATE != OWN_TAUS:
+            for m in tl.static_range(1, K - 1):
+                total += found[m] * (x - theta[m])
+        new = new + (_plus(sums[k], total, LAYOUT),)
+    for k in tl.static_range(THETAS):
+        if GATE != HARD:
+            new = new + (_plus(sums[TAUS + k], found[k], LAYOUT),)
+        else:
+            new = new + (sums[TAUS + k],)
+    for k in tl.static_range(SLOPES):
+        along = weighted[k] * v
+        if GATE == HARD:  # 0 * inf where a branch is not taken
+            along = tl.where(weighted[k] != 0, along, 0.0)
+        new = new + (_plus(sums[TAUS + THETAS + k], along, LAYOUT),)
+    for k in tl.static_range(CONSTANTS):
+        new = new + (_plus(sums[TAUS + THETAS + SLOPES + k], weighted[k], LAYOUT),)
+    return new
+
+
+@triton.jit
+def _with_powers(
+    sums, x, v, dy, near, middle, theta, turn, powers, found,
+    K: tl.constexpr, ROLE: tl.constexpr, TAUS: tl.constexpr, THETAS: tl.constexpr,
+    SLOPES: tl.constexpr, CONSTANTS: tl.constexpr, LAYOUT: tl.constexpr,
+):
+    """The same from `turns_by_powers`; `shared_out` makes of these sums what they are to be.
+
+    What the branches read times dy, so that each sum is one product and sum.
+    """
+    new = ()
+    if TAUS:  # about the middle: the rest follows from the thetas' sums, if there are any
+        total = turn * (near - middle)
+        if THETAS == 0:
+            total -= offset(found, theta, middle, K)
+        new = new + (_plus(sums[0], total * dy, LAYOUT),)
+    for k in tl.static_range(THETAS):
+        new = new + (_plus(sums[TAUS + k], found[k] * dy, LAYOUT),)
+    ends = v * dy
+    inner = ends if ROLE == READ else near * dy  # the gates of the ends alone go on further out
+    for k in tl.static_range(SLOPES):
+        along = powers[k] * (ends if k == 0 or k == K - 1 else inner)
+        new = new + (_plus(sums[TAUS + THETAS + k], along, LAYOUT),)
+    for k in tl.static_range(CONSTANTS):
+        new = new + (_plus(sums[TAUS + THETAS + SLOPES + k], powers[k] * dy, LAYOUT),)
+    return new
+
+
+@triton.jit
 def _backward_tiles(
     x_p, other_p, dy_p, more_p, dx_p, dother_p, R, N, iters, tau, theta, s, c,
     middle, w, ws, wc, centre, sums,
@@ -252,6 +300,7 @@ def _backward_tiles(
     NORMED, two more for a norm before the gates: of dx, and of dx times its input less `centre`.
     JOINED, dy is the sum of what is at dy_p and at more_p.
     """
+    BY_POWERS: tl.constexpr = GATE == ONE_TAU and WEIGHTS != OVERFLOWING
     for i in tl.range(iters, num_stages=STAGES):
         _, _, place, inside = _tile(i, R, N, iters, LAYOUT, RB, CB)
         x = tl.load(x_p + place, mask=inside, other=0.0).to(tl.float32)  # (RB, CB)
@@ -265,42 +314,36 @@ def _backward_tiles(
                 v = other
             elif ROLE == TIMES:
                 dy = dy * other
-        y, through, turned, weighted, found = _gradient(
-            x, v, dy, tau, theta, s, c, middle, w, ws, wc,
-            S_CODE, C_CODE, OWNERS, K, GATE, WEIGHTS, TAUS + THETAS + SLOPES + CONSTANTS > 0)
+        if BY_POWERS:
+            slope, powers, found = turns_by_powers(
+                x, v, tau, middle, s, c, w, ws, C_CODE, K, ROLE)
+            y, _ = by_powers(x, v, tau, middle, s, w, ws, wc, C_CODE, K, ROLE)
+            turn = found[0]
+            for k in tl.static_range(1, K - 1):
+                turn += (k + 1.0) * found[k]
+            through, turned = slope, turn * tau[0]
+        else:
+            y, through, turned, weighted, found = _gradient(
+                x, v, dy, tau, theta, s, c, middle, w, ws, wc,
+                S_CODE, C_CODE, OWNERS, K, GATE, WEIGHTS, ROLE,
+                TAUS + THETAS + SLOPES + CONSTANTS > 0)
         dx, dother = through + turned, outer * y  # (RB, CB)
         if ROLE == READ:
             dx, dother = turned, through
+        if BY_POWERS:
+            dx = dx * dy
+            if ROLE == READ:
+                dother = dother * dy
         if DX:
             tl.store(dx_p + place, dx.to(x_p.dtype.element_ty), mask=inside)
         if DOTHER:
             tl.store(dother_p + place, dother.to(x_p.dtype.element_ty), mask=inside)
-        new = ()
-        for k in tl.static_range(TAUS):
-            if GATE == OWN_TAUS:
-                total = found[k] * (x - theta[k])
-            elif GATE == ONE_TAU and WEIGHTS != OVERFLOWING and THETAS > 0:
-                total = found[0]  # about the middle: the rest follows from the thetas' sums
-                for m in tl.static_range(1, K - 1):
-                    total += found[m]
-                total = total * (x - middle)
-            else:
-                total = found[0] * (x - theta[0])
-                for m in tl.static_range(1, K - 1):
-                    total += found[m] * (x - theta[m])
-            new = new + (_plus(sums[k], total, LAYOUT),)
-        for k in tl.static_range(THETAS):
-            if GATE != HARD:
-                new = new + (_plus(sums[TAUS + k], found[k], LAYOUT),)
-            else:
-                new = new + (sums[TAUS + k],)
-        for k in tl.static_range(SLOPES):
-            along = weighted[k] * v
-            if GATE == HARD:  # 0 * inf where a branch is not taken
-                along = tl.where(weighted[k] != 0, along, 0.0)
-            new = new + (_plus(sums[TAUS + THETAS + k], along, LAYOUT),)
-        for k in tl.static_range(CONSTANTS):
-            new = new + (_plus(sums[TAUS + THETAS + SLOPES + k], weighted[k], LAYOUT),)
+        if BY_POWERS:
+            new = _with_powers(sums, x, v, dy, within(x, middle), middle[0], theta, turn, powers,
+                               found, K, ROLE, TAUS, THETAS, SLOPES, CONSTANTS, LAYOUT)
+        else:
+            new = _with_gates(sums, x, v, theta, weighted, found,
+                              K, GATE, TAUS, THETAS, SLOPES, CONSTANTS, LAYOUT)
         if ROLE == NORMED or ROLE == JOINED:
             FIRST: tl.constexpr = TAUS + THETAS + SLOPES + CONSTANTS
             new = new + (_plus(sums[FIRST], dx, LAYOUT),)
@@ -378,13 +421,16 @@ def blend_backward(
             middle, w, ws, wc, centre, sums,
             S_CODE, C_CODE, OWNERS, K, GATE, WEIGHTS, ROLE, DX, DOTHER,
             TAUS, DTHETA * (K - 1), DS * K, CONSTANTS, LAYOUT, RB, CB, STAGES)
+        if GATE == ONE_TAU:
+            sums = shared_out(sums, theta, middle[0], w, K,
+                              TAUS, DTHETA * (K - 1), DS * K + CONSTANTS)
     COUNT: tl.constexpr = TAUS + DTHETA * (K - 1) + DS * K + DC * K
     if COUNT > 0:
         # Read again rather than kept: registers are what the loop above is short of.
         tau, theta, s, c = _parameters(
             at, tau_p, rho_p, theta_p, shift_p, s_p, c_p,
             G, TAU_CODE, THETA_CODE, S_CODE, C_CODE, K, GATE, SHARPENED, MOVED, ANCHORED)
-        sums = finished(sums, at, overflows, tau, theta, s, rho_p, G, S_CODE,
+        sums = finished(sums, at, tau, theta, s, rho_p, G, S_CODE,
                         K, GATE, SHARPENED, ANCHORED, TAUS, DTHETA * (K - 1), DS * K)
         for k in tl.static_range(COUNT):
             out_p, row = dtau_p, k

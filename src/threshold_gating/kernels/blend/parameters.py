@@ -6,7 +6,7 @@ is computed of them alone is computed once for a tile.
 
 # mypy: ignore-errors
 # Constants of a kernel are capitals; tuples grow by +, which Triton understands.
-# ruff: noqa: N803, RUF005
+# ruff: noqa: N803, N806, RUF005
 from __future__ import annotations
 
 import triton
@@ -25,7 +25,9 @@ FITTING, OVERFLOWING, SMALL, MIRRORED = constants(Weights)
 IN_MEMORY, ZERO, PLUS_ONE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 BOUND = tl.constexpr(rho_bound())
-_LARGEST_EXPONENT = tl.constexpr(60.0)  # of the weights' exponents, see `tiles`
+# Exponents of 2: most of a weight, most of all gates before they are shared out, and by how much
+# another branch is below the one that wins where x is bounded (`folded`).
+_MOST_OF_WEIGHTS, _ROOM, _UNSEEN = tl.constexpr(60.0), tl.constexpr(112.0), tl.constexpr(28.0)
 
 
 @triton.jit
@@ -122,18 +124,23 @@ def _mirrored(tau, theta, s, c, K: tl.constexpr):
 
 
 @triton.jit
-def _large(tau, theta, s, c, K: tl.constexpr):
-    """Whether branches are large where gates turn: `turns_by_powers` would lose too much of them.
+def _large(tau, theta, s, c, K: tl.constexpr, BACK: tl.constexpr):
+    """Whether branches are too large to be evaluated by `formulas.by_powers`.
 
-    It is off by 2^-24 of the largest branch times tau; so the bounds are those of frozen ones with
-    small weights (`structure._are_small`).
+    They must fit float32 beside the room that gates have. Going BACK, `turns_by_powers` is off by
+    2^-24 of the largest branch times tau; so the bounds are those of frozen ones with small weights
+    (`structure._are_small`).
     """
-    slope, rest = tl.abs(s[0]), tl.maximum(tl.abs(c[0]), tl.abs(theta[0]))
+    slope, constant, start = tl.abs(s[0]), tl.abs(c[0]), tl.abs(theta[0])
     for k in tl.static_range(1, K):
-        slope, rest = tl.maximum(slope, tl.abs(s[k])), tl.maximum(rest, tl.abs(c[k]))
+        slope, constant = tl.maximum(slope, tl.abs(s[k])), tl.maximum(constant, tl.abs(c[k]))
         if k < K - 1:
-            rest = tl.maximum(rest, tl.abs(theta[k]))
-    return (slope > 2) | (tau * rest > 16)
+            start = tl.maximum(start, tl.abs(theta[k]))
+    if BACK:
+        large = (slope > 2) | (tau * tl.maximum(constant, start) > 16) | (tau < 0.04)
+    else:
+        large = tl.maximum(slope, constant) > 8192
+    return large | (tau <= 0)
 
 
 @triton.jit
@@ -143,10 +150,11 @@ def folded(
 ):  # fmt: skip
     """(middle, w, w s, w c, whether gates are taken one by one) for K >= 3.
 
-    They are where weights leave float32 and, going BACK, where branches are large.
-
-    With a tau per threshold, and if weights are known to be small, the middle is where things stop:
-    the gates to change, then each exponential to grow; see `_rises`.
+    They are where weights or branches are too large for the other way. With one tau the middle has
+    beside it how far out gates change, to either side: there they use up their room in float32, and
+    every gate but that of the branch that wins is below 2^-28. With a tau per threshold, and if
+    weights are known to be small, the middle is where things stop: the gates to change, then each
+    exponential to grow; see `_rises`.
     """
     if GATE == OWN_TAUS and WEIGHTS == MIRRORED:
         middle, w, ws, wc = _mirrored(tau, theta, s, c, K)
@@ -158,19 +166,20 @@ def folded(
         for _k in tl.static_range(1, K):
             middle, w = middle + (bound,), w + (w[0],)
     elif GATE == ONE_TAU:
-        middle = middle_of(theta, K)
-        exponent = (middle - theta[0]) * (tau[0] * LOG2E)
-        largest = tl.abs(exponent)
+        HIGH: tl.constexpr = _ROOM / (K - 1 - (K - 1) // 2)
+        LOW: tl.constexpr = _ROOM / ((K - 1) // 2)
+        centre, sharp = middle_of(theta, K), tau[0] * LOG2E
+        middle = (centre, centre - LOW / sharp, centre + HIGH / sharp)
+        exponent = (centre - theta[0]) * sharp
         w, ws, wc = (tl.full(tau[0].shape, 1.0, tl.float32),), (s[0],), (c[0],)
+        large = _large(tau[0], theta, s, c, K, BACK)
         for k in tl.static_range(1, K - 1):
             weight = exp2(exponent)
             w, ws, wc = w + (weight,), ws + (s[k] * weight,), wc + (c[k] * weight,)
-            exponent = exponent + (middle - theta[k]) * (tau[0] * LOG2E)
-            largest = tl.maximum(largest, tl.abs(exponent))
+            most = min(HIGH * (K - 1 - k), LOW * k) - _UNSEEN
+            large = large | (exponent > most) | (tl.abs(exponent) > _MOST_OF_WEIGHTS)
+            exponent = exponent + (centre - theta[k]) * sharp
         w, ws, wc = w + (w[0],), ws + (s[K - 1],), wc + (c[K - 1],)
-        large = largest > _LARGEST_EXPONENT
-        if BACK:
-            large = large | _large(tau[0], theta, s, c, K)
         overflows = tl.max(tl.max(large.to(tl.int32), 1), 0) > 0 if WEIGHTS == FITTING else False
     else:
         middle, w, ws, wc, overflows = tau[0], (tau[0],), (tau[0],), (tau[0],), False
