@@ -35,19 +35,14 @@ class Graphs:
         return aot_autograd(fw_compiler=self._note, bw_compiler=self._note)(graph, inputs)
 
     def _note(self, graph, inputs):
-        self.ops.update(
-            str(a) if "functionalized" in str(n.target) else str(n.target)
-            for n in graph.graph.nodes
-            if n.op == "call_function"
-            for a in (n.args[:1] or (None,))
-        )
+        self.ops.update(str(n.target) for n in graph.graph.nodes if n.op == "call_function")
         return make_boxed_func(graph.forward)
 
     def nodes(self):
         """How many nodes of ours there are, forward and backward."""
         return tuple(
             sum(n for op, n in self.ops.items() if name in op)
-            for name in ("one_pass_into", "one_pass_back_into")
+            for name in ("one_pass_forward", "one_pass_backward")
         )
 
 
@@ -228,7 +223,7 @@ def test_calls_with_other_numbers_share_a_graph_once_numbers_vary():
     assert graphs.nodes() == (2, 0)
 
 
-def test_compiled_for_a_cpu_a_network_has_nodes_with_memory_of_the_compiler_and_the_bits_of_eager():
+def test_compiled_for_a_cpu_a_network_of_nodes_has_the_gradients_of_eager():
     torch._dynamo.reset()
     act = moved(tg.Activation("silu", train=EVERY, share="channel", channels=24, axis=-1))
     net = nn.Sequential(nn.Linear(16, 24), tg.Activation("gelu"), nn.Linear(24, 24), act)
@@ -245,5 +240,17 @@ def test_compiled_for_a_cpu_a_network_has_nodes_with_memory_of_the_compiler_and_
         # products of 200 and 24 terms in another order
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
     calls = "".join(code).count
-    assert calls("one_pass_into.default(") == calls("one_pass_back_into.default(") == 2
-    assert calls("one_pass_forward.default(") == calls("one_pass_backward.default(") == 0
+    assert calls("one_pass_forward.default(") == calls("one_pass_backward.default(") == 2
+
+
+def test_what_stands_beside_a_node_is_computed_after_it():
+    # here torch 2.13 computed the sum before an op had written y to memory that it was given
+    def f(x):
+        h = x + 0
+        return GELU(h) + torch.slice_scatter(h, h[:, :3] * 7, 1, 0, 3).exp()
+
+    torch._dynamo.reset()
+    x = torch.randn(96, 64)
+    with torch.no_grad():
+        # the same gates, an exponential of the compiler's: 2 ulp
+        torch.testing.assert_close(torch.compile(f, fullgraph=True)(x), f(x), rtol=1e-6, atol=1e-6)

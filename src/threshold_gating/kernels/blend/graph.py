@@ -160,9 +160,8 @@ def _backward_shape(dy: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     return dx, dother, x.new_empty(rows, sizes[1], dtype=torch.float32)
 
 
-def open_for_compilers(library: Any, name: str, run: Callable[..., Any]) -> None:
-    """Let an op be what is in it where all sizes are known: a compiler can launch the kernel
-    itself, and has memory for what is written."""
+def _opened(run: Callable[..., Any]) -> Callable[..., Any]:
+    """The op as what is in it, for a compiler that can launch the kernel itself."""
 
     def rule(mode: Any, op: Any, types: Any, arguments: Any = (), more: Any = None) -> Any:
         if any(isinstance(n, torch.SymInt) for n in arguments[0].shape):
@@ -171,7 +170,7 @@ def open_for_compilers(library: Any, name: str, run: Callable[..., Any]) -> None
         with mode:
             return run(*arguments, **(more or {}))
 
-    library._register_torch_dispatch_rule(name, FunctionalTensorMode, rule)
+    return rule
 
 
 for name, run, shape in (
@@ -181,7 +180,7 @@ for name, run, shape in (
     _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"threshold_gating::{name}", shape, lib=_LIBRARY)
     if not runtime.interpreting():
-        open_for_compilers(_LIBRARY, name, run)
+        _LIBRARY._register_torch_dispatch_rule(name, FunctionalTensorMode, _opened(run))
 
 blend_forward = torch.ops.threshold_gating.blend_forward.default
 blend_backward = torch.ops.threshold_gating.blend_backward.default

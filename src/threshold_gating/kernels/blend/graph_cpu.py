@@ -74,7 +74,7 @@ class Node(NamedTuple):
         return tensors
 
     def forward(self, x: Tensor, other: Tensor | None, tensors: Held) -> Tensor:
-        y: Tensor = one_pass_forward(x, _joined(tensors), self._said(), graph.SOURCES)
+        y: Tensor = one_pass_forward(x, _joined(tensors), self._said())
         return y
 
     def backward(
@@ -87,7 +87,7 @@ class Node(NamedTuple):
         wanted: Wanted,
     ) -> list[Tensor | None]:
         bits = sum([2**k for k, w in enumerate(wanted) if w])
-        dx, sums = one_pass_backward(dy, x, _joined(tensors), self._said(), bits, graph.SOURCES)
+        dx, sums = one_pass_backward(dy, x, _joined(tensors), self._said(), bits)
         rho, dtheta, s, c, tau, theta = tensors
         learned = (tau if rho is None else rho), (theta if dtheta is None else dtheta), s, c
         return [dx if wanted.x else None, None, *graph.apart(sums, learned, wanted)]
@@ -172,20 +172,23 @@ def _call(said: str, sizes: Sequence[int], stride: Sequence[int], dtype: torch.d
     return _Call(plan, one_pass.kind_of(structure, dtype), tuple(starts), rows)
 
 
-def _evaluate(y: Tensor, x: Tensor, held: Tensor, said: str) -> None:
-    call = _call(said, x.shape, x.stride(), x.dtype)
+def _forward(x: Tensor, held: Tensor, said: str) -> Tensor:
+    x, _ = dense(x, _read(said).shape)
+    call, y = _call(said, x.shape, x.stride(), x.dtype), torch.empty_like(x)
     ready = call.ready(held)
     if ready is None or not ready.forward(x, y, call.plan.sizes):
         y.copy_(call.plan.forward(x, None, call.given(held)))
+    return y
 
 
-def _go_back(
-    dx: Tensor, sums: Tensor, dy: Tensor, x: Tensor, held: Tensor, said: str, wanted: int
-) -> None:
-    call = _call(said, x.shape, x.stride(), x.dtype)
-    ready, dy, sizes = call.ready(held), like(dy, x), call.plan.sizes
-    asked, at = _wanted(wanted), sums.data_ptr()
+def _backward(dy: Tensor, x: Tensor, held: Tensor, said: str, wanted: int) -> tuple[Tensor, Tensor]:
+    """dx, and what is wanted of the gradients of tau, theta, s and c as rows."""
+    x, sizes = dense(x, _read(said).shape)
+    call, dx = _call(said, x.shape, x.stride(), x.dtype), torch.empty_like(x)
+    ready, dy, asked = call.ready(held), like(dy, x), _wanted(wanted)
+    sums = _room(x, said, asked)
     places: list[int | None] = []
+    at = sums.data_ptr()
     for count, is_asked in zip(call.rows, asked[2:], strict=True):
         places.append(at if is_asked else None)
         at += count * sizes[1] * sums.element_size() if is_asked else 0
@@ -196,58 +199,42 @@ def _go_back(
             dx.copy_(made)
         if sums.numel():
             torch.cat([g.reshape(-1, sizes[1]) for g in grads if g is not None], out=sums)
+    return dx, sums
 
 
 def _wanted(bits: int) -> Wanted:
     return Wanted(*[bool(bits >> k & 1) for k in range(len(Wanted._fields))])
 
 
-def _forward(x: Tensor, held: Tensor, said: str, sources: int) -> Tensor:
-    x, _ = dense(x, _read(said).shape)
-    y = torch.empty_like(x)
-    one_pass_into(y, x, held, said)
-    return y
-
-
-def _backward(
-    dy: Tensor, x: Tensor, held: Tensor, said: str, wanted: int, sources: int
-) -> tuple[Tensor, Tensor]:
-    """dx, and what is wanted of the gradients of tau, theta, s and c as rows."""
+def _room(x: Tensor, said: str, asked: Wanted) -> Tensor:
+    """Memory for the gradients that are asked for."""
     _, shape, counts = _read(said)
-    x, _ = dense(x, shape)
-    rows = [n for n, asked in zip(counts, _wanted(wanted)[2:], strict=True) if asked]
-    dx = torch.empty_like(x)
-    sums = x.new_empty(sum(rows), math.prod(shape), dtype=torch.float32)
-    one_pass_back_into(dx, sums, dy, x, held, said, wanted)
-    return dx, sums
+    rows = sum([n for n, is_asked in zip(counts, asked[2:], strict=True) if is_asked])
+    return x.new_empty(rows, math.prod(shape), dtype=torch.float32)
 
 
-def _only_writes(*arguments: Any) -> None:
-    """What the ops that write are without numbers."""
+def _forward_shape(x: Tensor, held: Tensor, said: str) -> Tensor:
+    return torch.empty_like(dense(x, _read(said).shape)[0])
 
 
+def _backward_shape(
+    dy: Tensor, x: Tensor, held: Tensor, said: str, wanted: int
+) -> tuple[Tensor, Tensor]:
+    return _forward_shape(x, held, said), _room(x, said, _wanted(wanted))
+
+
+# Ops that give new memory: in loops for a CPU, torch 2.13 loses track of what an op writes to.
 _LIBRARY: Any = torch.library.Library("threshold_gating", "FRAGMENT")  # type: ignore[no-untyped-call]
-_GIVEN = "Tensor x, Tensor held, str said"
-_OPS: dict[str, tuple[str, Any]] = {
-    "one_pass_forward": (f"({_GIVEN}, int sources) -> Tensor", _forward),
-    "one_pass_backward": (
-        f"(Tensor dy, {_GIVEN}, int wanted, int sources) -> (Tensor, Tensor)", _backward,
-    ),
-    "one_pass_into": (f"(Tensor(a!) y, {_GIVEN}) -> ()", _evaluate),
-    "one_pass_back_into": (
-        f"(Tensor(a!) dx, Tensor(b!) sums, Tensor dy, {_GIVEN}, int wanted) -> ()", _go_back,
-    ),
-}  # fmt: skip
-for name, (schema, run) in _OPS.items():
-    _LIBRARY.define(name + schema)
+_LIBRARY.define("one_pass_forward(Tensor x, Tensor held, str said) -> Tensor")
+_LIBRARY.define(
+    "one_pass_backward(Tensor dy, Tensor x, Tensor held, str said, int wanted) -> (Tensor, Tensor)"
+)
+for name, run, shapes in (
+    ("one_pass_forward", _forward, _forward_shape),
+    ("one_pass_backward", _backward, _backward_shape),
+):
     _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
-    writes = schema.endswith("()")
-    torch.library.register_fake(
-        f"threshold_gating::{name}", _only_writes if writes else run, lib=_LIBRARY
-    )
-    if not writes:  # opened, so that the compiler has the memory: new pages take long
-        graph.open_for_compilers(_LIBRARY, name, run)
+    torch.library.register_fake(f"threshold_gating::{name}", shapes, lib=_LIBRARY)
 
-_ops: Any = torch.ops.threshold_gating
-one_pass_forward, one_pass_backward = _ops.one_pass_forward.default, _ops.one_pass_backward.default
-one_pass_into, one_pass_back_into = _ops.one_pass_into.default, _ops.one_pass_back_into.default
+one_pass_forward = torch.ops.threshold_gating.one_pass_forward.default
+one_pass_backward = torch.ops.threshold_gating.one_pass_backward.default
