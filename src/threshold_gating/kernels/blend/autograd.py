@@ -65,7 +65,10 @@ class Blend(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, other: Tensor | None, *held: Any) -> Tensor:
         plan: Plan
         *tensors, plan = held
-        ctx.save_for_backward(x, other, *tensors)
+        # In a graph nobody sees that x is written over before the backward pass. Where it is not, a
+        # compiler for CPUs leaves the copy out.
+        kept = x.clone() if torch.compiler.is_compiling() and x.is_cpu else x
+        ctx.save_for_backward(kept, other, *tensors)
         given = plan.read(x, tensors)
         # what was read stays right: autograd sees to it that what is saved does not change
         ctx.kept = plan, given, x.stride(), x.dtype
