@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ class Plan(Protocol):
     """What an engine has ready for one structure: `cpu.Plan`, `gpu.Plan`, `graph.Graph`.
 
     What `read` makes of the tensors is kept between `forward` and `backward`, which gives the
-    gradients of x, the other input, tau, theta, s and c.
+    gradients of x, the other input, tau, theta, s and c. Those of graphs say what is `kept` of x.
     """
 
     @property
@@ -65,9 +65,7 @@ class Blend(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, other: Tensor | None, *held: Any) -> Tensor:
         plan: Plan
         *tensors, plan = held
-        # In a graph nobody sees that x is written over before the backward pass. Where it is not, a
-        # compiler for CPUs leaves the copy out.
-        kept = x.clone() if torch.compiler.is_compiling() and x.is_cpu else x
+        kept = cast(Any, plan).kept(x) if torch.compiler.is_compiling() else x
         ctx.save_for_backward(kept, other, *tensors)
         given = plan.read(x, tensors)
         # what was read stays right: autograd sees to it that what is saved does not change
