@@ -210,6 +210,15 @@ def test_sizes_that_vary_are_one_graph_of_formulas():
     assert graphs.nodes() == (0, 0)
 
 
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+def test_sizes_that_depend_on_values_are_formulas():
+    graphs = Graphs(lambda x: GELU(x[x[:, 0] > 0]))
+    for x in (torch.randn(999, 64), -torch.ones(9, 64)):
+        # the same gates, in steps of a compiler
+        torch.testing.assert_close(graphs.run(x), GELU(x[x[:, 0] > 0]), rtol=1e-5, atol=1e-5)
+    assert graphs.nodes() == (0, 0)
+
+
 def test_calls_with_other_numbers_share_a_graph_once_numbers_vary():
     first, *others = [tg.TG(1.0 + k / 8, (0.1,), (0.0, 1.0), (0.2, 0.0)) for k in range(12)]
     x = torch.randn(SHAPE)

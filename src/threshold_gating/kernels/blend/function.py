@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from threshold_gating import primitive
 from threshold_gating.instance import TG
@@ -342,8 +343,10 @@ def _is_few(x: Tensor, structure: Structure, name: str) -> bool:
     gradients alike, so that both have the same bits.
     """
     n = x.numel()
-    if n == 0 or torch.compiler.is_compiling():  # there a question of sizes would compile again
-        return n == 0
+    if torch.compiler.is_compiling():  # there a question of sizes would compile again
+        return statically_known_true(n == 0) if x.is_cpu else n == 0
+    if n == 0:
+        return True
     return structure.gate == Gate.HARD and x.is_cpu and n <= _FEW and name != "triton"
 
 
