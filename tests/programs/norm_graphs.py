@@ -176,6 +176,6 @@ for key, train in LEARNED.items():
     # parameters along rows: nothing is taken along
     check(Net(key, train), z.contiguous(), r.contiguous(), Role.ALONE)
 # by this a graph that is kept on disk is known: another `norms` is another graph
-assert str(norms.SOURCE) in source_of(kernels.blend_backward)
+assert str(norms.VERSION) in source_of(kernels.blend_backward)
 check(Net("gelu", ("tau", "theta")), z, r, Role.ALONE)  # it has no registers left for them
 print("ok")

@@ -27,7 +27,7 @@ from threshold_gating.primitive import graphs
 LEAVE = "*"  # in a plan, its only entry (`quick` relies on that): every call is left alone
 # To Dynamo these are calls like others; eager checkpointing is followed by `recomputing`.
 _REGIONS = {tag_activation_checkpoint, checkpoint}
-_LOOKED_AT = dict.fromkeys((*sites.FUNCTIONS, *_REGIONS))
+_LOOKED_AT = frozenset((*sites.FUNCTIONS, *_REGIONS))
 _NEVER = object()
 
 

@@ -47,8 +47,8 @@ _FUNCTIONS = {
     TAXONOMY["tanh"]: torch.ops.aten.tanh.default,
 }
 
-# On a CPU, in numbers of the weights that are folded in the same time: what a step costs that
-# torch's op does not make, beside its products, and what each of its pre-activations does.
+# Costs on a CPU, as the number of weights that are folded in the same time: of a step made by
+# itself, without its products, and of each of its pre-activations.
 _STEP, _UNIT = 2**18, 8
 
 
@@ -243,6 +243,7 @@ def _pays(args: Sequence[Any], params: Sequence[Tensor], mode: str, by_steps: bo
     steps, x = _steps(args), args[0]
     if by_steps or not x.is_cpu or (mode == "LSTM" and steps > FEW):
         return steps > FEW
+    # the first layer stands for all: both sides grow with their number
     ih, hh, rows = params[0], params[1], math.prod(x.shape[:-1])
     return bool(steps * _STEP + rows * hh.shape[0] * _UNIT > ih.numel() + hh.numel())
 

@@ -45,7 +45,7 @@ Instance = TG | Learned | Moved | Callable[[Tensor], Tensor]  # the last: evalua
 Gates = Mapping[str, Instance]
 
 # Steps that are not worth a copy of the weights: a GPU folds with about as many launches as a step
-# has. On a CPU the sizes tell, see `rnn_fold`.
+# has. On a CPU sizes tell for a GRU, and for an LSTM of few steps (`rnn_fold`).
 FEW = 2
 
 _SIGMOID, _TANH = taxonomy.TAXONOMY["sigmoid"], taxonomy.TAXONOMY["tanh"]

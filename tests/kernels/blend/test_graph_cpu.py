@@ -158,10 +158,10 @@ def test_without_compiled_code_where_a_kept_graph_runs_the_engine_computes(monke
     graphs = Graphs(act)
     x, dy = torch.randn(SHAPE), torch.randn(SHAPE)
     found(graphs.run, act, x, dy)
-    graph_cpu._call.cache_clear()
+    graph_cpu._prepared.cache_clear()
     monkeypatch.setattr(one_pass, "kind_of", lambda structure, dtype: None)
     have = found(graphs.run, act, x, dy)
-    graph_cpu._call.cache_clear()
+    graph_cpu._prepared.cache_clear()
     assert graphs.count == 1
     assert graphs.nodes() == (1, 1)
     with tg.kernels.use("reference"):
@@ -208,6 +208,43 @@ def test_sizes_that_vary_are_one_graph_of_formulas():
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-3)
     assert graphs.count == 1
     assert graphs.nodes() == (0, 0)
+
+
+def test_many_elements_in_each_row_are_a_node_for_every_batch():
+    act = moved(tg.Activation("gelu", train=EVERY, share="channel", channels=7))
+    graphs = Graphs(act)
+    for batch in (2, 3, 5):
+        x = torch.randn(batch, 7, 33, 31)
+        have, want = found(graphs.run, act, x, x), found(act, act, x, x)
+        assert all(map(torch.equal, have, want))
+    assert graphs.count == 2  # of the first batch, and of every batch
+    assert graphs.nodes() == (2, 2)
+
+
+@pytest.mark.parametrize(
+    ("shape", "rows"), [((64, 7, 11, 13), (7, 1, 13)), ((5000, 1), (7,))], ids=["apart", "wider"]
+)
+def test_groups_that_are_no_run_of_axes_are_formulas(shape, rows):
+    x, theta = torch.randn(shape), torch.randn(rows)
+
+    def f(x, theta):
+        return tg.kernels.blend(x, 1.5, (theta,), (0.0, 1.0), (0.2, 0.0))
+
+    graphs = Graphs(f)
+    torch.testing.assert_close(graphs.run(x, theta), f(x, theta), rtol=1e-5, atol=1e-6)
+    assert graphs.nodes() == (0, 0)
+
+
+def test_the_long_way_back_has_the_gradients_that_are_asked_for(monkeypatch):
+    monkeypatch.setattr(one_pass.Ready, "backward_into", lambda *args: None)
+    act = moved(tg.Activation("gelu", train=EVERY, share="channel", channels=7))
+    graphs, x = Graphs(act), torch.randn(SHAPE).bfloat16()
+    for p in act.parameters():
+        p.requires_grad_(p is act.rho or p is act.s)
+    have = torch.autograd.grad(graphs.run(x).float().square().sum(), [act.rho, act.s])
+    want = torch.autograd.grad(act(x).float().square().sum(), [act.rho, act.s])
+    assert all(map(torch.equal, have, want))
+    assert graphs.nodes() == (1, 1)
 
 
 @torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -30,10 +30,11 @@ from threshold_gating.kernels.structure import (
 
 
 class Plan(Protocol):
-    """What an engine has ready for one structure: `cpu.Plan`, `gpu.Plan`, `graph.Graph`.
+    """What an engine has ready for one structure: `cpu.Plan`, `gpu.Plan`, `graph.Graph`,
+    `graph_cpu.Node`.
 
     What `read` makes of the tensors is kept between `forward` and `backward`, which gives the
-    gradients of x, the other input, tau, theta, s and c. Those of graphs say what is `kept` of x.
+    gradients of x, the other input, tau, theta, s and c.
     """
 
     @property
@@ -65,8 +66,10 @@ class Blend(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, other: Tensor | None, *held: Any) -> Tensor:
         plan: Plan
         *tensors, plan = held
-        kept = cast(Any, plan).kept(x) if torch.compiler.is_compiling() else x
-        ctx.save_for_backward(kept, other, *tensors)
+        # In a graph nobody sees that x is written over before the backward pass. Where it is not,
+        # the compiler leaves this copy out.
+        found = x.clone() if torch.compiler.is_compiling() else x
+        ctx.save_for_backward(found, other, *tensors)
         given = plan.read(x, tensors)
         # what was read stays right: autograd sees to it that what is saved does not change
         ctx.kept = plan, given, x.stride(), x.dtype

@@ -85,9 +85,9 @@ class Plan(NamedTuple):
     def forward(self, x: Tensor, v: Tensor | None, given: Given) -> Tensor:
         ready = self._ready(x, given.tensors) if self._reads_again() else given.ready
         if ready is not None and v is None:
-            y = torch.empty_like(x)
-            if ready.forward(x, y, self.sizes):
-                return y
+            done = ready.forward(x, self.sizes)
+            if done is not None:
+                return done
         work = self._tiles(x, v, self._rows(x, given.tensors))
         y = torch.empty_like(x)
         out = flat(y, self.sizes)
@@ -110,10 +110,10 @@ class Plan(NamedTuple):
         """The gradients of x, v, tau, theta, s and c."""
         ready = self._ready(x, tensors) if self._reads_again() else given.ready
         if ready is not None and v is None:
-            learned, dx = _learned(tensors, wanted), torch.empty_like(x)
-            grads = ready.backward(dy, x, dx, self.sizes, learned)
-            if grads is not None:
-                return [dx, None, *map(_as_its_own, grads, learned)]
+            learned = _learned(tensors, wanted)
+            done = ready.backward(dy, x, self.sizes, learned)
+            if done is not None:
+                return [done[0], None, *map(_as_its_own, done[1], learned)]
         rows = self._rows(x, tensors)
         work, slopes = self._tiles(x, v, rows), flat(like(dy, x), self.sizes)
         if work.parts == [None]:

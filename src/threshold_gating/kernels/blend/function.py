@@ -270,7 +270,8 @@ def _gates(
         return y
     rows = viewed(structure.rows(held), shape) if isinstance(held, Tensors) else held
     if y is None:
-        y = steps(x, v, structure, rows) if by == "steps" else plain(x, v, structure, rows)
+        f = steps if by in ("steps", "node") else plain  # the latter where a node was refused
+        y = f(x, v, structure, rows)
         y = y if up is None else y * up
     if jumps and torch.is_grad_enabled():
         y = primitive.straight_through(x, y, rows.theta, rows.s, rows.c, v)
@@ -356,7 +357,7 @@ def _alike(other: Any, x: Tensor) -> bool:
         and other.shape == x.shape
         and other.dtype == x.dtype
         and other.device == x.device
-        # memory to be negated when it is read, which a compiler does by itself
+        # what torch negates when it reads it is no plain memory; a compiler reads it right
         and (torch.compiler.is_compiling() or not other.is_neg())
     )
 

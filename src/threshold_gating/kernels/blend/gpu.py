@@ -86,8 +86,8 @@ def _digits(numbers: Numbers) -> int:
     return sum([(DIGITS.index(n) + 1) * 4**k for k, n in enumerate(numbers) if n in DIGITS])
 
 
-def numbers(digits: int, count: int) -> Numbers:
-    """The rows that digits of `Constants` stand for."""
+def numbers_of(digits: int, count: int) -> Numbers:
+    """What `_digits` was given: numbers where it had them."""
     return tuple([(None, *DIGITS)[digits // 4**k % 4] for k in range(count)])
 
 
@@ -375,7 +375,7 @@ def known_rows(numbers: Numbers, group: int, device: torch.device) -> Tensor:
 
 
 def _made_rows(numbers: Numbers, group: int, device: torch.device) -> Tensor:
-    # by products: a number that varies stays one in a graph, where `full` would compile another
+    # a product keeps a number that varies in its graph; `torch.full` compiles a graph for each
     ones = torch.ones((1, group), device=device)
     return torch.cat([ones * (0.0 if n is None else n) for n in numbers])
 

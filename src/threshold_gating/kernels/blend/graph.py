@@ -42,10 +42,6 @@ class Graph(NamedTuple):
         """The tensors as they are: what follows from them is a step of the graph."""
         return tensors
 
-    def kept(self, x: Tensor) -> Tensor:
-        """What the backward pass is to find as x."""
-        return x
-
     def forward(self, x: Tensor, other: Tensor | None, tensors: Held) -> Tensor:
         structure = self.structure
         if self.role == Role.ALONE and (structure.hard or structure.K == 2):

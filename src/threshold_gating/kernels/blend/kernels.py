@@ -31,7 +31,7 @@ from threshold_gating.kernels.blend.formulas import (
     two_means,
     value,
 )
-from threshold_gating.kernels.blend.norms import SOURCE
+from threshold_gating.kernels.blend.norms import VERSION
 from threshold_gating.kernels.blend.parameters import (
     ALONE,
     CENTRED,
@@ -58,7 +58,8 @@ from threshold_gating.kernels.blend.parameters import (
 )
 from threshold_gating.kernels.blend.sums import destination, finished
 
-_REWRITTEN_BY = tl.constexpr(SOURCE)  # see there
+# Of norms.py, so that a graph on disk which an earlier one has rewritten is not taken.
+_REWRITTEN_BY = tl.constexpr(VERSION)
 
 
 @triton.jit

@@ -26,7 +26,7 @@ from threshold_gating.kernels.structure import Gate, Role, Wanted
 
 # Of a graph that it keeps on disk the compiler knows the sources of the kernels. This is a constant
 # of one of them, so that a graph which an earlier version of this file has changed is not taken.
-SOURCE = zlib.crc32(Path(__file__).read_bytes())
+VERSION = zlib.crc32(Path(__file__).read_bytes())
 _aten, _cast = torch.ops.aten, torch.ops.prims.convert_element_type.default
 _SUMS, _GRADIENTS = ("dtau_p", "dtheta_p", "ds_p", "dc_p"), ("tau_p", "theta_p", "s_p", "c_p")
 # constants of `kernels.blend_backward`, as `gpu.Constants` and `Wanted` have them

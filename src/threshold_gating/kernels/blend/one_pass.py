@@ -172,9 +172,8 @@ def _error(made: Code, x: Tensor, rows: Sequence[Tensor]) -> float:
     ready = _filled(Kind(made, known, True), held, group)
     if ready is None:
         return math.inf
-    y, dx = torch.empty_like(x), torch.empty_like(x)
-    done, grads = ready.forward(x, y, sizes), ready.backward(x, x, dx, sizes, rows)
-    if not done or grads is None:
+    y, found = ready.forward(x, sizes), ready.backward(x, x, sizes, rows)
+    if y is None or found is None:
         return math.inf
     along = [torch.linspace(1, 0.5, len(w), dtype=z.dtype, device="cpu")[:, None] for w in rows]
 
@@ -183,12 +182,12 @@ def _error(made: Code, x: Tensor, rows: Sequence[Tensor]) -> float:
         return primitive.blend(z + dx, tau if len(tau) > 1 else tau[0], *rest)
 
     h, moved = 1e-4, torch.zeros_like(z[0])
-    for grad, d in zip(grads, along, strict=True):
+    for grad, d in zip(found[1], along, strict=True):
         assert grad is not None  # all are asked for
         moved += (grad * d).sum(0)
     pairs = (
         (y, value(0, 0)),
-        (dx, (value(h, 0) - value(-h, 0)) / (2 * h) * z),
+        (found[0], (value(h, 0) - value(-h, 0)) / (2 * h) * z),
         (moved, ((value(0, h) - value(0, -h)) / (2 * h) * z).sum(0)),
     )
     errors = [(have - want).abs().max() / (1 + want.abs().max() / 7) for have, want in pairs]
@@ -221,17 +220,18 @@ class Ready(NamedTuple):
     parameters: Any
     constants: bool  # whether a branch has one
 
-    def forward(self, x: Tensor, y: Tensor, sizes: Sizes) -> bool:
-        """Write y, which lies as x; False where it is not all finite."""
+    def forward(self, x: Tensor, sizes: Sizes) -> Tensor | None:
+        """y, or None where it is not all finite."""
+        y, cut = torch.empty_like(x), _cut(sizes, False)
         at = x.data_ptr(), None, y.data_ptr(), self.parameters, None, None, None, None, None
-        return not self._is_strange(at, x.dtype, _cut(sizes, False))
+        return None if self._is_strange(at, x.dtype, cut) else y
 
     def backward(
-        self, dy: Tensor, x: Tensor, dx: Tensor, sizes: Sizes, learned: Held
-    ) -> list[Tensor | None] | None:
-        """Write dx, which lies as x; the gradients of what is `learned` of tau, theta, s and c, in
-        memory of their own: views of one would take longer than the arithmetic. None where they are
-        not all finite, or a tensor has another size than when it was read."""
+        self, dy: Tensor, x: Tensor, sizes: Sizes, learned: Held
+    ) -> tuple[Tensor, list[Tensor | None]] | None:
+        """dx and the gradients of what is `learned` of tau, theta, s and c, in memory of their own:
+        views of one would take longer than the arithmetic. None where they are not all finite, or
+        a tensor has another size than when it was read."""
         if torch._C._len_torch_dispatch_stack() > 0 or not (_is_plain(x) and _is_plain(dy)):
             return None
         grads: list[Tensor | None] = []
@@ -245,19 +245,20 @@ class Ready(NamedTuple):
             else:
                 grads.append(new := _room_for(w))
                 places.append(new.data_ptr())
-        return grads if self.go_back(like(dy, x), x, dx, sizes, places) else None
+        dx = self.backward_into(like(dy, x), x, sizes, places)
+        return None if dx is None else (dx, grads)
 
-    def go_back(
-        self, dy: Tensor, x: Tensor, dx: Tensor, sizes: Sizes, places: Sequence[int | None]
-    ) -> bool:
-        """Write dx and the gradients of tau, theta, s and c that have an address; False where they
-        are not all finite."""
-        cut, room = _cut(sizes, any(places)), None
+    def backward_into(
+        self, dy: Tensor, x: Tensor, sizes: Sizes, places: Sequence[int | None]
+    ) -> Tensor | None:
+        """dx; the gradients of tau, theta, s and c that have an address are written there. None
+        where they are not all finite."""
+        dx, cut, room = torch.empty_like(x), _cut(sizes, any(places)), None
         if (count := cut.slots * self.code.count * sizes[1]) > _FEW_SUMS:
             room = torch.empty(count, dtype=torch.float32)
         sums = None if room is None else room.data_ptr()
         at = x.data_ptr(), dy.data_ptr(), dx.data_ptr(), self.parameters, sums, *places
-        return not self._is_strange(at, x.dtype, cut)
+        return None if self._is_strange(at, x.dtype, cut) else dx
 
     def _is_strange(self, at: tuple[Any, ...], dtype: torch.dtype, cut: _Cut) -> int:
         """Run; whether anything that came out is not finite."""
@@ -296,7 +297,7 @@ def _cut(sizes: Sizes, summed: bool) -> _Cut:
 
 
 class Kind(NamedTuple):
-    """What is known of a structure."""
+    """The code for a structure, and its numbers as C reads them."""
 
     code: Code
     known: Any  # numbers, NaN for what is in a tensor
@@ -339,7 +340,7 @@ def kind_of(structure: Structure, dtype: torch.dtype) -> Kind | None:
     if not takes(structure.K, gate, dtype):
         return None
     made = code(structure.K, gate)
-    assert isinstance(made, Code)  # or it would take nothing
+    assert isinstance(made, Code)  # `takes` has seen that it is
     numbers = [w for row in (taus, structure.theta, structure.s, structure.c) for w in row]
     constants = any(c != 0 for c in structure.c)  # None is in a tensor
     return Kind(made, _doubles(numbers), constants)
