@@ -62,3 +62,12 @@ def keeps_gates() -> bool:
 def takes_native() -> bool:
     """Whether the graph that is being made has torch's own ops where these are exact."""
     return exporting() and _thread.form == "native"
+
+
+def is_known(condition: bool) -> bool:
+    """Whether this holds for all sizes that the graph being compiled is for: it is not compiled
+    again for those of which it does not."""
+    # here, because it loads half a second of modules that a compiler has loaded already
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return statically_known_true(condition)

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from threshold_gating import primitive
 from threshold_gating.instance import TG
@@ -48,7 +47,7 @@ from threshold_gating.kernels.structure import (
     viewed,
     weights_of,
 )
-from threshold_gating.primitive.graphs import keeps_gates
+from threshold_gating.primitive.graphs import is_known, keeps_gates
 
 # Elements up to which hard gates with derivatives are faster by the reference's formulas: these are
 # comparisons, and there is no exponential to be saved.
@@ -345,7 +344,7 @@ def _is_few(x: Tensor, structure: Structure, name: str) -> bool:
     """
     n = x.numel()
     if torch.compiler.is_compiling():  # there a question of sizes would compile again
-        return statically_known_true(n == 0) if x.is_cpu else n == 0
+        return is_known(n == 0) if x.is_cpu else n == 0
     if n == 0:
         return True
     return structure.gate == Gate.HARD and x.is_cpu and n <= _FEW and name != "triton"

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from threshold_gating.kernels.blend import cpu, gpu, graph, one_pass
 from threshold_gating.kernels.layout import dense, dense_sizes, like
@@ -35,6 +34,7 @@ from threshold_gating.kernels.structure import (
     Wanted,
     Weights,
 )
+from threshold_gating.primitive.graphs import is_known
 
 # A node pays from so many elements on: a call takes some 10 us. And from so many for each group,
 # because its parameters are copied in every call.
@@ -45,7 +45,7 @@ def pays(x: Tensor, structure: Structure, shape: Shape) -> bool:
     """Whether gates at x become a node. Few elements do not, or sizes of which it is not known that
     they are many, nor subclasses, transforms, and what C does not take."""
     many = max(_MANY, _MANY_EACH * math.prod(shape))
-    if type(x) is not Tensor or not statically_known_true(x.numel() >= many):
+    if type(x) is not Tensor or not is_known(x.numel() >= many):
         return False
     if dense_sizes(x.shape, (), shape) is None:  # groups that are no run of axes
         return False
