@@ -283,6 +283,7 @@ def site_of_call(kind: str, args: Any, kwargs: Any) -> Site:
     return site
 
 
+@graphs.constant
 def _made(kind: str, parameters: tuple[Any, ...]) -> str:
     """The name of a call's site, which is there then. It measures, even fits: not for a graph."""
     name = _NAMES.get((kind, parameters))
@@ -295,10 +296,6 @@ def _made(kind: str, parameters: tuple[Any, ...]) -> str:
         setattr(_MADE, name, site)
         _NAMES[kind, parameters] = name
     return name
-
-
-# torch.compiler.assume_constant_result, without the second that its import takes
-_made.__dict__["_dynamo_marked_constant"] = True
 
 
 def _has_functions(kind: type) -> bool:

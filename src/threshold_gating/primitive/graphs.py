@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 
 # steps: the formulas of each gate; kept: one node a gate; native: torch's own op where a frozen
 # gate is exactly that, one node a gate elsewhere
 GraphForm = Literal["steps", "kept", "native"]
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class _Thread(threading.local):
@@ -62,6 +63,13 @@ def keeps_gates() -> bool:
 def takes_native() -> bool:
     """Whether the graph that is being made has torch's own ops where these are exact."""
     return exporting() and _thread.form == "native"
+
+
+def constant(f: _Function) -> _Function:
+    """To a compiler the answer is a constant: `torch.compiler.assume_constant_result`, without the
+    second that its import takes."""
+    f.__dict__["_dynamo_marked_constant"] = True
+    return f
 
 
 def is_known(condition: bool) -> bool:

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from threshold_gating.conversion import aten_ops, recomputing, sites
 from threshold_gating.conversion.moves import COPIES, VIEWS, spelled
+from threshold_gating.primitive import graphs
 
 AUDITED_AS = "passing"  # see conversion.audit
 
@@ -66,11 +67,13 @@ _AUGMENTED = {f for n, f in vars(operator).items() if n[0] == "i" and hasattr(op
 _REGIONS = {tag_activation_checkpoint, checkpoint}
 
 
+@graphs.constant
 def does(func: Any) -> str:
     """What a function of torch does to its first argument: see `_all_functions`; "" is anything."""
     return _DOES.get(func, "")
 
 
+@graphs.constant
 def _place(func: Any) -> int | None:
     """Where a function is told what it overwrites: -1 if it always overwrites its first argument,
     else the position of its argument `inplace`, None if it has none."""
@@ -82,11 +85,6 @@ def _place(func: Any) -> int | None:
     code = getattr(func, "__code__", None)
     names = code.co_varnames[: code.co_argcount] if code is not None else ()
     return names.index("inplace") if "inplace" in names else None
-
-
-# torch.compiler.assume_constant_result, without the second that its import takes
-does.__dict__["_dynamo_marked_constant"] = True
-_place.__dict__["_dynamo_marked_constant"] = True
 
 
 def written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:

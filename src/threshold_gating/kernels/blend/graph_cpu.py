@@ -34,7 +34,7 @@ from threshold_gating.kernels.structure import (
     Wanted,
     Weights,
 )
-from threshold_gating.primitive.graphs import is_known
+from threshold_gating.primitive.graphs import constant, is_known
 
 # A node pays from so many elements on: a call takes some 10 us. And from so many for each group,
 # because its parameters are copied in every call.
@@ -49,13 +49,12 @@ def pays(x: Tensor, structure: Structure, shape: Shape) -> bool:
         return False
     if dense_sizes(x.shape, (), shape) is None:  # groups that are no run of axes
         return False
-    found: bool = _takes(structure.K, int(structure.gate), x.dtype)
-    return found
+    return _takes(structure.K, int(structure.gate), x.dtype)
 
 
 # To Dynamo the answer is a constant: it can trace neither questions about transforms, on which it
 # guards by itself, nor how C is compiled.
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant
 def _takes(K: int, gate: int, dtype: torch.dtype) -> bool:
     transformed = torch._C._functorch.peek_interpreter_stack() is not None
     derived = forward_ad._current_level >= 0
