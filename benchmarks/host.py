@@ -1,7 +1,7 @@
 """What the host takes: small calls, and large ones with threads on whatever cores they wake on.
 
 A learned gate is a node of autograd in C++ where `kernels.build` has compiled it, and a function
-written in Python elsewhere; rows on a GPU say which. Beside it stands a function in Python that
+written in Python elsewhere; rows say which. Beside it stands a function in Python that
 allocates what has to be returned and does nothing else: nothing written in Python is faster.
 """
 
@@ -65,7 +65,7 @@ def small_calls(calls: int, place: Place, forward: Limits, both: Limits) -> Iter
 
 
 def _note(place: Place) -> str:
-    return f"calls by {status()[1]}" if place.device == "cuda" else ""
+    return f"calls by {status(place.device)[1]}"
 
 
 def _small(backward: bool, calls: int, place: Place) -> Contenders:

@@ -159,7 +159,7 @@ def run(
         print(f"benchmarks: no section {unknown[0]!r} here; there are {there}.", file=sys.stderr)
         return 2
     info = machine()
-    if gpu:  # calls of gates are timed as somebody has them who did that; rows say who makes them
+    if not smoke:  # calls are timed as somebody has them who did that; rows say who makes them
         try:
             kernels.build()
         except CompilerError as error:

@@ -18,6 +18,10 @@ if not torch.cuda.is_available():
         patch.setenv("TRITON_INTERPRET", "1")
         import triton.language  # noqa: F401
 
+# Whether somebody has built what makes calls in C++ must not decide what is tested: tests of it load
+# it themselves.
+os.environ.setdefault("TG_HOST", "python")
+
 collect_ignore = ["programs"]  # run by tests, in processes of their own
 
 settings.register_profile("loaded machine", deadline=None)

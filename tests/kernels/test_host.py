@@ -1,4 +1,4 @@
-"""What makes calls on a GPU is built when somebody asks, and said to be missing until then."""
+"""What makes calls in C++ is built when somebody asks, and said to be missing until then."""
 
 import pytest
 import torch
@@ -9,9 +9,12 @@ from threshold_gating.kernels import compiler, host, runtime
 
 @pytest.fixture(autouse=True)
 def fresh():
-    host._found.cache_clear()
+    every = host._loaded, host._driving
+    for each in every:
+        each.cache_clear()
     yield
-    host._found.cache_clear()
+    for each in every:
+        each.cache_clear()
 
 
 @pytest.fixture
@@ -25,29 +28,33 @@ def gpu(monkeypatch):
 def test_without_a_gpu_there_is_nothing_to_call(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.delenv("TG_HOST", raising=False)
-    assert host.status() == (False, "Python: there is no GPU, or no Triton")
-    assert host.module() is None
+    assert host.status("cuda") == (False, "Python: there is no GPU, or no Triton")
+    assert host.module("cuda") is None
 
 
-def test_nothing_is_compiled_unasked(gpu, monkeypatch):
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_nothing_is_compiled_unasked(gpu, monkeypatch, device):
     monkeypatch.setattr(compiler, "_kept", lambda stem: None)
     monkeypatch.setattr(compiler, "_compiled", lambda *given: 1 / 0)
-    assert host.module() is None
-    assert host.status()[1].startswith("Python: not built; threshold_gating.kernels.build()")
+    assert host.module(device) is None
+    assert host.status(device)[1].startswith("Python: not built; threshold_gating.kernels.build()")
 
 
-def test_the_environment_turns_it_off(gpu, monkeypatch):
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_environment_turns_it_off(gpu, monkeypatch, device):
     monkeypatch.setenv("TG_HOST", "python")
-    assert host.status() == (False, "Python: TG_HOST=python")
+    assert host.status(device) == (False, "Python: TG_HOST=python")
 
 
 def test_a_word_of_the_environment_that_says_nothing_is_refused(gpu, monkeypatch):
     monkeypatch.setenv("TG_HOST", "pyhton")
     with pytest.raises(kernels.BackendError, match="TG_HOST is one of auto, python; got 'pyhton'"):
-        host.status()
+        host.status("cpu")
 
 
-def test_a_call_on_a_cpu_does_not_look_for_a_gpu(monkeypatch):
+@pytest.mark.parametrize("choice", host.CHOICES)
+def test_a_call_on_a_cpu_does_not_look_for_a_gpu(monkeypatch, choice):
+    monkeypatch.setenv("TG_HOST", choice)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: 1 / 0)
     act, x = Activation("silu", train=("tau", "theta")), torch.randn(3).requires_grad_()
     act(x).sum().backward()
@@ -57,7 +64,7 @@ def test_a_call_on_a_cpu_does_not_look_for_a_gpu(monkeypatch):
 def test_what_does_not_load_is_said(gpu, monkeypatch, tmp_path):
     (tmp_path / "host.so").write_text("no module")
     monkeypatch.setattr(host, "extension", lambda sources, build: tmp_path / "host.so")
-    works, words = host.status()
+    works, words = host.status("cuda")
     assert not works
     assert words.startswith("Python: it cannot be used (")
 

@@ -1,11 +1,16 @@
-"""Gates in processes that were forked after threads ran: torch's own ops would wait for ever there."""
+"""Gates in processes that were forked after threads ran: torch's own ops would wait for ever there.
+
+Called by Python, or by C++ where the environment lets it.
+"""
 
 import multiprocessing
+import os
 
 import torch
 from torch.utils.data import DataLoader
 
 from threshold_gating import TAXONOMY, kernels
+from threshold_gating.kernels import host
 
 
 def gated(x):
@@ -22,6 +27,7 @@ def collated(rows):
 
 if __name__ == "__main__":
     torch.set_num_threads(2)
+    assert (host.module("cpu") is None) == (os.environ["TG_HOST"] == "python")
     x = torch.randn(200_000)
     want = gated(x)  # threads exist now, and not in the children
     context = multiprocessing.get_context("fork")

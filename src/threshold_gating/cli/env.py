@@ -15,7 +15,7 @@ from threshold_gating import kernels, taxonomy
 from threshold_gating._version import __version__
 from threshold_gating.cli.printing import show
 from threshold_gating.kernels.blend.one_pass import status as cpu_gates
-from threshold_gating.kernels.host import status as gpu_calls
+from threshold_gating.kernels.host import status as calls_of_gates
 from threshold_gating.nn.activation import Activation
 
 _OPTIONAL = (
@@ -34,16 +34,18 @@ def env(args: argparse.Namespace) -> int:
     if torch.cuda.is_available():
         devices["cuda"] = torch.cuda.get_device_name()
     tried = {name: {d: try_backend(name, d) for d in devices} for name in kernels.BACKENDS}
-    compiled = dict(zip(("works", "message"), cpu_gates(), strict=True))
-    calls = dict(zip(("works", "message"), gpu_calls(), strict=True))
-    facts = {"versions": _versions(), "devices": devices, "backends": tried}
-    facts |= {"cpu_gates": compiled, "gpu_calls": calls}
+    facts: dict[str, Any] = {"versions": _versions(), "devices": devices, "backends": tried}
+    found = cpu_gates(), calls_of_gates("cpu"), calls_of_gates("cuda")
+    for key, each in zip(("cpu_gates", "cpu_calls", "gpu_calls"), found, strict=True):
+        facts[key] = dict(zip(("works", "message"), each, strict=True))
     show(args, {**facts, "backend": kernels.backend()}, _text(**facts))
     works = all(result["works"] is not False for on in tried.values() for result in on.values())
     return 0 if works else 1
 
 
-def _text(versions: Any, devices: Any, backends: Any, cpu_gates: Any, gpu_calls: Any) -> str:
+def _text(
+    versions: Any, devices: Any, backends: Any, cpu_gates: Any, cpu_calls: Any, gpu_calls: Any
+) -> str:
     lines = [f"{name:<16}  {version or 'not installed'}" for name, version in versions.items()]
     lines += ["", "devices:", *(f"{device:<16}  {words}" for device, words in devices.items())]
     lines += ["", "backends, forward and backward in float32 against torch in float64:"]
@@ -52,6 +54,7 @@ def _text(versions: Any, devices: Any, backends: Any, cpu_gates: Any, gpu_calls:
         for device, result in on.items():
             lines.append(f"{name + chosen:<16}  {device:<4}  {result['message']}")
     lines += ["", f"{'soft gates':<16}  cpu   {cpu_gates['message']}"]
+    lines += [f"{'calls of gates':<16}  cpu   {cpu_calls['message']}"]
     lines += [f"{'calls of gates':<16}  cuda  {gpu_calls['message']}"]
     return "\n".join(lines)
 

@@ -1,14 +1,13 @@
-// The host's part of a gate's call on a GPU: checks, memory, launches and the node of autograd.
+// The host's part of a gate's call: checks, memory and the node of autograd.
 //
-// A `Call` stands for one plan of `blend.gpu` on one device under one backend. It runs a call that
-// is like the one it was made from, and says None to any other: then Python runs, as it does where
-// this file was never compiled. A backward pass that is not the usual one, and the first of each
-// kind, whose kernel nobody has compiled yet, goes to Python as well (`State::fallback`).
-//
-// Neither CUDA's headers nor its libraries are needed. The driver's functions come as addresses,
-// and so do those that tests put in their place, which let a `Call` take tensors of a CPU.
+// A `Call` stands for one plan of `blend.gpu` or `blend.cpu` on one device under one backend. It runs
+// a call that is like the one it was made from, and says None to any other: then Python runs, as it
+// does where this file was never compiled. A backward pass that is not the usual one goes to Python
+// as well (`State::fallback`), and on a GPU the first of each kind, whose kernel nobody has compiled
+// yet. What evaluates the gates is in `host_launched.h` and `host_one_pass.h`.
 
-#include "host_node.h"
+#include "host_launched.h"
+#include "host_one_pass.h"
 
 namespace {
 
@@ -43,7 +42,7 @@ pybind11::object wrapped(const Tensor& t) {
 }
 
 variable_list Blend::by_python(const Tensor& dy, const Tensor& x, const Gates& held,
-                               const std::array<bool, 1 + HELD>& needed) const {
+                               const Needed& needed) const {
   pybind11::gil_scoped_acquire gil;
   pybind11::tuple gates(HELD), wanted(1 + HELD);
   for (int k = 0; k < HELD; ++k) gates[k] = wrapped(held[k]);
@@ -123,6 +122,8 @@ Kernel kernel_of(pybind11::handle given) {
 // add_backward(bits of the wanted, kernel, the adding one or None, sums, their strides, whose)
 PyObject* add_backward(PyObject* self, PyObject* given) {
   HANDLE_TH_ERRORS
+  const auto* state = dynamic_cast<const Launched*>(state_of(self).get());
+  TORCH_CHECK_TYPE(state != nullptr, "add_backward is for calls that launch kernels");
   const auto parts = pybind11::reinterpret_borrow<pybind11::tuple>(given);
   auto made = std::make_unique<Back>();
   made->run = kernel_of(parts[1]);
@@ -131,43 +132,91 @@ PyObject* add_backward(PyObject* self, PyObject* given) {
   made->stride = parts[4].cast<std::vector<int64_t>>();
   made->whose = parts[5].cast<unsigned>();
   const Back* before = nullptr;  // what is there stays: somebody may be running it
-  auto& place = state_of(self)->backs.at(parts[0].cast<unsigned>());
+  auto& place = state->backs.at(parts[0].cast<unsigned>());
   if (place.compare_exchange_strong(before, made.get())) made.release();
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
 }
 
-// Call(fallback, backend, names, x, held, read, kernel, hooks), from one call that Python ran
 const Tensor& tensor_of(const pybind11::object& given) {
-  TORCH_CHECK_TYPE(THPVariable_Check(given.ptr()), "Call takes tensors for x and for gates");
+  TORCH_CHECK_TYPE(THPVariable_Check(given.ptr()), "a call takes tensors for x and for gates");
   return THPVariable_Unpack(given.ptr());
 }
 
-PyObject* new_call(PyTypeObject*, PyObject* given, PyObject*) {
-  HANDLE_TH_ERRORS
-  const auto parts = pybind11::reinterpret_borrow<pybind11::tuple>(given);
-  TORCH_CHECK_TYPE(parts.size() == 9, "Call takes nine arguments");
+PyObject* owned(const pybind11::object& given) { return pybind11::object(given).release().ptr(); }
+
+// What every call has: (fallback, backend, names, x, held), from one that Python ran.
+template <class Kind>
+std::shared_ptr<Kind> like(const pybind11::tuple& parts, size_t count) {
+  TORCH_CHECK_TYPE(parts.size() == count, "a call of this kind takes ", count, " arguments");
   const Tensor& x = tensor_of(parts[3]);
-  auto state = std::make_shared<State>(x.device());
+  auto state = std::make_shared<Kind>(x.device());
   state->sizes = x.sizes().vec();
   state->strides = x.strides().vec();
   state->dtype = x.scalar_type();
   state->keys = keys_of(x.device().type());
-  state->forward = kernel_of(parts[6]);
-  const pybind11::tuple gates = parts[4], read = parts[5], sources = parts[8];
+  const pybind11::tuple gates = parts[4];
   for (int k = 0; k < HELD; ++k) {
     const pybind11::object each = gates[k];
     if (!each.is_none()) state->shapes[k] = tensor_of(each).sizes().vec();
   }
+  state->fallback = owned(parts[0]);
+  state->backend = owned(parts[1]);
+  state->names = owned(parts[2]);
+  return state;
+}
+
+// launched(..., read, their sources, kernel, hooks)
+PyObject* launched(PyObject*, PyObject* given) {
+  HANDLE_TH_ERRORS
+  const auto parts = pybind11::reinterpret_borrow<pybind11::tuple>(given);
+  const auto state = like<Launched>(parts, 9);
+  const pybind11::tuple read = parts[5], sources = parts[6];
   for (int k = 0; k < READ; ++k) {
     state->source[k] = sources[k].cast<int>();
     if (state->source[k] < 0) state->constants[k] = tensor_of(read[k]).detach();
   }
-  state->fallback = pybind11::object(parts[0]).release().ptr();
-  state->backend = pybind11::object(parts[1]).release().ptr();
-  state->names = pybind11::object(parts[2]).release().ptr();
-  state->hooks = pybind11::object(parts[7]).release().ptr();
-  return call_of(std::move(state));
+  state->kernel = kernel_of(parts[7]);
+  state->hooks = owned(parts[8]);
+  return call_of(state);
+  END_HANDLE_TH_ERRORS
+}
+
+Cut cut_of(pybind11::handle given) {
+  const auto parts = pybind11::cast<pybind11::tuple>(given);
+  return {parts[0].cast<std::array<long, 9>>(), parts[1].cast<int64_t>()};
+}
+
+template <class Function>
+void point(Function& function, pybind11::handle address) {
+  function = reinterpret_cast<Function>(address.cast<uintptr_t>());
+}
+
+// one_pass(..., addresses of `blend`, `fold`, what starts threads and whether it may,
+//          (known numbers, rows of tau, theta, s and c, rows that are folded, the widest, constants),
+//          (type, sums that need no room, whether folded parameters are kept),
+//          cuts without sums and with them, whose gradients are Python's)
+PyObject* one_pass(PyObject*, PyObject* given) {
+  HANDLE_TH_ERRORS
+  const auto parts = pybind11::reinterpret_borrow<pybind11::tuple>(given);
+  const auto state = like<OnePass>(parts, 10);
+  const pybind11::tuple places = parts[5], kind = parts[6], rest = parts[7], cuts = parts[8];
+  point(state->blend, places[0]);
+  point(state->fold, places[1]);
+  point(state->team, places[2]);
+  point(state->threads, places[3]);
+  state->known = kind[0].cast<std::vector<double>>();
+  state->rows = kind[1].cast<std::array<int64_t, SUMS>>();
+  state->folded = kind[2].cast<int64_t>();
+  state->widest = kind[3].cast<double>();
+  state->constants = kind[4].cast<bool>();
+  state->type = rest[0].cast<int>();
+  state->few = rest[1].cast<int64_t>();
+  state->keeps = rest[2].cast<bool>();
+  state->plain = cut_of(cuts[0]);
+  state->summed = cut_of(cuts[1]);
+  state->by_python = parts[9].cast<std::array<bool, SUMS>>();
+  return call_of(state);
   END_HANDLE_TH_ERRORS
 }
 
@@ -201,12 +250,15 @@ PyMethodDef methods[] = {
     {"again", function_of(again), METH_FASTCALL, nullptr},
     {"add_backward", add_backward, METH_VARARGS, nullptr},
     {nullptr, nullptr, 0, nullptr}};
-PyType_Slot slots[] = {{Py_tp_new, reinterpret_cast<void*>(new_call)},
-                       {Py_tp_dealloc, reinterpret_cast<void*>(end_call)},
+PyType_Slot slots[] = {{Py_tp_dealloc, reinterpret_cast<void*>(end_call)},
                        {Py_tp_methods, methods},
                        {0, nullptr}};
-PyType_Spec spec = {"threshold_gating_host.Call", sizeof(Call), 0, Py_TPFLAGS_DEFAULT, slots};
-PyMethodDef functions[] = {{"drive", drive, METH_VARARGS, nullptr}, {nullptr, nullptr, 0, nullptr}};
+PyType_Spec spec = {"threshold_gating_host.Call", sizeof(Call), 0,
+                    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, slots};
+PyMethodDef functions[] = {{"drive", drive, METH_VARARGS, nullptr},
+                           {"launched", launched, METH_VARARGS, nullptr},
+                           {"one_pass", one_pass, METH_VARARGS, nullptr},
+                           {nullptr, nullptr, 0, nullptr}};
 PyModuleDef definition = {PyModuleDef_HEAD_INIT, "threshold_gating_host", nullptr, -1, functions};
 
 }  // namespace

@@ -1,4 +1,4 @@
-"""Calls of gates on a GPU made in C++: for small inputs the host is what takes time.
+"""Calls of gates made in C++: for small inputs the host is what takes time.
 
 `build` compiles `host.cpp` once for this Python and this torch, which takes about a quarter of a
 minute, so that nothing does so unasked; every process loads it from then on. Where it was not
@@ -21,51 +21,68 @@ from threshold_gating.kernels import runtime
 from threshold_gating.kernels.backend import BackendError
 from threshold_gating.kernels.compiler import CompilerError, extension
 
-SOURCES = [Path(__file__).with_name(name) for name in ("host.cpp", "host_node.h")]
+_FILES = "host.cpp", "host_node.h", "host_launched.h", "host_one_pass.h"
+SOURCES = [Path(__file__).with_name(name) for name in _FILES]
 CHOICES = ("auto", "python")
 _NAME = "threshold_gating_host"
 
 
 def build() -> None:
-    """Compile what calls a gate on a GPU, for this Python and this torch; raises if it cannot be.
+    """Compile what calls a gate, for this Python and this torch; raises if it cannot be.
 
     It needs a C++ compiler (CXX, else c++, g++ or clang++) and Python's headers, and raises
     `compiler.CompilerError` with the compiler's words if it fails.
     """
     extension(SOURCES, build=True)
-    _found.cache_clear()
+    _loaded.cache_clear()
+    _driving.cache_clear()
 
 
-def module() -> Any | None:
-    """The compiled module with the driver's functions in it; None where Python has to do."""
-    found = _found()
+def module(device: str) -> Any | None:
+    """The compiled module, for calls on "cpu" or "cuda"; None where Python has to do."""
+    found = _found(device)
     return None if isinstance(found, str) else found
 
 
-def status() -> tuple[bool, str]:
-    """Whether C++ calls gates on a GPU, or why not, in words."""
-    found = _found()
+def status(device: str) -> tuple[bool, str]:
+    """Whether C++ calls gates on such a device, or why not, in words."""
+    found = _found(device)
     return (False, f"Python: {found}") if isinstance(found, str) else (True, "compiled C++")
 
 
+def _found(device: str) -> Any | str:
+    """The module, or why there is none. For a CPU nobody looks for a GPU: a process that did so
+    may not fork any more."""
+    return _loaded() if device == "cpu" else _driving()
+
+
 @functools.cache
-def _found() -> Any | str:
-    """The module, or why there is none."""
+def _loaded() -> Any | str:
     asked = os.environ.get("TG_HOST") or "auto"
     if asked not in CHOICES:
         raise BackendError(f"TG_HOST is one of {', '.join(CHOICES)}; got {asked!r}.")
     if asked == "python":
         return "TG_HOST=python"
-    if not (torch.cuda.is_available() and runtime.is_installed()):
-        return "there is no GPU, or no Triton"
     try:
         path = extension(SOURCES, build=False)
         if path is None:
             return "not built; threshold_gating.kernels.build() compiles it once"
-        made = load(path)
-        made.drive(*_driver(), False)
-    except (AttributeError, CompilerError, ImportError, OSError) as error:
+        return load(path)
+    except (CompilerError, ImportError, OSError) as error:
         return f"it cannot be used ({error})"
+
+
+@functools.cache
+def _driving() -> Any | str:
+    """The module with the driver's functions in it."""
+    if not (torch.cuda.is_available() and runtime.is_installed()):
+        return "there is no GPU, or no Triton"
+    made = _loaded()
+    if not isinstance(made, str):
+        try:
+            made.drive(*_driver(), False)
+        except (AttributeError, OSError) as error:
+            return f"it cannot be used ({error})"
     return made
 
 

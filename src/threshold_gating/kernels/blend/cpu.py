@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -42,7 +43,8 @@ class Given(NamedTuple):
     ready: one_pass.Ready | None
 
 
-class Plan(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Plan:
     """One structure for inputs of one shape and layout."""
 
     structure: Structure
@@ -52,12 +54,12 @@ class Plan(NamedTuple):
     role: Role = Role.READ  # of another input, if there is one
 
     def read(self, x: Tensor, tensors: Held) -> Given:
-        return Given(tensors, None if self._reads_again() else self._ready(x, tensors))
+        return Given(tensors, None if self.reads_again() else self._ready(x, tensors))
 
     def _ready(self, x: Tensor, tensors: Held) -> one_pass.Ready | None:
         return one_pass.ready(x, self.structure, tensors, self.sizes[1])
 
-    def _reads_again(self) -> bool:
+    def reads_again(self) -> bool:
         """Whether what code reads is not kept until the backward pass: it is larger than x."""
         outer, group, inner = self.sizes
         if group * _MOST_ROWS <= _MOST_KEPT:
@@ -83,7 +85,7 @@ class Plan(NamedTuple):
         return structure.rows(each)
 
     def forward(self, x: Tensor, v: Tensor | None, given: Given) -> Tensor:
-        ready = self._ready(x, given.tensors) if self._reads_again() else given.ready
+        ready = self._ready(x, given.tensors) if self.reads_again() else given.ready
         if ready is not None and v is None:
             done = ready.forward(x, self.sizes)
             if done is not None:
@@ -108,7 +110,7 @@ class Plan(NamedTuple):
         wanted: Wanted,
     ) -> list[Tensor | None]:
         """The gradients of x, v, tau, theta, s and c."""
-        ready = self._ready(x, tensors) if self._reads_again() else given.ready
+        ready = self._ready(x, tensors) if self.reads_again() else given.ready
         if ready is not None and v is None:
             learned = _learned(tensors, wanted)
             done = ready.backward(dy, x, self.sizes, learned)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from threshold_gating.kernels import host, runtime
-from threshold_gating.kernels.blend import autograd, gpu
-from threshold_gating.kernels.structure import Held, Role, Wanted
+from threshold_gating.kernels.blend import autograd, cpu, gpu, one_pass
+from threshold_gating.kernels.structure import Held, Role, Structure, Wanted, fits
 
 
 def applied(x: Tensor, tensors: Held, plan: autograd.Plan, name: str) -> Tensor | None:
@@ -24,13 +24,12 @@ def applied(x: Tensor, tensors: Held, plan: autograd.Plan, name: str) -> Tensor 
 
 def call(x: Tensor, tensors: Held, plan: autograd.Plan, name: str) -> Any | None:
     """What makes calls like this one; None before its kernel is compiled, or if Python has to."""
-    # a plan of a CPU asks no further: who looks for a GPU may not fork any more
-    if not isinstance(plan, gpu.Plan) or plan.role != Role.ALONE:
+    if not (isinstance(plan, cpu.Plan) or (isinstance(plan, gpu.Plan) and plan.role == Role.ALONE)):
         return None
-    module = host.module()
+    module = host.module("cpu" if isinstance(plan, cpu.Plan) else "cuda")
     if module is None:
         return None
-    slot = _slot(plan, x.get_device(), name)
+    slot = _slot(plan, x.get_device(), x.dtype, name)
     if not slot:
         slot.extend(_made(module, x, tensors, plan, name))
     return slot[0] if slot else None
@@ -38,14 +37,25 @@ def call(x: Tensor, tensors: Held, plan: autograd.Plan, name: str) -> Any | None
 
 # Not of the plan itself: a call has its plan, and neither would ever end.
 @functools.lru_cache(4096)
-def _slot(plan: gpu.Plan, device: int, name: str) -> list[Any]:
+def _slot(plan: cpu.Plan | gpu.Plan, device: int, dtype: torch.dtype, name: str) -> list[Any]:
     """Room for one call."""
     return []
 
 
-def _made(module: Any, x: Tensor, tensors: Held, plan: gpu.Plan, name: str) -> list[Any]:
-    """A call from one that can be made; nothing before the kernel is compiled, and None for good
-    if Triton has to launch it."""
+def _made(module: Any, x: Tensor, tensors: Held, plan: cpu.Plan | gpu.Plan, name: str) -> list[Any]:
+    """A call from one that can be made; nothing if this one cannot, and None for good if Python has
+    to make those like it."""
+    if not fits(plan.structure, tensors, plan.sizes[1]):
+        return []
+    fallback = partial(_gradients, plan, x.stride(), x.dtype)
+    of_all = fallback, name, plan.structure.names or (None,) * 6, x, tuple(tensors)
+    if isinstance(plan, cpu.Plan):
+        code = one_pass.kind_of(plan.structure, x.dtype)
+        if code is None:
+            return [None]
+        by_python = False, False, *_mixed(plan.structure)
+        of_code = code.for_host(x.dtype, plan.sizes, not plan.reads_again())
+        return [module.one_pass(*of_all, *of_code, by_python)]
     read = gpu.read(plan.structure, tensors, plan.sizes[1], x.device)
     kernel, hooks = plan.run.handle(x.get_device(), x.dtype), runtime.hooks()
     is_compiled = (x.get_device(), x.dtype) in plan.run.compiled
@@ -53,10 +63,15 @@ def _made(module: Any, x: Tensor, tensors: Held, plan: gpu.Plan, name: str) -> l
         return [None]
     if kernel is None or runtime.readable(read) is not read:  # not from copies, which are of once
         return []
-    fallback = partial(_gradients, plan, x.stride(), x.dtype)
-    names = plan.structure.names or (None,) * 6
-    own = tuple(tensors)
-    return [module.Call(fallback, name, names, x, own, read, kernel, hooks, _sources(plan, own))]
+    return [module.launched(*of_all, read, _sources(plan, tensors), kernel, hooks)]
+
+
+def _mixed(structure: Structure) -> tuple[bool, bool]:
+    """Of s and c: whether only some rows are in a tensor that may need a gradient, which is put
+    together in Python."""
+    rows = ("s", structure.s), ("c", structure.c)
+    s, c = [n not in structure.learned and set(row) != {None} for n, row in rows]
+    return s, c
 
 
 def _sources(plan: gpu.Plan, tensors: Held) -> tuple[int, ...]:
@@ -70,7 +85,7 @@ def _sources(plan: gpu.Plan, tensors: Held) -> tuple[int, ...]:
 
 
 def _gradients(
-    plan: gpu.Plan,
+    plan: cpu.Plan | gpu.Plan,
     stride: Sequence[int],
     dtype: torch.dtype,
     made: Any,
@@ -80,10 +95,10 @@ def _gradients(
     needed: tuple[bool, ...],
 ) -> tuple[Tensor | None, ...]:
     """What C++ asks for: the gradients of x and `Tensors` where no kernel is ready, or none will
-    do. The next backward pass like this finds its kernel."""
+    do. The next backward pass like this on a GPU finds its kernel."""
     of_all = needed[0], False, *needed[1:]
     found = autograd.gradients(plan, None, stride, dtype, (x, None, *held), dy, of_all)
-    if not torch.is_grad_enabled():
+    if isinstance(plan, gpu.Plan) and not torch.is_grad_enabled():
         _add_backward(plan, made, x.get_device(), dtype, autograd.wanted_of(of_all))
     return found[0], *found[2:]
 
@@ -91,11 +106,8 @@ def _gradients(
 def _add_backward(
     plan: gpu.Plan, made: Any, device: int, dtype: torch.dtype, wanted: Wanted
 ) -> None:
-    back, structure = plan.ready.get(wanted), plan.structure
-    pairs = (wanted.s, "s", structure.s), (wanted.c, "c", structure.c)
-    # gradients of rows of which structure knows some are put together in Python
-    mixed = any(w and n not in structure.learned and set(k) != {None} for w, n, k in pairs)
-    if back is None or mixed:
+    back, (s, c) = plan.ready.get(wanted), _mixed(plan.structure)
+    if back is None or (wanted.s and s) or (wanted.c and c):
         return
     run = back.run.handle(device, dtype)
     add = None if back.add is None else back.add.handle(device, torch.float32)

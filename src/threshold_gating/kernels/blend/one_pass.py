@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from threshold_gating import primitive
+from threshold_gating.kernels import host
 from threshold_gating.kernels.backend import BackendError
 from threshold_gating.kernels.compiler import CompilerError, library
 from threshold_gating.kernels.layout import Sizes, like
@@ -56,11 +57,11 @@ class _Process:
     """What a forked process has to change."""
 
     wanted = chosen()
-    threads: bool = True
+    threads = ctypes.c_int(True)  # C++ reads it, too
 
 
 def _forked() -> None:
-    _Process.threads = False
+    _Process.threads.value = False
 
 
 if hasattr(os, "register_at_fork"):
@@ -231,7 +232,7 @@ class Ready(NamedTuple):
     ) -> tuple[Tensor, list[Tensor | None]] | None:
         """dx and the gradients of what is `learned` of tau, theta, s and c, in memory of their own:
         views of one would take longer than the arithmetic. None where they are not all finite, or
-        a tensor has another size than when it was read."""
+        a tensor has another shape than when it was read."""
         if torch._C._len_torch_dispatch_stack() > 0 or not (_is_plain(x) and _is_plain(dy)):
             return None
         grads: list[Tensor | None] = []
@@ -240,7 +241,7 @@ class Ready(NamedTuple):
             if w is None:
                 grads.append(None)
                 places.append(None)
-            elif w.numel() != rows * sizes[1]:
+            elif w.numel() != rows * sizes[1] or (rows > 1 and w.size(0) != rows):
                 return None
             else:
                 grads.append(new := _room_for(w))
@@ -263,7 +264,7 @@ class Ready(NamedTuple):
     def _is_strange(self, at: tuple[Any, ...], dtype: torch.dtype, cut: _Cut) -> int:
         """Run; whether anything that came out is not finite."""
         threads = 1
-        if cut.chunks > 1 and _TEAM and _Process.threads:
+        if cut.chunks > 1 and _TEAM and _Process.threads.value:
             threads = min(torch.get_num_threads(), cut.chunks)
         back = at[1] is not None
         strange: int = self.code.blend(
@@ -310,6 +311,14 @@ class Kind(NamedTuple):
         widest: float = self.code.fold(*at, self.known, group, parameters)
         fits = widest <= self.code.widest  # NaN does not
         return Ready(self.code, parameters, self.constants) if fits else None
+
+    def for_host(self, dtype: torch.dtype, sizes: Sizes, keeps: bool) -> tuple[Any, ...]:
+        """What `host_one_pass.h` is to know, for memory of these sizes."""
+        code, allowed = self.code, ctypes.addressof(_Process.threads)
+        places = host.address(code.blend), host.address(code.fold), _TEAM, allowed
+        kind = tuple(self.known), code.sums, code.rows, code.widest, self.constants
+        cuts = [(tuple(cut.sizes), cut.chunks) for cut in (_cut(sizes, False), _cut(sizes, True))]
+        return places, kind, (_TYPES[dtype], _FEW_SUMS, keeps), tuple(cuts)
 
 
 def ready(x: Tensor, structure: Structure, tensors: Held, group: int) -> Ready | None:
