@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.pairs import PAIRS, Pair, disagreement
 from threshold_gating import kernels
-from threshold_gating.kernels import runtime
+from threshold_gating.kernels import host, runtime
 
 SOURCES = Path(__file__).parent, Path(kernels.__file__).parents[1]
 
@@ -29,6 +29,7 @@ def machine() -> dict[str, str]:
         import triton
 
         found["triton"] = triton.__version__
+    found["calls of gates by"] = host.status("cpu" if gpu == "none" else "cuda")[1]
     return found
 
 
@@ -89,7 +90,7 @@ def _code(device: str) -> list[str]:
 
 
 # what evaluates gates, and what compiles it
-_CHOOSE = "TG_CPU", "TG_HOST", "TRITON_INTERPRET", "CC"
+_CHOOSE = "TG_CPU", "TRITON_INTERPRET", "CC"
 
 
 def _dtypes(pair: Pair, device: str) -> tuple[torch.dtype, ...]:

@@ -1,8 +1,9 @@
 """What the host takes: small calls, and large ones with threads on whatever cores they wake on.
 
 A learned gate is a node of autograd in C++ where `kernels.build` has compiled it, and a function
-written in Python elsewhere; rows say which. Beside it stands a function in Python that
-allocates what has to be returned and does nothing else: nothing written in Python is faster.
+written in Python elsewhere; the page says which, with the machine. Beside it stands a function in
+Python that allocates what has to be returned and does nothing else: nothing written in Python is
+faster.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from torch import Tensor, nn
 from benchmarks.elementwise import SOFT, check, gradients
 from benchmarks.timing import CHECK, Contenders, Place, Work, host_times
 from threshold_gating import Activation
-from threshold_gating.kernels.host import status
 
 SECTION = "host"
 SMALL = (32, 256)
@@ -43,7 +43,6 @@ def host(sizes: Sizes, place: Place) -> Iterator[Work]:
     size = "x".join(map(str, tokens))
     for alone, how in ((False, ""), (True, ", one thread")):
         options: dict[str, Any] = {"backward": True, "pinned": False, "alone": alone}
-        options["note"] = _note(place)
         work, build = f"K=2 channel bf16 + backward, loose{how}", partial(_learned, rows, place)
         yield Work(SECTION, work, build, {"copy": 2.9}, ("module",), **options)
         work, build = f"gelu frozen {size} + backward, loose{how}", partial(_gelu, tokens, place)
@@ -60,12 +59,7 @@ def small_calls(calls: int, place: Place, forward: Limits, both: Limits) -> Iter
     for what, backward, alone, limit in ways:
         build, limits = partial(_small, backward, calls, place), limit | beside
         options: dict[str, Any] = {"backward": True, "alone": alone, "unit": "us"}
-        options["note"] = _note(place)
         yield Work(SECTION, f"{name} {what}", build, limits, ("module",), **options)
-
-
-def _note(place: Place) -> str:
-    return f"calls by {status(place.device)[1]}"
 
 
 def _small(backward: bool, calls: int, place: Place) -> Contenders:

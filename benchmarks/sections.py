@@ -158,12 +158,12 @@ def run(
         there = ", ".join(sections)
         print(f"benchmarks: no section {unknown[0]!r} here; there are {there}.", file=sys.stderr)
         return 2
-    info = machine()
-    if not smoke:  # calls are timed as somebody has them who did that; rows say who makes them
+    if not smoke:  # calls are timed as somebody has them who did that
         try:
             kernels.build()
         except CompilerError as error:
             print(f"calls of gates are Python's: {error}", flush=True)
+    info = machine()
     print(", ".join(f"{k} {v}" for k, v in info.items()), clock.how, sep="\n", flush=True)
     every = {n: list(works()) for n, works in sections.items() if not only or n in only}
     chosen = {n: [w for w in works if match in w.name] for n, works in every.items()}

@@ -20,7 +20,7 @@ if not torch.cuda.is_available():
 
 # Whether somebody has built what makes calls in C++ must not decide what is tested: tests of it load
 # it themselves.
-os.environ.setdefault("TG_HOST", "python")
+os.environ["TG_HOST"] = "python"
 
 collect_ignore = ["programs"]  # run by tests, in processes of their own
 

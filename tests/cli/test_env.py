@@ -69,3 +69,16 @@ def test_env_reports_a_wrong_gradient(tg, monkeypatch):
     right = function._gates
     monkeypatch.setattr(function, "_gates", lambda x, *args: right(x, *args) + (x - x.detach()))
     assert "reference         cpu   gives wrong values (max error 1.0e+00)" in tg("env")[1]
+
+
+def test_env_says_who_calls_gates(tg, monkeypatch):
+    monkeypatch.setattr(env, "calls_of_gates", lambda device: (True, f"C++ of {device}"))
+    monkeypatch.setattr(env, "cpu_gates", lambda: (True, "compiled C"))
+    _, out, _ = tg("env")
+    assert re.search(r"^calls of gates +cpu +C\+\+ of cpu$", out, re.MULTILINE)
+    assert re.search(r"^calls of gates +cuda +C\+\+ of cuda$", out, re.MULTILINE)
+    monkeypatch.setattr(env, "cpu_gates", lambda: (False, "not compiled: TG_CPU=torch"))
+    data = json.loads(tg("env", "--json", "-")[1])
+    said = {"works": False, "message": "Python: soft gates are not compiled"}
+    assert data["cpu_calls"] == said  # it is C that C++ calls
+    assert data["gpu_calls"] == {"works": True, "message": "C++ of cuda"}

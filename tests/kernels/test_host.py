@@ -79,6 +79,13 @@ def test_a_compiler_that_fails_says_so(monkeypatch):
         kernels.build()
 
 
+def test_what_was_built_and_does_not_load_says_which_file_it_is(monkeypatch, tmp_path):
+    (tmp_path / "host.so").write_text("no module")
+    monkeypatch.setattr(host, "extension", lambda sources, build: tmp_path / "host.so")
+    with pytest.raises(compiler.CompilerError, match=r"host\.so does not load, delete it \("):
+        kernels.build()
+
+
 def test_every_file_decides_what_is_loaded(tmp_path):
     first, second = tmp_path / "a.cpp", tmp_path / "b.h"
     first.write_text("1")

@@ -10,6 +10,8 @@ def poison(home, *names):
 def _filled(allocate):
     def allocated(*args, **kwargs):
         out = allocate(*args, **kwargs)
-        return out.fill_(float("nan")) if out.is_floating_point() else out
+        # not what torch itself makes to learn and has no memory
+        is_filled = out.is_floating_point() and out.numel()
+        return out.fill_(float("nan")) if is_filled else out
 
     return allocated

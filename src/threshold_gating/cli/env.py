@@ -35,7 +35,10 @@ def env(args: argparse.Namespace) -> int:
         devices["cuda"] = torch.cuda.get_device_name()
     tried = {name: {d: try_backend(name, d) for d in devices} for name in kernels.BACKENDS}
     facts: dict[str, Any] = {"versions": _versions(), "devices": devices, "backends": tried}
-    found = cpu_gates(), calls_of_gates("cpu"), calls_of_gates("cuda")
+    gates, calls = cpu_gates(), calls_of_gates("cpu")
+    if not gates[0]:  # it is C that C++ calls
+        calls = False, "Python: soft gates are not compiled"
+    found = gates, calls, calls_of_gates("cuda")
     for key, each in zip(("cpu_gates", "cpu_calls", "gpu_calls"), found, strict=True):
         facts[key] = dict(zip(("works", "message"), each, strict=True))
     show(args, {**facts, "backend": kernels.backend()}, _text(**facts))

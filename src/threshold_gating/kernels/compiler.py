@@ -1,5 +1,5 @@
 """Sources of the package as shared libraries, kept in a user's cache: C at its first use, C++ for
-this Python and this torch when somebody asks for it, because that takes half a minute.
+this Python and this torch when somebody asks for it, because that takes some 15 s.
 
 No compiler is needed: where there is none, or it fails, `library` says why and whoever asked goes
 another way; `tg env` prints it. A file in the cache is named after a hash of all that it depends on
@@ -63,7 +63,7 @@ def library(source: Path, defined: Sequence[str]) -> ctypes.CDLL:
 
 
 def extension(sources: Sequence[Path], build: bool) -> Path | None:
-    """The first of C++ files, which includes the others, as a module of this Python for this torch.
+    """The first of C++ files, which depends on the others, as a module for this Python and torch.
 
     None if it is not in the cache and not to be built. Raises CompilerError if it cannot be.
     """

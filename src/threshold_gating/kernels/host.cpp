@@ -145,77 +145,67 @@ const Tensor& tensor_of(const pybind11::object& given) {
 
 PyObject* owned(const pybind11::object& given) { return pybind11::object(given).release().ptr(); }
 
-// What every call has: (fallback, backend, names, x, held), from one that Python ran.
+// What every call has, from one that can be made.
 template <class Kind>
-std::shared_ptr<Kind> like(const pybind11::tuple& parts, size_t count) {
-  TORCH_CHECK_TYPE(parts.size() == count, "a call of this kind takes ", count, " arguments");
-  const Tensor& x = tensor_of(parts[3]);
+std::shared_ptr<Kind> like(const pybind11::dict& given) {
+  const Tensor& x = tensor_of(given["x"]);
   auto state = std::make_shared<Kind>(x.device());
   state->sizes = x.sizes().vec();
   state->strides = x.strides().vec();
   state->dtype = x.scalar_type();
   state->keys = keys_of(x.device().type());
-  const pybind11::tuple gates = parts[4];
-  for (int k = 0; k < HELD; ++k) {
-    const pybind11::object each = gates[k];
-    if (!each.is_none()) state->shapes[k] = tensor_of(each).sizes().vec();
-  }
-  state->fallback = owned(parts[0]);
-  state->backend = owned(parts[1]);
-  state->names = owned(parts[2]);
+  state->there = given["there"].template cast<std::array<bool, HELD>>();
+  state->rows = given["rows"].template cast<std::array<int64_t, HELD>>();
+  state->group = given["group"].template cast<int64_t>();
+  state->fallback = owned(given["fallback"]);
+  state->backend = owned(given["backend"]);
+  state->names = owned(given["names"]);
   return state;
 }
 
-// launched(..., read, their sources, kernel, hooks)
-PyObject* launched(PyObject*, PyObject* given) {
+PyObject* launched(PyObject*, PyObject* facts) {
   HANDLE_TH_ERRORS
-  const auto parts = pybind11::reinterpret_borrow<pybind11::tuple>(given);
-  const auto state = like<Launched>(parts, 9);
-  const pybind11::tuple read = parts[5], sources = parts[6];
+  const auto given = pybind11::cast<pybind11::dict>(pybind11::handle(facts));
+  const auto state = like<Launched>(given);
+  const pybind11::tuple read = given["read"], sources = given["sources"];
   for (int k = 0; k < READ; ++k) {
     state->source[k] = sources[k].cast<int>();
     if (state->source[k] < 0) state->constants[k] = tensor_of(read[k]).detach();
   }
-  state->kernel = kernel_of(parts[7]);
-  state->hooks = owned(parts[8]);
+  state->kernel = kernel_of(given["kernel"]);
+  state->hooks = owned(given["hooks"]);
   return call_of(state);
   END_HANDLE_TH_ERRORS
 }
 
-Cut cut_of(pybind11::handle given) {
-  const auto parts = pybind11::cast<pybind11::tuple>(given);
-  return {parts[0].cast<std::array<long, 9>>(), parts[1].cast<int64_t>()};
+Cut cut_of(const pybind11::tuple& given) {
+  return {given[0].cast<std::array<long, 9>>(), given[1].cast<int64_t>(), given[2].cast<int64_t>()};
 }
 
-template <class Function>
-void point(Function& function, pybind11::handle address) {
-  function = reinterpret_cast<Function>(address.cast<uintptr_t>());
+template <class Pointer>
+Pointer pointer(const pybind11::object& address) {
+  return reinterpret_cast<Pointer>(address.cast<uintptr_t>());
 }
 
-// one_pass(..., addresses of `blend`, `fold`, what starts threads and whether it may,
-//          (known numbers, rows of tau, theta, s and c, rows that are folded, the widest, constants),
-//          (type, sums that need no room, whether folded parameters are kept),
-//          cuts without sums and with them, whose gradients are Python's)
-PyObject* one_pass(PyObject*, PyObject* given) {
+PyObject* one_pass(PyObject*, PyObject* facts) {
   HANDLE_TH_ERRORS
-  const auto parts = pybind11::reinterpret_borrow<pybind11::tuple>(given);
-  const auto state = like<OnePass>(parts, 10);
-  const pybind11::tuple places = parts[5], kind = parts[6], rest = parts[7], cuts = parts[8];
-  point(state->blend, places[0]);
-  point(state->fold, places[1]);
-  point(state->team, places[2]);
-  point(state->threads, places[3]);
-  state->known = kind[0].cast<std::vector<double>>();
-  state->rows = kind[1].cast<std::array<int64_t, SUMS>>();
-  state->folded = kind[2].cast<int64_t>();
-  state->widest = kind[3].cast<double>();
-  state->constants = kind[4].cast<bool>();
-  state->type = rest[0].cast<int>();
-  state->few = rest[1].cast<int64_t>();
-  state->keeps = rest[2].cast<bool>();
-  state->plain = cut_of(cuts[0]);
-  state->summed = cut_of(cuts[1]);
-  state->by_python = parts[9].cast<std::array<bool, SUMS>>();
+  const auto given = pybind11::cast<pybind11::dict>(pybind11::handle(facts));
+  const auto state = like<OnePass>(given);
+  state->blend = pointer<decltype(state->blend)>(given["blend"]);
+  state->fold = pointer<decltype(state->fold)>(given["fold"]);
+  state->team = pointer<void*>(given["team"]);
+  state->may_start = pointer<const int*>(given["may start"]);
+  state->known = given["known"].cast<std::vector<double>>();
+  state->widest = given["widest"].cast<double>();
+  state->count = given["count"].cast<int64_t>();
+  state->folded = given["folded"].cast<int64_t>();
+  state->few = given["few"].cast<int64_t>();
+  state->type = given["type"].cast<int>();
+  state->constants = given["constants"].cast<bool>();
+  state->keeps = given["keeps"].cast<bool>();
+  state->plain = cut_of(given["plain"]);
+  state->summed = cut_of(given["summed"]);
+  state->by_python = given["by python"].cast<std::array<bool, LEARNED>>();
   return call_of(state);
   END_HANDLE_TH_ERRORS
 }
@@ -256,8 +246,8 @@ PyType_Slot slots[] = {{Py_tp_dealloc, reinterpret_cast<void*>(end_call)},
 PyType_Spec spec = {"threshold_gating_host.Call", sizeof(Call), 0,
                     Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, slots};
 PyMethodDef functions[] = {{"drive", drive, METH_VARARGS, nullptr},
-                           {"launched", launched, METH_VARARGS, nullptr},
-                           {"one_pass", one_pass, METH_VARARGS, nullptr},
+                           {"launched", launched, METH_O, nullptr},
+                           {"one_pass", one_pass, METH_O, nullptr},
                            {nullptr, nullptr, 0, nullptr}};
 PyModuleDef definition = {PyModuleDef_HEAD_INIT, "threshold_gating_host", nullptr, -1, functions};
 

@@ -1,7 +1,7 @@
 """Calls of gates made in C++: for small inputs the host is what takes time.
 
-`build` compiles `host.cpp` once for this Python and this torch, which takes about a quarter of a
-minute, so that nothing does so unasked; every process loads it from then on. Where it was not
+`build` compiles `host.cpp` once for this Python and this torch, which takes about 15 s, so that
+nothing does so unasked; every process loads it from then on. Where it was not
 built, calls run in Python and give the same. The environment variable TG_HOST=python leaves it out.
 """
 
@@ -21,8 +21,9 @@ from threshold_gating.kernels import runtime
 from threshold_gating.kernels.backend import BackendError
 from threshold_gating.kernels.compiler import CompilerError, extension
 
-_FILES = "host.cpp", "host_node.h", "host_launched.h", "host_one_pass.h"
-SOURCES = [Path(__file__).with_name(name) for name in _FILES]
+# The last is called by address: what was built for another one must not call it.
+_FILES = "host.cpp", "host_node.h", "host_launched.h", "host_one_pass.h", "blend/blend.c"
+SOURCES = [Path(__file__).parent / name for name in _FILES]
 CHOICES = ("auto", "python")
 _NAME = "threshold_gating_host"
 
@@ -33,7 +34,12 @@ def build() -> None:
     It needs a C++ compiler (CXX, else c++, g++ or clang++) and Python's headers, and raises
     `compiler.CompilerError` with the compiler's words if it fails.
     """
-    extension(SOURCES, build=True)
+    path = extension(SOURCES, build=True)
+    assert path is not None  # it is built, or an error is raised
+    try:
+        load(path)
+    except (ImportError, OSError) as error:
+        raise CompilerError(f"{path} does not load, delete it ({error})") from error
     _loaded.cache_clear()
     _driving.cache_clear()
 

@@ -10,12 +10,13 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <atomic>
+#include <optional>
 
 namespace {
 
 constexpr int READ = 6;  // tau, rho, theta, shift, s, c: what kernels read
 constexpr int NO_CONTEXT = 201;  // CUDA_ERROR_INVALID_CONTEXT
-constexpr std::array<int, SUMS> LEARNED = {1, 3, 4, 5};  // their places among what is read
+constexpr std::array<int, LEARNED> AMONG_READ = {1, 3, 4, 5};  // rho, shift, s, c
 
 // cuLaunchKernel, the stream of a device as torch's C functions give it, and two functions of the
 // driver for a thread that has no context yet: cuDevicePrimaryCtxRetain, cuCtxSetCurrent.
@@ -116,25 +117,25 @@ struct Launched : State {
                 const Kept&, variable_list& found) const override {
     const auto wanted = wanted_of(needed);
     unsigned bits = needed[0];
-    for (int k = 0; k < SUMS; ++k) bits |= wanted[k] << (1 + k);
+    for (int k = 0; k < LEARNED; ++k) bits |= wanted[k] << (1 + k);
     const Back* back = backs[bits].load(std::memory_order_acquire);
     if (back == nullptr) return false;
     const auto from = read(held);
     const Tensor dx = needed[0] ? like_x() : x;
-    std::array<Tensor, SUMS> grads;
-    std::array<void*, SUMS> into;
-    for (int k = 0; k < SUMS; ++k) {
-      const Tensor& of = *from[LEARNED[k]];
+    std::array<Tensor, LEARNED> grads;
+    std::array<void*, LEARNED> into;
+    for (int k = 0; k < LEARNED; ++k) {
+      const Tensor& of = *from[AMONG_READ[k]];
       const bool is_wanted = back->whose >> k & 1;
       if (is_wanted) grads[k] = made(of.sizes(), of.strides(), at::kFloat);
-      into[k] = place_of(is_wanted ? grads[k] : *from[LEARNED[0]]);  // nothing is written to that
+      into[k] = place_of(is_wanted ? grads[k] : *from[AMONG_READ[0]]);  // nothing is written to that
     }
     Tensor sums;
     if (back->add) sums = made(back->sums, back->stride, at::kFloat);
-    std::vector<void*> places = {place_of(x), place_of(x), place_of(dy), place_of(dx), place_of(x)};
-    for (void* each : into) places.push_back(back->add ? place_of(sums) : each);
-    for (const Tensor* each : from) places.push_back(place_of(*each));
-    if (!back->run.run(places, device.index())) return false;
+    std::vector<void*> given = {place_of(x), place_of(x), place_of(dy), place_of(dx), place_of(x)};
+    for (void* each : into) given.push_back(back->add ? place_of(sums) : each);
+    for (const Tensor* each : from) given.push_back(place_of(*each));
+    if (!back->run.run(given, device.index())) return false;
     if (back->add) {
       if (!back->add->run({place_of(sums), into[0], into[1], into[2], into[3]}, device.index())) {
         return false;
@@ -142,8 +143,8 @@ struct Launched : State {
     }
     found.resize(1 + HELD);
     if (needed[0]) found[0] = dx;
-    const auto learned = learned_of(held);
-    for (int k = 0; k < SUMS; ++k) found[1 + learned[k]] = grads[k];
+    const auto places = places_of(held);
+    for (int k = 0; k < LEARNED; ++k) found[1 + places[k]] = grads[k];
     return true;
   }
 };

@@ -16,7 +16,6 @@
 #include <array>
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <vector>
 
 namespace {
@@ -27,7 +26,7 @@ using torch::autograd::SavedVariable;
 using torch::autograd::variable_list;
 
 constexpr int HELD = 6;  // rho, dtheta, s, c, tau0, theta0: `Tensors` of structure.py
-constexpr int SUMS = 4;  // gradients of tau, theta, s, c
+constexpr int LEARNED = 4;  // tau, theta, s, c
 enum { RHO, DTHETA, S, C, TAU0, THETA0 };
 
 using Gates = std::array<Tensor, HELD>;
@@ -40,7 +39,9 @@ struct State {
   at::ScalarType dtype;
   c10::Device device;
   uint64_t keys = 0;  // of dispatch, that plain memory may have
-  std::array<std::optional<std::vector<int64_t>>, HELD> shapes;  // of what is held
+  std::array<bool, HELD> there{};    // of what may be held
+  std::array<int64_t, HELD> rows{};  // along its first axis; of a single one any shape will do
+  int64_t group = 0;                 // numbers of a row
   PyObject *fallback = nullptr, *backend = nullptr, *names = nullptr;  // owned
 
   explicit State(c10::Device device) : device(device) {}
@@ -52,6 +53,7 @@ struct State {
   virtual bool is_here() const = 0;
   // Whether memory may begin where that of t does.
   virtual bool is_placed(const Tensor& t) const = 0;
+  // Python's lock is held in `forward`, which may release it, and not in `backward`.
   // y, or nothing where Python has to look.
   virtual Tensor forward(const Tensor& x, const Gates& held, Kept& kept) const = 0;
   // Whether the needed gradients are found; dy lies as x does.
@@ -118,10 +120,11 @@ bool State::takes_x(const Tensor& x) const {
 bool State::takes(const Gates& held) const {
   for (int k = 0; k < HELD; ++k) {
     const Tensor& t = held[k];
-    if (t.defined() != shapes[k].has_value()) return false;
+    if (t.defined() != there[k]) return false;
     if (!t.defined()) continue;
     if (!is_plain(t, keys) || t.scalar_type() != at::kFloat || t.device() != device ||
-        t.sizes() != *shapes[k] || !t.is_contiguous() || !is_placed(t)) {
+        t.numel() != rows[k] * group || (rows[k] > 1 && t.size(0) != rows[k]) ||
+        !t.is_contiguous() || !is_placed(t)) {
       return false;
     }
   }
@@ -133,11 +136,11 @@ bool State::takes(const Gates& held) const {
 void* place_of(const Tensor& t) { return const_cast<void*>(t.const_data_ptr()); }
 
 // Of tau, theta, s and c: whose gradients are needed, and where they belong among what is held.
-std::array<bool, SUMS> wanted_of(const Needed& n) {
+std::array<bool, LEARNED> wanted_of(const Needed& n) {
   return {n[1 + RHO] || n[1 + TAU0], n[1 + DTHETA] || n[1 + THETA0], n[1 + S], n[1 + C]};
 }
 
-std::array<int, SUMS> learned_of(const Gates& held) {
+std::array<int, LEARNED> places_of(const Gates& held) {
   return {held[RHO].defined() ? RHO : TAU0, held[DTHETA].defined() ? DTHETA : THETA0, S, C};
 }
 

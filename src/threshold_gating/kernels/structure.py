@@ -256,13 +256,17 @@ class Structure(NamedTuple):
 
 def fits(structure: Structure, tensors: Held, group: int) -> bool:
     """Whether kernels may read these as memory: rows along the first axis, `group` numbers each."""
-    rho, dtheta, s, c, tau0, theta0 = tensors
-    K, taus = len(structure.s), len(structure.tau)
-    for t, rows in ((rho, taus), (dtheta, K - 1), (s, K), (c, K), (tau0, taus), (theta0, K - 1)):
+    for t, rows in zip(tensors, held_rows(structure), strict=True):
         # of a single row any shape has the same memory
         if t is not None and (t.numel() != rows * group or (rows > 1 and t.size(0) != rows)):
             return False
     return True
+
+
+def held_rows(structure: Structure) -> tuple[int, ...]:
+    """How many rows each of `Tensors` has."""
+    K, taus = len(structure.s), len(structure.tau)
+    return taus, K - 1, K, K, taus, K - 1
 
 
 def check_fits(structure: Structure, tensors: Held, group: int) -> None:

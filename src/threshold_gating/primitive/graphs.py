@@ -1,4 +1,4 @@
-"""What a graph of `torch.export` holds of gates: their steps, one node for each, or torch's ops."""
+"""What a graph holds of gates (steps, one node for each, or torch's ops); what compilers are told."""
 
 from __future__ import annotations
 

@@ -399,10 +399,10 @@ def test_what_the_environment_wants_and_cannot_have_is_said(monkeypatch):
     monkeypatch.setattr(one_pass, "code", code)
     assert code(5, 2) == "no C compiler was found"
     assert one_pass.status() == (False, "not compiled: no C compiler was found")
-    monkeypatch.setattr(one_pass._Process, "wanted", "c")
+    monkeypatch.setattr(one_pass, "_wanted", "c")
     with pytest.raises(BackendError, match=r"TG_CPU=c asks for compiled gates, but no C compiler"):
         code(5, 2)
-    monkeypatch.setattr(one_pass._Process, "wanted", "torch")
+    monkeypatch.setattr(one_pass, "_wanted", "torch")
     assert one_pass.status() == (False, "not compiled: TG_CPU=torch")
 
 

@@ -68,8 +68,8 @@ class Blend(torch.autograd.Function):
         *tensors, plan = held
         # In a graph nobody sees that x is written over before the backward pass. Where it is not,
         # the compiler leaves this copy out.
-        found = x.clone() if torch.compiler.is_compiling() else x
-        ctx.save_for_backward(found, other, *tensors)
+        kept = x.clone() if torch.compiler.is_compiling() else x
+        ctx.save_for_backward(kept, other, *tensors)
         given = plan.read(x, tensors)
         # what was read stays right: autograd sees to it that what is saved does not change
         ctx.kept = plan, given, x.stride(), x.dtype

@@ -43,7 +43,7 @@ class Given(NamedTuple):
     ready: one_pass.Ready | None
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False)  # known by itself: to compare structures takes longer than a call
 class Plan:
     """One structure for inputs of one shape and layout."""
 

@@ -22,7 +22,7 @@ from threshold_gating.kernels.backend import (
     runs_triton,
     takes_native,
 )
-from threshold_gating.kernels.blend import autograd, cpu, gpu, graph_cpu, node
+from threshold_gating.kernels.blend import autograd, cpu, gpu, graph_cpu, host_calls
 from threshold_gating.kernels.blend.graph import Graph
 from threshold_gating.kernels.blend.kept import kept
 from threshold_gating.kernels.blend.steps import plain, steps
@@ -178,7 +178,7 @@ def _again(
     call is another."""
     if structure.ordered:  # what is read is computed from what is held
         return None
-    made = node.call(x, tensors, plan, name)
+    made = host_calls.call(x, tensors, plan, name)
     return None if made is None else made.again
 
 
@@ -397,7 +397,7 @@ def _applied(
     x: Tensor, other: Tensor | None, tensors: Tensors, plan: autograd.Plan, name: str
 ) -> Tensor:
     if other is None:
-        made = node.applied(x, tensors, plan, name)
+        made = host_calls.applied(x, tensors, plan, name)
         if made is not None:
             return made
     if torch.is_grad_enabled() and _learns(x, other, *tensors):

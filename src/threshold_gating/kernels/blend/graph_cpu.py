@@ -33,6 +33,7 @@ from threshold_gating.kernels.structure import (
     Tensors,
     Wanted,
     Weights,
+    held_rows,
 )
 from threshold_gating.primitive.graphs import constant, is_known
 
@@ -122,7 +123,6 @@ class _Prepared(NamedTuple):
     plan: cpu.Plan
     kind: one_pass.Kind | None  # None where a kept graph meets a machine without a compiler
     starts: tuple[int | None, ...]  # of `Tensors` in the one tensor, None for what is not there
-    rows: tuple[int, int, int, int]  # of the gradients of tau, theta, s and c
 
     def ready(self, held: Tensor) -> one_pass.Ready | None:
         if self.kind is None:
@@ -133,8 +133,8 @@ class _Prepared(NamedTuple):
 
     def given(self, held: Tensor) -> cpu.Given:
         """For the engine itself, which takes what compiled code does not."""
-        group, counts = self.plan.sizes[1], (*self.rows, *self.rows[:2])
-        parts = zip(self.starts, counts, strict=True)
+        group, rows = self.plan.sizes[1], held_rows(self.plan.structure)
+        parts = zip(self.starts, rows, strict=True)
         each = [None if n is None else held[n:][: count * group] for n, count in parts]
         return cpu.Given(Tensors(*[w if w is None else w.view(-1, group) for w in each]), None)
 
@@ -142,9 +142,14 @@ class _Prepared(NamedTuple):
 class _Known(NamedTuple):
     """What the text of a node says."""
 
-    known: gpu.Constants
+    structure: Structure
     shape: Shape
-    rows: tuple[int, int, int, int]  # of tau, theta, s and c, and of their gradients
+    there: tuple[bool, ...]  # which of `Tensors`
+
+    def sums(self, asked: Wanted) -> list[int]:
+        """How many rows the gradients of tau, theta, s and c have that are asked for, else 0."""
+        rows = held_rows(self.structure)
+        return [n if is_asked else 0 for n, is_asked in zip(rows, asked[2:], strict=False)]
 
 
 @functools.lru_cache(4096)
@@ -152,26 +157,26 @@ def _parsed(key: str) -> _Known:
     numbers, fields = [int(n) for n in key.split()], len(gpu.Constants._fields)
     known = gpu.Constants(*numbers[:fields])
     taus = known.K - 1 if known.gate == Gate.OWN_TAUS else 1
-    return _Known(known, tuple(numbers[fields:]), (taus, known.K - 1, known.K, known.K))
+    digits = known.tau, known.theta, known.s, known.c
+    tau, theta, s, c = map(gpu.numbers_of, digits, (taus, known.K - 1, known.K, known.K))
+    structure = Structure(Gate(known.gate), tau, theta, s, c, weights=Weights(known.weights))
+    there = bool(known.sharpened), bool(known.moved), True, True, True, True
+    return _Known(structure, tuple(numbers[fields:]), there)
 
 
 @functools.lru_cache(4096)
 def _prepared(
     key: str, sizes: Sequence[int], stride: Sequence[int], dtype: torch.dtype
 ) -> _Prepared:
-    known, shape, rows = _parsed(key)
-    digits = known.tau, known.theta, known.s, known.c
-    tau, theta, s, c = map(gpu.numbers_of, digits, rows)
-    structure = Structure(Gate(known.gate), tau, theta, s, c, weights=Weights(known.weights))
+    structure, shape, there = _parsed(key)
     plan = cpu.plan(structure, sizes, stride, shape)
     assert plan is not None  # x is dense
-    there, counts = (known.sharpened, known.moved, 1, 1, 1, 1), (*rows, *rows[:2])
     starts: list[int | None] = []
     at = 0
-    for count, is_there in zip(counts, there, strict=True):
+    for count, is_there in zip(held_rows(structure), there, strict=True):
         starts.append(at if is_there else None)
         at += count * plan.sizes[1] if is_there else 0
-    return _Prepared(plan, one_pass.kind_of(structure, dtype), tuple(starts), rows)
+    return _Prepared(plan, one_pass.kind_of(structure, dtype), tuple(starts))
 
 
 def _forward(x: Tensor, held: Tensor, key: str) -> Tensor:
@@ -192,9 +197,9 @@ def _backward(dy: Tensor, x: Tensor, held: Tensor, key: str, wanted: int) -> tup
     sums = _room(x, key, asked)
     places: list[int | None] = []
     at = sums.data_ptr()
-    for count, is_asked in zip(call.rows, asked[2:], strict=True):
-        places.append(at if is_asked else None)
-        at += count * sizes[1] * sums.element_size() if is_asked else 0
+    for count in _parsed(key).sums(asked):
+        places.append(at if count else None)
+        at += count * sizes[1] * sums.element_size()
     dx = None if ready is None else ready.backward_into(dy, x, sizes, places)
     if dx is None:
         given = call.given(held)
@@ -211,9 +216,8 @@ def _wanted(bits: int) -> Wanted:
 
 def _room(x: Tensor, key: str, asked: Wanted) -> Tensor:
     """Memory for the gradients that are asked for."""
-    _, shape, counts = _parsed(key)
-    rows = sum([n for n, is_asked in zip(counts, asked[2:], strict=True) if is_asked])
-    return x.new_empty(rows, math.prod(shape), dtype=torch.float32)
+    known = _parsed(key)
+    return x.new_empty(sum(known.sums(asked)), math.prod(known.shape), dtype=torch.float32)
 
 
 def _forward_shape(x: Tensor, held: Tensor, key: str) -> Tensor:

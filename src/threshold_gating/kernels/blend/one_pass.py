@@ -53,15 +53,12 @@ def chosen() -> str:
     return name
 
 
-class _Process:
-    """What a forked process has to change."""
-
-    wanted = chosen()
-    threads = ctypes.c_int(True)  # C++ reads it, too
+_wanted = chosen()
+_may_start = ctypes.c_int(True)  # threads; never another object, for C++ has its address
 
 
 def _forked() -> None:
-    _Process.threads.value = False
+    _may_start.value = False
 
 
 if hasattr(os, "register_at_fork"):
@@ -88,22 +85,22 @@ class Code:
     half: bool  # whether the compiler has float16
     K: int
     taus: int
-    rows: int  # of folded parameters
+    folded: int  # rows of folded parameters
     widest: float  # largest exponent of two of a weight
 
     @functools.cached_property
-    def sums(self) -> tuple[int, int, int, int]:
+    def rows(self) -> tuple[int, int, int, int]:
         """Rows of tau, theta, s and c, and of their gradients."""
         return self.taus, self.K - 1, self.K, self.K
 
     @functools.cached_property
     def count(self) -> int:
-        return sum(self.sums)
+        return sum(self.rows)
 
     @functools.cached_property
     def counts(self) -> tuple[int, ...]:
         """Rows of each of `Tensors`."""
-        return *self.sums, *self.sums[:2]
+        return *self.rows, *self.rows[:2]
 
 
 @functools.cache
@@ -112,7 +109,7 @@ def code(K: int, gate: int) -> Code | str:
     try:
         made = _functions(K, gate)
     except CompilerError as error:
-        if _Process.wanted == "c":
+        if _wanted == "c":
             raise BackendError(f"TG_CPU=c asks for compiled gates, but {error}.") from error
         return str(error)
     return _wrong(made) or made
@@ -168,7 +165,7 @@ def _error(made: Code, x: Tensor, rows: Sequence[Tensor]) -> float:
     """
     group, z = x.shape[1], x.double()
     sizes = (1, 1, len(x)) if group == 1 else (len(x), group, 1)
-    known = _doubles([None] * sum(made.sums))
+    known = _doubles([None] * made.count)
     held = Tensors(None, None, *rows[2:], *rows[:2])
     ready = _filled(Kind(made, known, True), held, group)
     if ready is None:
@@ -197,7 +194,7 @@ def _error(made: Code, x: Tensor, rows: Sequence[Tensor]) -> float:
 
 def status() -> tuple[bool, str]:
     """Whether soft gates run compiled here, and how or why not, in words."""
-    if _Process.wanted == "torch":
+    if _wanted == "torch":
         return False, "not compiled: TG_CPU=torch"
     made = code(2, int(Gate.TWO))
     if isinstance(made, str):
@@ -208,7 +205,7 @@ def status() -> tuple[bool, str]:
 
 def takes(K: int, gate: int, dtype: torch.dtype) -> bool:
     """Whether soft gates of this kind run compiled here."""
-    if _Process.wanted == "torch" or gate == Gate.HARD or dtype not in _TYPES:
+    if _wanted == "torch" or gate == Gate.HARD or dtype not in _TYPES:
         return False
     made = code(K, gate)
     return not isinstance(made, str) and (made.half or dtype != torch.float16)
@@ -237,7 +234,7 @@ class Ready(NamedTuple):
             return None
         grads: list[Tensor | None] = []
         places: list[int | None] = []
-        for w, rows in zip(learned, self.code.sums, strict=True):
+        for w, rows in zip(learned, self.code.rows, strict=True):
             if w is None:
                 grads.append(None)
                 places.append(None)
@@ -264,7 +261,7 @@ class Ready(NamedTuple):
     def _is_strange(self, at: tuple[Any, ...], dtype: torch.dtype, cut: _Cut) -> int:
         """Run; whether anything that came out is not finite."""
         threads = 1
-        if cut.chunks > 1 and _TEAM and _Process.threads.value:
+        if cut.chunks > 1 and _TEAM and _may_start.value:
             threads = min(torch.get_num_threads(), cut.chunks)
         back = at[1] is not None
         strange: int = self.code.blend(
@@ -307,18 +304,32 @@ class Kind(NamedTuple):
     def read(self, at: Sequence[int | None], group: int) -> Ready | None:
         """The code with `Tensors` at these addresses, or None where it does not take them."""
         # memory of ctypes: a small tensor takes longer to make than its numbers to compute
-        parameters = _floats(self.code.rows * group)()
+        parameters = _floats(self.code.folded * group)()
         widest: float = self.code.fold(*at, self.known, group, parameters)
         fits = widest <= self.code.widest  # NaN does not
         return Ready(self.code, parameters, self.constants) if fits else None
 
-    def for_host(self, dtype: torch.dtype, sizes: Sizes, keeps: bool) -> tuple[Any, ...]:
+    def for_host(self, dtype: torch.dtype, sizes: Sizes) -> dict[str, Any]:
         """What `host_one_pass.h` is to know, for memory of these sizes."""
-        code, allowed = self.code, ctypes.addressof(_Process.threads)
-        places = host.address(code.blend), host.address(code.fold), _TEAM, allowed
-        kind = tuple(self.known), code.sums, code.rows, code.widest, self.constants
-        cuts = [(tuple(cut.sizes), cut.chunks) for cut in (_cut(sizes, False), _cut(sizes, True))]
-        return places, kind, (_TYPES[dtype], _FEW_SUMS, keeps), tuple(cuts)
+        code = self.code
+        cuts = [
+            (tuple(c.sizes), c.chunks, c.slots) for c in (_cut(sizes, False), _cut(sizes, True))
+        ]
+        return {
+            "blend": host.address(code.blend),
+            "fold": host.address(code.fold),
+            "team": _TEAM,
+            "may start": ctypes.addressof(_may_start),
+            "known": tuple(self.known),
+            "count": code.count,
+            "folded": code.folded,
+            "widest": code.widest,
+            "constants": self.constants,
+            "type": _TYPES[dtype],
+            "few": _FEW_SUMS,
+            "plain": cuts[0],
+            "summed": cuts[1],
+        }
 
 
 def ready(x: Tensor, structure: Structure, tensors: Held, group: int) -> Ready | None:

@@ -167,9 +167,9 @@ def _once(*rows: list[Value]) -> list[list[Value]]:
 
 def _nested(w: list[Value], rises: list[Tensor]) -> Tensor:
     """w_0 + r_1 (w_1 + r_2 (w_2 + ...))."""
-    *rest, last = w
-    total = last * rises[-1] + rest.pop()
-    for wk, rise in zip(rest[::-1], rises[-2::-1], strict=True):
+    # slices: torch 2.11's Dynamo takes what a star gathers for a tuple
+    total = w[-1] * rises[-1] + w[-2]
+    for wk, rise in zip(w[-3::-1], rises[-2::-1], strict=True):
         total = total * rise + wk
     return total
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from threshold_gating.kernels import host, runtime
 from threshold_gating.kernels.blend import autograd, cpu, gpu, one_pass
-from threshold_gating.kernels.structure import Held, Role, Structure, Wanted, fits
+from threshold_gating.kernels.structure import Held, Role, Structure, Wanted, fits, held_rows
 
 
 def applied(x: Tensor, tensors: Held, plan: autograd.Plan, name: str) -> Tensor | None:
@@ -47,15 +47,17 @@ def _made(module: Any, x: Tensor, tensors: Held, plan: cpu.Plan | gpu.Plan, name
     to make those like it."""
     if not fits(plan.structure, tensors, plan.sizes[1]):
         return []
-    fallback = partial(_gradients, plan, x.stride(), x.dtype)
-    of_all = fallback, name, plan.structure.names or (None,) * 6, x, tuple(tensors)
+    of_all = {
+        "fallback": partial(_gradients, plan, x.stride(), x.dtype),
+        "backend": name,
+        "names": plan.structure.names or (None,) * 6,
+        "x": x,
+        "there": tuple([t is not None for t in tensors]),
+        "rows": held_rows(plan.structure),
+        "group": plan.sizes[1],
+    }
     if isinstance(plan, cpu.Plan):
-        code = one_pass.kind_of(plan.structure, x.dtype)
-        if code is None:
-            return [None]
-        by_python = False, False, *_mixed(plan.structure)
-        of_code = code.for_host(x.dtype, plan.sizes, not plan.reads_again())
-        return [module.one_pass(*of_all, *of_code, by_python)]
+        return [_of_cpu(module, x, plan, of_all)]
     read = gpu.read(plan.structure, tensors, plan.sizes[1], x.device)
     kernel, hooks = plan.run.handle(x.get_device(), x.dtype), runtime.hooks()
     is_compiled = (x.get_device(), x.dtype) in plan.run.compiled
@@ -63,7 +65,21 @@ def _made(module: Any, x: Tensor, tensors: Held, plan: cpu.Plan | gpu.Plan, name
         return [None]
     if kernel is None or runtime.readable(read) is not read:  # not from copies, which are of once
         return []
-    return [module.launched(*of_all, read, _sources(plan, tensors), kernel, hooks)]
+    sources = _sources(plan, tensors)
+    return [
+        module.launched(
+            {**of_all, "read": read, "sources": sources, "kernel": kernel, "hooks": hooks}
+        )
+    ]
+
+
+def _of_cpu(module: Any, x: Tensor, plan: cpu.Plan, of_all: dict[str, Any]) -> Any:
+    """A call of compiled C; None where there is none for these gates."""
+    kind = one_pass.kind_of(plan.structure, x.dtype)
+    if kind is None:
+        return None
+    more = {"keeps": not plan.reads_again(), "by python": (False, False, *_mixed(plan.structure))}
+    return module.one_pass({**of_all, **kind.for_host(x.dtype, plan.sizes), **more})
 
 
 def _mixed(structure: Structure) -> tuple[bool, bool]:

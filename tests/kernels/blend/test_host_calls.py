@@ -1,12 +1,10 @@
-"""Calls that C++ makes, on a CPU: those of a CPU, and those of a GPU, whose kernels a launcher of
-the tests runs step by step."""
+"""Calls that C++ makes: those of a CPU, and those of a GPU, whose kernels a launcher of the tests
+runs step by step."""
 
 import copy
 import ctypes
 import pickle
-import sys
 import threading
-import time
 import weakref
 from types import SimpleNamespace
 
@@ -14,85 +12,30 @@ import pytest
 import torch
 from torch import nn
 
-INTERPRET = "TRITON_INTERPRET"
-pytest.importorskip("triton")
-if torch.cuda.is_available():
-    pytest.skip("a GPU has the real launcher: benchmarks check it", allow_module_level=True)
-with pytest.MonkeyPatch.context() as patch:  # Triton decides when kernels are imported
-    patch.setenv(INTERPRET, "1")
-    from tests.kernels.stepping import LAUNCH, Launcher
+from tests.kernels.calling import (
+    LAST,
+    SOFT,
+    TOLERANCE,
+    Passes,
+    channels,
+    close,
+    gradients,
+    images,
+    of_python,
+    ready,
+    reference,
+)
+from tests.kernels.layers import moved
+from threshold_gating import Activation, kernels
+from threshold_gating.kernels import host, runtime
+from threshold_gating.kernels.blend import host_calls
 
-import threshold_gating as tg  # noqa: E402
-from tests.kernels.layers import moved  # noqa: E402
-from tests.kernels.passing import Passes  # noqa: E402
-from threshold_gating import Activation, kernels  # noqa: E402
-from threshold_gating.kernels import compiler, host, runtime  # noqa: E402
-from threshold_gating.kernels.blend import node  # noqa: E402
-
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
-SOFT = ("tau", "theta", "s", "c")
-LAST = torch.channels_last
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter"),
+    pytest.mark.xdist_group("calls"),
+]
 LONG = 30_000  # nodes
-# As in test_pairs: sums of a few hundred terms in float32 in another order; 16 bits round y and dx.
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
-
-
-@pytest.fixture(scope="module")
-def compiled():
-    """The module, compiled once; it takes a quarter of a minute."""
-    try:
-        compiler._compiler("CXX")
-    except compiler.CompilerError as error:
-        pytest.skip(str(error))
-    return host.load(compiler.extension(host.SOURCES, build=True))
-
-
-@pytest.fixture(params=["one pass", "launched"])
-def driver(request, compiled, monkeypatch):
-    """C++ makes the calls; what it allocates and nobody writes is NaN."""
-    monkeypatch.setattr(host, "module", lambda device: compiled)
-    node._slot.cache_clear()
-    torch.use_deterministic_algorithms(True)  # fills new memory
-    if request.param == "launched":
-        monkeypatch.setenv(INTERPRET, "1")
-        made, backend = Launcher(), "triton"
-        monkeypatch.setattr(runtime.Launch, "handle", lambda self, *key: made.handle(self, *key))
-        compiled.drive(*made.addresses(), True)
-    else:
-        made, backend = Passes(), "auto"
-        monkeypatch.setattr(host, "address", made.address)
-    with kernels.use(backend):
-        yield made
-    torch.use_deterministic_algorithms(False)
-    compiled.drive(0, 0, 0, 0, False)
-    node._slot.cache_clear()
-    assert made.errors == []
-
-
 of_a_gpu = pytest.mark.parametrize("driver", ["launched"], indirect=True)
-of_a_cpu = pytest.mark.parametrize("driver", ["one pass"], indirect=True)
-
-
-def images(dtype=torch.float32):
-    return torch.randn(3, 5, 7, 9).to(dtype)
-
-
-def channels(name="silu", train=SOFT, **more):
-    return moved(Activation(name, train=train, share="channel", channels=5, **more))
-
-
-def gradients(act, x, dy, need=None):
-    x = x.detach().requires_grad_()
-    y = act(x)
-    need = [x, *act.parameters()] if need is None else need
-    return [y.detach(), *torch.autograd.grad(y, need, dy)]
-
-
-def close(have, want, dtype):
-    for h, w in zip(have, want, strict=True):
-        size = max(float(w.abs().max()), 1e-30)
-        assert float((h.double() - w).abs().max()) <= TOLERANCE[dtype] * size
-
 
 CASES = [
     *[(name, SOFT) for name in ("silu", "tanh", "gelu_k3", "gelu")],
@@ -109,7 +52,7 @@ def test_values_and_every_gradient_are_those_of_float64(driver, name, train, dty
         dy = torch.randn_like(x)
         with kernels.use("reference"):
             want = gradients(copy.deepcopy(act).double(), x.double(), dy.double())
-        close(gradients(act, x, dy), want, dtype)  # this backward pass is Python's
+        close(gradients(act, x, dy), want, dtype)  # of a GPU this backward pass is Python's
         driver.ran.clear()
         have = gradients(act, x, dy)
         assert have[1].stride() == have[0].stride() == x.stride()
@@ -118,25 +61,6 @@ def test_values_and_every_gradient_are_those_of_float64(driver, name, train, dty
         else:
             assert driver.ran[:2] == ["blend_forward", "blend_backward"]
         close(have, want, dtype)
-
-
-def ready(driver, act, x):
-    """The module after a call with its backward pass: C++ makes the next one."""
-    gradients(act, x, torch.randn_like(x))
-    driver.ran.clear()
-    return act
-
-
-def reference(act, x, dy):
-    with kernels.use("reference"):
-        return gradients(copy.deepcopy(act).double(), x.double(), dy.double())
-
-
-def of_python(act, x, dy):
-    """What Python makes of a call, without the kernels' own roundings in question."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(host, "module", lambda device: None)
-        return gradients(copy.deepcopy(act), x, dy)
 
 
 @pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
@@ -164,7 +88,7 @@ def test_only_what_is_asked_for_gets_a_gradient(driver, learns, of_x):
     want = dict(
         zip(("x", *dict(act.named_parameters())), reference_of_all(act, x, dy), strict=True)
     )
-    for _ in range(2):  # Python's backward pass, then C++'s
+    for _ in range(2):  # of a GPU Python's backward pass, then C++'s
         x.grad = None
         act.zero_grad()
         act(x).backward(dy)
@@ -469,7 +393,7 @@ def test_an_error_in_python_reaches_who_asked(driver, monkeypatch):
     x, act = images().requires_grad_(), channels()
     y = act(x)
     driver.refuses = True
-    monkeypatch.setattr(node.autograd, "gradients", lambda *given: 1 / 0)
+    monkeypatch.setattr(host_calls.autograd, "gradients", lambda *given: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         y.sum().backward()
 
@@ -572,7 +496,7 @@ def test_a_long_chain_of_gates_has_its_gradient_and_ends(driver):
         ctypes.memmove(target, source, x.nbytes)
         return 0
 
-    driver.launch = LAUNCH(copied)
+    driver.launch = type(driver.launch)(copied)
     host.module("cuda").drive(*driver.addresses(), True)
     y, seen = act(x), Seen()
     y.grad_fn.register_hook(seen)
@@ -635,114 +559,6 @@ def test_a_kernel_is_launched_with_what_its_signature_has():
 
 def test_kernels_take_what_the_driver_is_given(with_triton):
     with_triton("compile_handles.py")
-
-
-# Threads share the large ones; of the last the parameters are read anew on the way back.
-OF_A_CPU = [
-    *[({"share": "channel", "channels": 5}, shape) for shape in ((3, 5, 7, 9), (2, 5, 90, 91))],
-    ({"share": "channel", "channels": 70, "axis": -1}, (900, 70)),
-    ({}, (3, 11, 2)),
-    ({}, (70_001,)),
-    ({"share": "neuron", "channels": (30, 400)}, (2, 30, 400)),
-]
-
-
-@of_a_cpu
-@pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("dtype", list(TOLERANCE))
-@pytest.mark.parametrize(("share", "shape"), OF_A_CPU)
-@pytest.mark.parametrize("name", ["silu", "tanh", "gelu_k3", "gelu_tanh"])
-def test_it_has_the_bits_of_python(driver, name, share, shape, dtype, threads):
-    act = moved(Activation(name, train=SOFT, **share))
-    x, dy = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        have = gradients(act, x, dy)
-        assert driver.ran == ["blend_forward", "blend_backward"]
-        want = of_python(act, x, dy)
-    finally:
-        torch.set_num_threads(before)
-    assert len(driver.ran) == 2
-    assert all(torch.equal(h, w) for h, w in zip(have, want, strict=True))
-
-
-@of_a_cpu
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), 3e38])
-def test_what_is_not_finite_is_left_to_python(driver, bad):
-    x, dy, act = images(), images(), channels("gelu_k3")
-    x[1, 2, 3, 4] = bad
-    for h, w in zip(gradients(act, x, dy), of_python(act, x, dy), strict=True):
-        assert torch.equal(h.isnan(), w.isnan())
-        assert torch.equal(h[~h.isnan()], w[~w.isnan()])
-
-
-@of_a_cpu
-def test_a_slope_that_is_not_finite_is_left_to_python(driver):
-    x, dy, act = images(), images(), channels()
-    dy[0, 1, 2, 3] = float("inf")
-    have = gradients(act, x, dy)
-    assert driver.ran == ["blend_forward", "blend_backward"]
-    assert not have[1].isfinite().all()
-    for h, w in zip(have, of_python(act, x, dy), strict=True):
-        torch.testing.assert_close(h, w, rtol=0, atol=0, equal_nan=True)
-
-
-@of_a_cpu
-def test_weights_beyond_float32_are_left_to_python(driver):
-    x, dy = images(), images()
-    act = Activation("gelu_k3", train=SOFT)
-    with torch.no_grad():
-        act.dtheta.mul_(0).add_(torch.tensor([[-80.0], [80.0]]))
-    close(gradients(act, x, dy), reference(act, x, dy), torch.float32)
-    assert driver.ran == []
-
-
-@of_a_cpu
-def test_tensors_that_do_not_fit_make_no_call(driver):
-    x, act = images().requires_grad_(), channels()
-    act.s.data = torch.ones(1, 1)
-    for _ in range(2):
-        with pytest.raises(ValueError, match="gates of 2 branches for 5 groups"):
-            act(x)
-    assert driver.ran == []
-
-
-@of_a_cpu
-def test_a_call_of_a_converted_network_is_made_so(driver):
-    net = tg.convert(nn.Sequential(nn.Linear(4, 4), nn.GELU()), inputs=images()[..., :4])
-    x = torch.randn(3, 4)
-    want = net(x)
-    driver.ran.clear()
-    assert torch.equal(net(x), want)
-    assert driver.ran == ["blend_forward"]
-
-
-@of_a_cpu
-def test_other_threads_go_on_meanwhile(driver):
-    """Python's lock is not held while gates are evaluated."""
-    act, x = Activation("gelu"), torch.randn(2**20)
-    act(x)
-    steps, end = [], threading.Event()
-
-    def count():
-        while not end.is_set():
-            steps.append(1)
-            time.sleep(1e-5)  # hands the lock back
-
-    thread, interval = threading.Thread(target=count), sys.getswitchinterval()
-    sys.setswitchinterval(60.0)  # nobody has to hand it over
-    thread.start()
-    try:
-        before, calls = len(steps), 0
-        while len(steps) == before and calls < 1000:  # a core may be busy with something else
-            act(x)
-            calls += 1
-        assert len(steps) > before
-    finally:
-        end.set()
-        sys.setswitchinterval(interval)
-        thread.join()
 
 
 def test_a_forked_process_computes_the_same_after_threads_ran(compiled, with_triton, monkeypatch):
