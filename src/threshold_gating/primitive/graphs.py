@@ -1,4 +1,4 @@
-"""What a graph holds of gates: steps, one node for each, or torch's ops; what compilers are told."""
+"""What a graph holds of gates: steps, a node for each, or torch's ops; what compilers are told."""
 
 from __future__ import annotations
 
