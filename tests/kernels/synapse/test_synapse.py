@@ -374,6 +374,21 @@ def test_on_a_cpu_fast_changes_nothing():
     assert torch.equal(layer(x), y)
 
 
+@pytest.mark.compile
+@pytest.mark.parametrize("tier", ["S", "general"])
+@pytest.mark.parametrize("kind", ["Linear", "Conv1d"])
+def test_on_a_cpu_a_layer_compiles_to_one_graph(kind, tier):
+    sizes, shape = ((5, 4), (7, 5)) if kind == "Linear" else ((2, 3, 2), (3, 2, 6))
+    layer = moved(getattr(tg, kind)(*sizes, tier=tier, share="synapse"))
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    x = torch.randn(shape, requires_grad=True)
+    inputs = [x, *layer.parameters()]
+    have, want = (torch.autograd.grad(f(x).square().sum(), inputs) for f in (compiled, layer))
+    for h, w in zip(have, want, strict=True):  # the same steps in another order
+        torch.testing.assert_close(h, w, rtol=1e-4, atol=1e-5)
+
+
 def test_tables_say_which_row_a_tap_sees():
     """Against the unfolded numbers of the rows themselves."""
     window = gpu.Window((4, 5), (2, 5), (3, 2), (2, 1), (1, 1), (1, 2))

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from threshold_gating import primitive
 from threshold_gating.kernels.blend.function import blend
 from threshold_gating.kernels.product.formula import Conv
-from threshold_gating.primitive import GateForm, Value
+from threshold_gating.primitive import GateForm, Value, graphs
 
 # Elements of one gate that are held at once.
 _AT_ONCE = 1 << 22
@@ -109,10 +109,7 @@ class Formula(NamedTuple):
         if factor is not None:
             scales = factor.reshape(len(x), groups, 1, -1).split(rows)  # type: ignore[no-untyped-call]
         run: Callable[..., Tensor] = self._summed
-        # Transforms do not see into a checkpoint; and one that is made in a backward pass, for
-        # second derivatives, would run again in another thread, which knows no backend.
-        backward = torch._C._current_graph_task_id() != -1
-        if not backward and not torch._C._are_functorch_transforms_active():
+        if _may_run_again():
             run = partial(checkpoint, run, use_reentrant=False, preserve_rng_state=False)
         parts = [run(part, by, *synapses) for part, by in zip(zs, scales, strict=True)]
         return torch.cat(parts).flatten(-2)
@@ -149,3 +146,17 @@ def kernel_of(synapses: Synapses, spatial: int) -> tuple[int, ...]:
 def out_sizes(padded: Sequence[int], kernel: Sequence[int], conv: Conv) -> list[int]:
     parts = zip(padded, conv.dilation, kernel, conv.stride, strict=True)
     return [(n - d * (k - 1) - 1) // s + 1 for n, d, k, s in parts]
+
+
+@graphs.constant
+def _may_run_again() -> bool:
+    """Whether a part may be computed again in the backward pass instead of being kept.
+
+    Transforms do not see into a checkpoint. One that is made in a backward pass, for second
+    derivatives, would run again in another thread, which knows no backend; and within another one
+    torch 2.11 would find other tensors when that runs again.
+    """
+    if torch._C._current_graph_task_id() != -1 or torch._C._are_functorch_transforms_active():
+        return False
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is None or hooks[0].__module__ != checkpoint.__module__
