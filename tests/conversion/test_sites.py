@@ -60,6 +60,7 @@ CALLS = [
     (F.gelu, (), {}),
     (torch.clamp, (), {"min": 0}),
     (torch.clamp, (-1.0, 2.0), {}),
+    (torch.clamp, (-1.0, True), {}),
     (Tensor.clamp_max, (0.5,), {}),
     (F.rrelu, (), {}),
     (F.softshrink, (0.2,), {}),

@@ -98,6 +98,8 @@ def _bounded(low: float | None, high: float | None, owner: tuple[str, str]) -> T
 
 def _clamp(low: float | None, high: float | None) -> TG:
     """torch's clamp: its gradient at a bound is that of the inside, unlike hardtanh's."""
+    # torch takes True for 1
+    low, high = (float(b) if isinstance(b, bool) else b for b in (low, high))
     return _bounded(low, high, ("hi", "lo"))
 
 

@@ -38,6 +38,12 @@ def like(t: Tensor, x: Tensor) -> Tensor:
     return t if t.stride() == x.stride() else torch.empty_like(x).copy_(t)
 
 
+def as_new(y: Tensor, x: Tensor) -> Tensor:
+    """y as a new tensor for values at x would lie in memory."""
+    laid = torch.empty_like(x)
+    return y if laid.stride() == y.stride() else laid.copy_(y)
+
+
 def dense(x: Tensor, shape: Sequence[int]) -> tuple[Tensor, Sizes]:
     """x, copied if no kernel takes it as it lies, and (outer, G, inner) for groups of `shape`.
 

@@ -99,13 +99,14 @@ class _Tiered(nn.Module):
         learned = trained_of(name, self.init, train)
         branches, self._factors = branches_of(self.init, free_constants=tier == "general")
         group = self._group()
-        # Tier S has K constants in all, not K for each synapse.
+        # Tier S has K constants in all, not K for each synapse, and tier general its own (`const`).
         one_set = tier == "S" and self.share != "channel"
+        apart = one_set or tier == "general"
         self.gate = Activation(
             branches,
             share="neuron" if group else "layer",
             channels=group or None,
-            train=[what for what in learned if not (one_set and what == "c")],
+            train=[what for what in learned if not (apart and what == "c")],
             device=self.weight.device,
         )
         dense = self.weight.detach()

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from threshold_gating.primitive.reading import read
+
 Value = float | Tensor
 # The ops themselves: whoever intercepts torch.sigmoid and its like in a network around us must not
 # see the gate's own arithmetic.
@@ -118,6 +120,8 @@ def _applied(plain: Any, *inputs: Tensor) -> Any:
 
 def times(v: Tensor, slope: Tensor) -> Tensor:
     """v slope, whose gradient in the slope is finite: behind it infinity would meet shut gates."""
+    if torch.compiler.is_compiling():
+        v = read(v, (slope,))
     same_shape = torch.broadcast_tensors(v, slope)  # type: ignore[no-untyped-call]
     y: Tensor = _applied(_Times, *same_shape)
     return y

@@ -66,10 +66,7 @@ class Blend(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, other: Tensor | None, *held: Any) -> Tensor:
         plan: Plan
         *tensors, plan = held
-        # In a graph nobody sees that x is written over before the backward pass. Where it is not,
-        # the compiler leaves this copy out.
-        kept = x.clone() if torch.compiler.is_compiling() else x
-        ctx.save_for_backward(kept, other, *tensors)
+        ctx.save_for_backward(x, other, *tensors)
         given = plan.read(x, tensors)
         # what was read stays right: autograd sees to it that what is saved does not change
         ctx.kept = plan, given, x.stride(), x.dtype

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from threshold_gating.kernels.blend.graph import Graph
 from threshold_gating.kernels.blend.kept import kept
 from threshold_gating.kernels.blend.steps import plain, steps
 from threshold_gating.kernels.call import common_shape, of_call, whole
+from threshold_gating.kernels.layout import as_new
 from threshold_gating.kernels.lowering import (
     Op,
     lowered,
@@ -48,6 +50,7 @@ from threshold_gating.kernels.structure import (
     weights_of,
 )
 from threshold_gating.primitive.graphs import is_known, keeps_gates
+from threshold_gating.primitive.reading import read
 
 # Elements up to which hard gates with derivatives are faster by the reference's formulas: these are
 # comparisons, and there is no exponential to be saved.
@@ -258,6 +261,8 @@ def _gates(
         by = "plain"
     if by == "steps" and v is None and up is None and graph_cpu.pays(x, structure, shape):
         by = "node"
+    if torch.compiler.is_compiling() and (by in ("graph", "node") or not structure.hard):
+        x, v, up = _read(x, v, up, held if isinstance(held, Tensors) else itertools.chain(*held))
     # branches of another input do not meet at a threshold of x
     jumps = structure.jumps or (v is not None and structure.hard and "theta" in structure.learned)
     role = Role.READ if v is not None else Role.ALONE if up is None else Role.TIMES
@@ -275,6 +280,12 @@ def _gates(
     if jumps and torch.is_grad_enabled():
         y = primitive.straight_through(x, y, rows.theta, rows.s, rows.c, v)
     return y
+
+
+def _read(x: Tensor, v: Any, up: Tensor | None, learned: Iterable[Any]) -> tuple[Any, ...]:
+    """The inputs of gates in a graph: whoever learns needs what all of them were."""
+    every = x, v, up, *learned
+    return tuple([read(w, every) if isinstance(w, Tensor) else w for w in (x, v, up)])
 
 
 def _overwritten(
@@ -389,7 +400,7 @@ def _by_kernel(
     if plan is None:
         return None
     if plan.copies:
-        return _copied(x, _applied(x.contiguous(), other, tensors, plan, name))
+        return as_new(_applied(x.contiguous(), other, tensors, plan, name), x)
     return _applied(x, other, tensors, plan, name)
 
 
@@ -412,12 +423,6 @@ def _learns(*tensors: Tensor | None) -> bool:
         if t is not None and t.requires_grad:
             return True
     return False
-
-
-def _copied(x: Tensor, y: Tensor) -> Tensor:
-    """y as x lies in memory, if x is dense."""
-    laid = torch.empty_like(x)
-    return y if laid.stride() == y.stride() else laid.copy_(y)
 
 
 def _is_elsewhere(tensors: Tensors, x: Tensor) -> bool:

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from threshold_gating.kernels.blend import cpu, gpu, graph, one_pass
-from threshold_gating.kernels.layout import dense, dense_sizes, like
+from threshold_gating.kernels.layout import as_new, dense, dense_sizes, like
 from threshold_gating.kernels.structure import (
     DIGITS,
     Gate,
@@ -180,13 +180,13 @@ def _prepared(
 
 
 def _forward(x: Tensor, held: Tensor, key: str) -> Tensor:
-    x, _ = dense(x, _parsed(key).shape)
-    call = _prepared(key, x.shape, x.stride(), x.dtype)
+    z, _ = dense(x, _parsed(key).shape)
+    call = _prepared(key, z.shape, z.stride(), z.dtype)
     ready = call.ready(held)
-    y = None if ready is None else ready.forward(x, call.plan.sizes)
+    y = None if ready is None else ready.forward(z, call.plan.sizes)
     if y is None:
-        y = call.plan.forward(x, None, call.given(held))
-    return y
+        y = call.plan.forward(z, None, call.given(held))
+    return y if z is x else as_new(y, x)
 
 
 def _backward(dy: Tensor, x: Tensor, held: Tensor, key: str, wanted: int) -> tuple[Tensor, Tensor]:
@@ -221,13 +221,13 @@ def _room(x: Tensor, key: str, asked: Wanted) -> Tensor:
 
 
 def _forward_shape(x: Tensor, held: Tensor, key: str) -> Tensor:
-    return torch.empty_like(dense(x, _parsed(key).shape)[0])
+    return torch.empty_like(x)
 
 
 def _backward_shape(
     dy: Tensor, x: Tensor, held: Tensor, key: str, wanted: int
 ) -> tuple[Tensor, Tensor]:
-    return _forward_shape(x, held, key), _room(x, key, _wanted(wanted))
+    return torch.empty_like(dense(x, _parsed(key).shape)[0]), _room(x, key, _wanted(wanted))
 
 
 # Ops that give new memory: in loops for a CPU, torch 2.13 loses track of what an op writes to.

@@ -6,6 +6,7 @@ the same way. Only x and the parameters are kept for the backward pass.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -27,6 +28,7 @@ from threshold_gating.kernels.synapse.formula import (
     padding,
 )
 from threshold_gating.primitive import Value
+from threshold_gating.primitive.reading import read
 
 AUDITED_AS = "gates"  # see conversion.audit
 MOST_BRANCHES = 3  # of a kernel
@@ -82,6 +84,8 @@ def _synaptic(
     seen = engine(x, name) in ("triton", "graph")
     if not seen or factor is not None or not _takes(x, synapses, formula):
         return formula(x, synapses, factor)
+    if torch.compiler.is_compiling():
+        x = read(x, itertools.chain(*synapses))
     # of a bounded function all slopes are 0
     slope = next(w for w in (*synapses.slopes, *synapses.constants) if isinstance(w, Tensor))
     casts = torch.is_autocast_enabled(x.device.type)  # sums are float32 there
