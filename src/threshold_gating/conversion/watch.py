@@ -90,6 +90,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 # What every module has; of it only what holds its tensors and parts can change in a run.
 INTERNAL = set(vars(nn.Module()))
 _OWN = INTERNAL - {"_parameters", "_buffers", "_modules"}
+_PASSING = "_again"  # no state, but how the last call of an Activation was made
 
 
 @contextmanager
@@ -117,7 +118,8 @@ def changed(module: nn.Module) -> Iterator[list[str]]:
     found: list[str] = []
     state = _State(module)
     yield found
-    found += [k for k, v in vars(module).items() if state.own.get(k, found) is not v]
+    own = {k: v for k, v in vars(module).items() if k != _PASSING}
+    found += [k for k, v in own.items() if state.own.get(k, found) is not v]
     found += ["contents" for container, contents in state.held if not _same(container, contents)]
     found += ["values" for t, version, _ in state.tensors if _version(t) != version]
 
@@ -127,6 +129,7 @@ class _State:
 
     def __init__(self, module: nn.Module) -> None:
         self.module, self.own = module, dict(vars(module))
+        self.own.pop(_PASSING, None)
         self.held: list[tuple[Any, Any]] = []
         self.seen: set[int] = set()
         self.tensors: list[tuple[Tensor, int, Tensor]] = []
@@ -145,6 +148,7 @@ class _State:
                 self._hold(each)
 
     def restore(self) -> None:
+        vars(self.module).pop(_PASSING, None)
         for container, contents in ((vars(self.module), self.own), *self.held):
             if not _same(container, contents):
                 container.clear()

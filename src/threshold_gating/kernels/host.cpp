@@ -91,6 +91,8 @@ PyObject* again(PyObject* self, PyObject* const* given, Py_ssize_t count) {
   if (given[3] != state->backend && PyUnicode_Compare(given[3], state->backend) != 0) {
     Py_RETURN_NONE;
   }
+  // a dict of another kind may have its own way to look up
+  if (!PyDict_CheckExact(given[1]) || !PyDict_CheckExact(given[2])) Py_RETURN_NONE;
   Tensor x;
   Gates held;
   if (at::impl::PythonTorchFunctionTLS::stack_len() != 0 || !unpacked(given[0], x)) Py_RETURN_NONE;

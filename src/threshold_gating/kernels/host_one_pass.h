@@ -41,6 +41,16 @@ struct OnePass : State {
   bool is_here() const override { return true; }
   bool is_placed(const Tensor&) const override { return true; }
 
+  // It stays until the end, though another thread gives a tensor new memory by `.data` meanwhile.
+  static std::array<c10::Storage, 1 + HELD> memory_of(const Tensor& x, const Gates& held) {
+    std::array<c10::Storage, 1 + HELD> found;
+    found[HELD] = x.storage();
+    for (int k = 0; k < HELD; ++k) {
+      if (held[k].defined()) found[k] = held[k].storage();
+    }
+    return found;
+  }
+
   // The parameters as they are read; nothing if the code does not take them.
   Kept folded_from(const Gates& held) const {
     std::array<const float*, HELD> at{};
@@ -67,6 +77,7 @@ struct OnePass : State {
   }
 
   Tensor forward(const Tensor& x, const Gates& held, Kept& kept) const override {
+    const auto memory = memory_of(x, held);
     const pybind11::gil_scoped_release free;  // others may go on meanwhile
     const Kept from = folded_from(held);
     if (from == nullptr) return {};
@@ -78,6 +89,7 @@ struct OnePass : State {
 
   bool backward(const Tensor& dy, const Tensor& x, const Gates& held, const Needed& needed,
                 const Kept& kept, variable_list& found) const override {
+    const auto memory = memory_of(x, held);
     const auto wanted = wanted_of(needed);
     const auto places = places_of(held);
     std::array<float*, LEARNED> into{};

@@ -131,7 +131,9 @@ class Activation(Elementwise, Holder):
         super().__setattr__(name, value)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_again"}
+        state = dict(vars(self))  # at once, for another thread may be calling
+        state.pop("_again", None)
+        return state
 
     if TYPE_CHECKING:  # nn.Module says Any
 

@@ -32,6 +32,7 @@ _PROXY = torch._C._TorchDispatchModeKey.PROXY
 _plain = (Tensor, torch.nn.Parameter)
 _transforms = torch._C._functorch.peek_interpreter_stack
 _tracing, _mode = torch._C._get_tracing_state, torch._C._get_dispatch_mode
+_included, _PRE = torch._C._dispatch_tls_is_dispatch_key_included, torch._C.DispatchKey.PreDispatch
 
 
 def is_memory(x: Any) -> bool:
@@ -44,6 +45,7 @@ def is_memory(x: Any) -> bool:
         and forward_ad._current_level < 0
         and _tracing() is None  # torch.jit.trace
         and _mode(_PROXY) is None  # make_fx
+        and not _included(_PRE)  # the same, before autograd
     )
 
 

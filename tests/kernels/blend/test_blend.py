@@ -1,5 +1,6 @@
 """The choice of backend, and the lowering to torch's ops."""
 
+import copy
 import functools
 import math
 import os
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from threshold_gating import Activation, Linear, kernels, primitive
 from threshold_gating.instance import TG
@@ -598,18 +600,33 @@ def test_structure_has_no_gradient():
     assert act.s.grad is None or not act.s.grad.any()
 
 
-def test_a_traced_function_keeps_its_parameters_as_inputs():
+@pytest.mark.parametrize("early", [False, True])
+def test_a_traced_function_keeps_its_parameters_as_inputs(early):
     from torch.fx.experimental.proxy_tensor import make_fx
 
     act, x = Activation("silu", train=("tau", "theta")), torch.randn(7)
+    act(x)  # a call before must not matter
     own = dict(act.named_parameters())
 
     def run(parameters, z):
         return torch.func.functional_call(act, parameters, (z,))
 
-    graph = make_fx(run)(own, x)
+    graph = make_fx(run, pre_dispatch=early)(own, x)
     other = {name: p + 1 for name, p in own.items()}
     torch.testing.assert_close(graph(other, x), run(other, x))
+
+
+@pytest.mark.parametrize("key", ["silu", "gelu_k3", "relu"])
+def test_a_parameter_of_a_subclass_is_not_read_as_plain_memory(key):
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    act, x = Activation(key, train=("s",), share="channel", channels=5, axis=-1), torch.randn(4, 5)
+    act.s = nn.Parameter(TwoTensor(act.s.detach().clone(), 2 * act.s.detach()))
+    y = act(x)
+    assert type(y) is TwoTensor
+    other = copy.deepcopy(act)
+    other.s = nn.Parameter(2 * act.s.detach().a)
+    torch.testing.assert_close(y.b, other(x))
 
 
 def test_an_infinite_value_of_a_branch_that_is_not_taken_is_not_seen():

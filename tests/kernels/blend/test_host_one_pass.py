@@ -4,10 +4,12 @@ import copy
 import sys
 import threading
 import time
+from collections import OrderedDict
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import threshold_gating as tg
 from tests.kernels.calling import (
@@ -22,7 +24,7 @@ from tests.kernels.calling import (
 )
 from tests.kernels.layers import moved
 from threshold_gating import Activation
-from threshold_gating.kernels.blend import host_calls
+from threshold_gating.kernels.blend import host_calls, one_pass
 
 # C++ is built once, in one worker
 pytestmark = [
@@ -178,3 +180,51 @@ def test_a_single_row_may_have_any_shape(driver):
     assert driver.ran == ["blend_forward", "blend_backward"] * 2
     assert have[2].shape == turned.rho.shape
     assert all(torch.equal(h.flatten(), w.flatten()) for h, w in zip(have, want, strict=True))
+
+
+def test_a_first_call_within_a_mode_shows_it_the_gates_alone(driver, monkeypatch):
+    class Rounding(TorchDispatchMode):
+        def __torch_dispatch__(self, f, types, args=(), kwargs=None):
+            return f(*args, **(kwargs or {}))
+
+    act, x = channels(), images()
+    with monkeypatch.context() as m, Rounding():
+        m.setattr(one_pass, "kind_of", lambda *given: 1 / 0)  # it tries compiled code
+        act(x)
+    act(x)
+    assert driver.ran == ["blend_forward"]
+
+
+def test_parameters_that_are_looked_up_in_another_way_are(driver):
+    class Doubled(OrderedDict):
+        def __getitem__(self, name):
+            return 2 * super().__getitem__(name)
+
+    act, x = channels(), images()
+    before = act(x)
+    act._parameters = Doubled(act._parameters)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tg.kernels.host, "module", lambda device: None)
+        want = act(x)
+    for _ in range(2):
+        assert torch.equal(act(x), want)
+    assert not torch.equal(before, want)
+
+
+def test_memory_stays_until_the_end_of_a_call(driver):
+    """Another thread gives a parameter new memory by `.data`, which ends the old one's."""
+    act, x = channels(), torch.randn(4, 5, 64, 64)
+    first, end = act.s.detach().clone(), threading.Event()
+    want = act(x)
+
+    def replace():
+        while not end.is_set():
+            act.s.data = first.clone()
+
+    thread = threading.Thread(target=replace)
+    thread.start()
+    try:
+        assert all(torch.equal(act(x), want) for _ in range(200))
+    finally:
+        end.set()
+        thread.join()

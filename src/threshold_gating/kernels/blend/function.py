@@ -56,6 +56,7 @@ from threshold_gating.primitive.reading import read
 # comparisons, and there is no exponential to be saved.
 _FEW = 2**14
 _NOTHING = Tensors()
+_PLAIN = frozenset((Tensor, torch.nn.Parameter))
 
 
 def blend(
@@ -426,8 +427,11 @@ def _learns(*tensors: Tensor | None) -> bool:
 
 
 def _is_elsewhere(tensors: Tensors, x: Tensor) -> bool:
-    """Whether a gate is not where a kernel looks: on another device, or computed from two tensors
-    that both need a gradient. The formulas take it, or say what is wrong."""
+    """Whether a gate is not where a kernel looks: in a subclass, on another device, or computed
+    from two tensors that both need a gradient. The formulas take it, or say what is wrong."""
+    for t in tensors:
+        if t is not None and type(t) not in _PLAIN:
+            return True
     rho, dtheta, s, _, tau0, theta0 = tensors
     if rho is not None and tau0 is not None and tau0.requires_grad:
         return True

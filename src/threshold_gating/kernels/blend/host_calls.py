@@ -30,7 +30,8 @@ def call(x: Tensor, tensors: Held, plan: autograd.Plan, name: str) -> Any | None
     if module is None:
         return None
     slot = _slot(plan, x.get_device(), x.dtype, name)
-    if not slot:
+    # compiled code is tried before its first call, which a mode is not to see, nor to change
+    if not slot and torch._C._len_torch_dispatch_stack() == 0:
         slot.extend(_made(module, x, tensors, plan, name))
     return slot[0] if slot else None
 
