@@ -5,12 +5,11 @@ from collections import Counter
 import pytest
 import torch
 import torch.nn.functional as F
-from functorch.compile import make_boxed_func
 from torch import nn
-from torch._dynamo.backends.common import aot_autograd
 from torch.utils.checkpoint import checkpoint
 
 import threshold_gating as tg
+from tests.kernels.graphs import Graphs
 from threshold_gating.conversion import answering
 
 pytestmark = pytest.mark.compile
@@ -73,21 +72,8 @@ def output(y):
     return getattr(y, "logits", y)
 
 
-class Compiled:
-    """A network compiled to be looked at: the graphs and the aten ops in them."""
-
-    def __init__(self, network):
-        torch._dynamo.reset()
-        self.graphs, self.ops = 0, Counter()
-        self.run = torch.compile(network, backend=self._count, fullgraph=True)
-
-    def _count(self, graph, inputs):
-        self.graphs += 1
-        return aot_autograd(fw_compiler=self._note, bw_compiler=self._note)(graph, inputs)
-
-    def _note(self, graph, inputs):
-        self.ops.update(str(n.target) for n in graph.graph.nodes if n.op == "call_function")
-        return make_boxed_func(graph.forward)
+class Compiled(Graphs):
+    """A network compiled to be looked at."""
 
     def __call__(self, inputs):
         return output(self.run(*inputs))
@@ -105,7 +91,7 @@ def test_compiled_for_inference_a_converted_network_is_one_graph_of_the_same_ops
     with torch.no_grad():
         want = plain(x)
         have = [gated(x) for _ in range(3)]
-    assert gated.graphs == 1
+    assert gated.count == 1
     assert not plain.ops - gated.ops - Counter({"aten.gelu.default": 2})
     if (
         "aten.gelu.default" in plain.ops
@@ -130,7 +116,7 @@ def test_compiled_for_training_it_is_one_graph_with_the_gradients_of_eager(make,
         for a, b in zip(have, want, strict=True):
             # float32 sums in another order: 3e-6 of the largest, as both are from float64
             assert (a is b is None) or (a - b).abs().max() <= 1e-5 * b.abs().max()
-    assert compiled.graphs == 1
+    assert compiled.count == 1
 
 
 @pytest.mark.parametrize("make", [block, vision_transformer])
@@ -141,7 +127,7 @@ def test_compiled_with_native_off_the_gates_are_evaluated_in_one_graph(make, con
     with torch.no_grad(), tg.kernels.use("reference"):
         torch.testing.assert_close(compiled(x), gated(*x))
         compiled(x)
-    assert compiled.graphs == 1
+    assert compiled.count == 1
     own = ("relu", "gelu", "attention")  # the gates of three and more branches are a softmax
     assert not [op for op in compiled.ops if any(name in op for name in own)]
 
@@ -153,7 +139,7 @@ def test_calls_that_are_approximate_compile_with_their_measured_stand_ins(conver
     with torch.no_grad(), tg.kernels.use("reference"):
         torch.testing.assert_close(compiled(x), gated(*x))
         compiled(x)
-    assert compiled.graphs == 1
+    assert compiled.count == 1
     assert {"aten.gelu.default", "aten.softplus.default"}.isdisjoint(compiled.ops)
 
 
@@ -178,7 +164,7 @@ def test_another_backend_compiles_again_and_is_not_answered_by_the_old_graph(con
         compiled(x)
         with tg.kernels.use("reference"):
             compiled(x)
-    assert compiled.graphs == 2
+    assert compiled.count == 2
     assert compiled.ops["aten.relu.default"] == 1
 
 

@@ -1,15 +1,13 @@
 """Gates of compiled graphs on a CPU: nodes that run compiled C, or formulas where that does not."""
 
-from collections import Counter
-
 import pytest
 import torch
-from functorch.compile import make_boxed_func
 from torch import nn
-from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.utils import run_and_get_code
 
 import threshold_gating as tg
+from tests.kernels.graphs import Graphs
+from tests.kernels.layers import moved
 from threshold_gating.kernels.blend import graph_cpu, one_pass
 
 GELU = tg.Activation("gelu")
@@ -22,36 +20,12 @@ pytestmark = [
 ]
 
 
-class Graphs:
-    """What a function is compiled to, by aot_autograd, and the ops that are called in it."""
-
-    def __init__(self, f, **options):
-        torch._dynamo.reset()
-        self.count, self.ops = 0, Counter()
-        self.run = torch.compile(f, backend=self._count, fullgraph=True, **options)
-
-    def _count(self, graph, inputs):
-        self.count += 1
-        return aot_autograd(fw_compiler=self._note, bw_compiler=self._note)(graph, inputs)
-
-    def _note(self, graph, inputs):
-        self.ops.update(str(n.target) for n in graph.graph.nodes if n.op == "call_function")
-        return make_boxed_func(graph.forward)
-
-    def nodes(self):
-        """How many nodes of ours there are, forward and backward."""
-        return tuple(
-            sum(n for op, n in self.ops.items() if name in op)
-            for name in ("one_pass_forward", "one_pass_backward")
-        )
-
-
-def moved(act):
-    """`act` away from its start."""
-    with torch.no_grad():
-        for p in act.parameters():
-            p.add_(torch.randn_like(p), alpha=0.1)
-    return act
+def nodes(graphs):
+    """How many nodes of ours there are, forward and backward."""
+    return tuple(
+        sum(n for op, n in graphs.ops.items() if name in op)
+        for name in ("one_pass_forward", "one_pass_backward")
+    )
 
 
 def found(f, act, x, dy):
@@ -96,7 +70,7 @@ def test_a_node_has_the_bits_of_the_eager_call_and_all_its_gradients(name, dtype
         for a, b in zip(have, want, strict=True):
             assert a.dtype == b.dtype
             assert torch.equal(a, b)
-    assert graphs.nodes() == (2, 2), graphs.ops
+    assert nodes(graphs) == (2, 2), graphs.ops
 
 
 def test_only_gradients_that_are_asked_for_are_made():
@@ -108,7 +82,7 @@ def test_only_gradients_that_are_asked_for_are_made():
     have = torch.autograd.grad(graphs.run(x).square().sum(), [act.dtheta, act.c])
     want = torch.autograd.grad(act(x).square().sum(), [act.dtheta, act.c])
     assert all(map(torch.equal, have, want))
-    assert graphs.nodes() == (1, 1)
+    assert nodes(graphs) == (1, 1)
     with torch.no_grad():
         assert torch.equal(graphs.run(x), act(x))
 
@@ -124,7 +98,7 @@ def test_two_tensors_that_make_one_parameter_both_have_their_gradients():
         want = torch.autograd.grad(act(x).square().sum(), of)
     for a, b in zip(have, want, strict=True):  # sums of 6006 terms in another order
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
-    assert graphs.nodes() == (0, 0)
+    assert nodes(graphs) == (0, 0)
 
 
 def test_parameters_of_another_shape_are_refused_as_in_an_eager_call():
@@ -150,7 +124,7 @@ def test_what_c_does_not_take_goes_the_long_way_of_an_eager_call():
         for a, b in zip(have, want, strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
     assert graphs.count == 1
-    assert graphs.nodes() == (1, 1)
+    assert nodes(graphs) == (1, 1)
 
 
 def test_without_compiled_code_where_a_kept_graph_runs_the_engine_computes(monkeypatch):
@@ -163,7 +137,7 @@ def test_without_compiled_code_where_a_kept_graph_runs_the_engine_computes(monke
     have = found(graphs.run, act, x, dy)
     graph_cpu._prepared.cache_clear()
     assert graphs.count == 1
-    assert graphs.nodes() == (1, 1)
+    assert nodes(graphs) == (1, 1)
     with tg.kernels.use("reference"):
         want = found(act, act, x, dy)
     for a, b in zip(have, want, strict=True):  # float32 sums of 6006 terms in another order
@@ -194,7 +168,7 @@ def test_elsewhere_gates_are_formulas(f, x):
     # float32 in other steps; a derivative of GELU's sums up what five gates leave
     torch.testing.assert_close(graphs.run(x), want, rtol=1e-4, atol=1e-4)
     assert graphs.count == 1
-    assert graphs.nodes() == (0, 0)
+    assert nodes(graphs) == (0, 0)
 
 
 def test_sizes_that_vary_are_one_graph_of_formulas():
@@ -207,7 +181,7 @@ def test_sizes_that_vary_are_one_graph_of_formulas():
             # sums of up to 80,000 terms in another order
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-3)
     assert graphs.count == 1
-    assert graphs.nodes() == (0, 0)
+    assert nodes(graphs) == (0, 0)
 
 
 def test_many_elements_in_each_row_are_a_node_for_every_batch():
@@ -218,7 +192,7 @@ def test_many_elements_in_each_row_are_a_node_for_every_batch():
         have, want = found(graphs.run, act, x, x), found(act, act, x, x)
         assert all(map(torch.equal, have, want))
     assert graphs.count == 2  # of the first batch, and of every batch
-    assert graphs.nodes() == (2, 2)
+    assert nodes(graphs) == (2, 2)
 
 
 @pytest.mark.parametrize(
@@ -232,7 +206,7 @@ def test_groups_that_are_no_run_of_axes_are_formulas(shape, rows):
 
     graphs = Graphs(f)
     torch.testing.assert_close(graphs.run(x, theta), f(x, theta), rtol=1e-5, atol=1e-6)
-    assert graphs.nodes() == (0, 0)
+    assert nodes(graphs) == (0, 0)
 
 
 def test_the_long_way_back_has_the_gradients_that_are_asked_for(monkeypatch):
@@ -244,7 +218,7 @@ def test_the_long_way_back_has_the_gradients_that_are_asked_for(monkeypatch):
     have = torch.autograd.grad(graphs.run(x).float().square().sum(), [act.rho, act.s])
     want = torch.autograd.grad(act(x).float().square().sum(), [act.rho, act.s])
     assert all(map(torch.equal, have, want))
-    assert graphs.nodes() == (1, 1)
+    assert nodes(graphs) == (1, 1)
 
 
 @torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
@@ -253,7 +227,7 @@ def test_sizes_that_depend_on_values_are_formulas():
     for x in (torch.randn(999, 64), -torch.ones(9, 64)):
         # the same gates, in steps of a compiler
         torch.testing.assert_close(graphs.run(x), GELU(x[x[:, 0] > 0]), rtol=1e-5, atol=1e-5)
-    assert graphs.nodes() == (0, 0)
+    assert nodes(graphs) == (0, 0)
 
 
 def test_calls_with_other_numbers_share_a_graph_once_numbers_vary():
@@ -266,7 +240,7 @@ def test_calls_with_other_numbers_share_a_graph_once_numbers_vary():
         # numbers are rounded to float32 in a graph: tau x at 12, half a unit in the last place
         torch.testing.assert_close(y.double(), t(x.double()), rtol=3e-6, atol=1e-6)
     assert graphs.count == 2
-    assert graphs.nodes() == (2, 0)
+    assert nodes(graphs) == (2, 0)
 
 
 def test_compiled_for_a_cpu_a_network_of_nodes_has_the_gradients_of_eager():
@@ -294,7 +268,7 @@ def test_a_result_lies_as_in_an_eager_call(part):
     act = moved(tg.Activation("silu", train=("theta",), share="neuron", channels=(12, 16), axis=2))
     x, graphs = torch.randn(9, 8, 16, 12).transpose(2, 3)[part], Graphs(act)
     have, want = graphs.run(x), act(x)
-    assert graphs.nodes() == (1, 0)
+    assert nodes(graphs) == (1, 0)
     assert have.stride() == want.stride()
     assert torch.equal(have, want)
 
