@@ -18,10 +18,12 @@ from torch.autograd import forward_ad
 
 from threshold_gating.primitive.graphs import constant, exporting
 
+_PLAIN = (Tensor, torch.nn.Parameter)  # of a subclass, its own rules hold
+
 
 def read(x: Tensor, learned: Iterable[Any]) -> Tensor:
     """x for gates of a graph that is being compiled, whose parameters may be among `learned`."""
-    if not torch.is_grad_enabled() or exporting() or type(x) is not Tensor or _is_transformed():
+    if not torch.is_grad_enabled() or exporting() or type(x) not in _PLAIN or _is_transformed():
         return x
     anchor = None
     if not x.requires_grad:
