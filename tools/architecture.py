@@ -127,6 +127,7 @@ HELD_BY = {
     "primitive/arguments.py": "test_primitive.py",
     "primitive/branches.py": "test_primitive.py",
     "primitive/hard.py": "test_primitive.py",
+    "primitive/reading.py": "test_primitive_reading.py",
     "primitive/soft.py": "test_primitive.py",
     "show/demo.py": "show/test_demo_page.py",
     "show/details.py": "show/test_report.py",
