@@ -41,8 +41,8 @@ pybind11::object wrapped(const Tensor& t) {
   return checked(THPVariable_Wrap(t));
 }
 
-variable_list Blend::by_python(const Tensor& dy, const Tensor& x, const Gates& held,
-                               const Needed& needed) const {
+variable_list by_python(const Shared& state, const Tensor& dy, const Tensor& x, const Gates& held,
+                        const Needed& needed) {
   pybind11::gil_scoped_acquire gil;
   pybind11::tuple gates(HELD), wanted(1 + HELD);
   for (int k = 0; k < HELD; ++k) gates[k] = wrapped(held[k]);
@@ -159,6 +159,7 @@ std::shared_ptr<Kind> like(const pybind11::dict& given) {
   state->there = given["there"].template cast<std::array<bool, HELD>>();
   state->rows = given["rows"].template cast<std::array<int64_t, HELD>>();
   state->group = given["group"].template cast<int64_t>();
+  state->way = static_cast<Way>(given["way"].template cast<int>());
   state->fallback = owned(given["fallback"]);
   state->backend = owned(given["backend"]);
   state->names = owned(given["names"]);

@@ -12,6 +12,7 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/saved_variable.h>
+#include <torch/csrc/dynamo/compiled_autograd.h>
 
 #include <array>
 #include <memory>
@@ -33,6 +34,9 @@ using Gates = std::array<Tensor, HELD>;
 using Needed = std::array<bool, 1 + HELD>;  // of x and of what is held
 using Kept = std::shared_ptr<const float[]>;  // what a forward pass leaves for the way back
 
+// Where y goes: into new memory, over x, or over x of which a copy stays for the backward pass.
+enum class Way { AWAY, OVER, KEPT };
+
 // One plan on one device under one backend: what its calls are like, and what evaluates its gates.
 struct State {
   std::vector<int64_t> sizes, strides;
@@ -42,6 +46,7 @@ struct State {
   std::array<bool, HELD> there{};    // of what may be held
   std::array<int64_t, HELD> rows{};  // along its first axis; of a single one any shape will do
   int64_t group = 0;                 // numbers of a row
+  Way way = Way::AWAY;
   PyObject *fallback = nullptr, *backend = nullptr, *names = nullptr;  // owned
 
   explicit State(c10::Device device) : device(device) {}
@@ -54,8 +59,10 @@ struct State {
   // Whether memory may begin where that of t does.
   virtual bool is_placed(const Tensor& t) const = 0;
   // Python's lock is held in `forward`, which may release it, and not in `backward`.
-  // y, or nothing where Python has to look.
-  virtual Tensor forward(const Tensor& x, const Gates& held, Kept& kept) const = 0;
+  // Whether y is found; if not, x is as it was, and Python has to look. y may be x, and `copy` gets
+  // what x was, if it is defined.
+  virtual bool forward(const Tensor& x, const Tensor& copy, const Tensor& y, const Gates& held,
+                       Kept& kept) const = 0;
   // Whether the needed gradients are found; dy lies as x does.
   virtual bool backward(const Tensor& dy, const Tensor& x, const Gates& held, const Needed& needed,
                         const Kept& kept, variable_list& found) const = 0;
@@ -144,6 +151,34 @@ std::array<int, LEARNED> places_of(const Gates& held) {
   return {held[RHO].defined() ? RHO : TAU0, held[DTHETA].defined() ? DTHETA : THETA0, S, C};
 }
 
+// The gradients by what is compiled already; false where Python has to look.
+bool usual(const State& state, const Tensor& dy, const Tensor& x, const Gates& held,
+           const Needed& needed, const Kept& kept, variable_list& found) {
+  if (at::GradMode::is_enabled() || !is_quiet() || !state.is_here() || !state.takes_x(x) ||
+      !state.takes(held) || !is_plain(dy, state.keys) || dy.scalar_type() != state.dtype ||
+      dy.device() != state.device || dy.sizes() != x.sizes()) {
+    return false;
+  }
+  at::AutoDispatchBelowADInplaceOrView below;
+  Tensor laid = dy;
+  if (dy.strides() != x.strides()) laid = state.like_x().copy_(dy);
+  return state.is_placed(laid) && state.backward(laid, x, held, needed, kept, found);
+}
+
+variable_list by_python(const Shared& state, const Tensor& dy, const Tensor& x, const Gates& held,
+                        const Needed& needed);
+
+// Of x and of what is held.
+variable_list gradients(const Shared& state, const Tensor& given, const Tensor& x,
+                        const Gates& held, const Needed& needed, const Kept& kept) {
+  const Tensor dy = given.defined() ? given : at::zeros_like(x);
+  variable_list found;
+  if (!usual(*state, dy, x, held, needed, kept, found)) {
+    found = by_python(state, dy, x, held, needed);
+  }
+  return found;
+}
+
 struct Blend : Node {
   Shared state;
   SavedVariable x;
@@ -171,34 +206,57 @@ struct Blend : Node {
   variable_list apply(variable_list&& given) override {
     std::unique_lock<std::mutex> lock(mutex_);
     const Tensor x = this->x.unpack();
-    Gates held;
-    for (int k = 0; k < HELD; ++k) held[k] = this->held[k].unpack();
+    const Gates held = unpacked();
     const Kept kept = this->kept;
     lock.unlock();  // Python may have to be waited for
-    Needed needed;
-    for (int k = 0; k <= HELD; ++k) needed[k] = task_should_compute_output(k);
-    const Tensor dy = given[0].defined() ? given[0] : input_metadata(0).zeros_like();
-    variable_list found;
-    if (!usual(dy, x, held, needed, kept, found)) found = by_python(dy, x, held, needed);
+    return gradients(state, given[0], x, held, needed(), kept);
+  }
+
+  // Compiled autograd: this node is one call in its graph, which runs as it is.
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
+    args.collect(static_cast<uint64_t>(reinterpret_cast<uintptr_t>(state.get())));
+    args.collect(x, false);
+    for (const SavedVariable& each : held) args.collect(each, false);
+    for (const bool each : needed()) args.collect(each);
+  }
+
+  variable_list apply_with_saved(const variable_list& given,
+                                 torch::dynamo::autograd::SwapSavedVariables& saved) override {
+    using namespace torch::dynamo::autograd;
+    saved.before(x);
+    for (SavedVariable& each : held) saved.before(each);
+    std::vector<c10::IValue> tensors = {x.unpack()};
+    for (Tensor& each : unpacked()) tensors.emplace_back(std::move(each));
+    const auto call = [state = state, needed = needed()](const variable_list& given,
+                                                         const std::vector<c10::IValue>& tensors) {
+      Gates held;
+      for (int k = 0; k < HELD; ++k) held[k] = tensors[1 + k].toTensor();
+      return gradients(state, given[0], tensors[0].toTensor(), held, needed, nullptr);
+    };
+    const std::vector<at::TypePtr> schema(tensors.size(), at::TensorType::get());
+    const auto edges = IValuePacker<std::vector<std::optional<torch::autograd::InputMetadata>>>::
+        pack(get_input_metadata(next_edges()));
+    const auto& compiler = getPyCompilerInterface();
+    PyObject* graph = saved.get_py_compiler();
+    const std::string bound = compiler->bind_function(graph, name(), call, schema, true, false);
+    auto found = compiler->call_function(graph, "apply_functional", bound, given, tensors, edges);
+    saved.after(x);
+    for (SavedVariable& each : held) saved.after(each);
     return found;
   }
 
-  // The gradients by what is compiled already; false where Python has to look.
-  bool usual(const Tensor& dy, const Tensor& x, const Gates& held, const Needed& needed,
-             const Kept& kept, variable_list& found) const {
-    if (at::GradMode::is_enabled() || !is_quiet() || !state->is_here() || !state->takes_x(x) ||
-        !state->takes(held) || !is_plain(dy, state->keys) || dy.scalar_type() != state->dtype ||
-        dy.device() != state->device || dy.sizes() != x.sizes()) {
-      return false;
-    }
-    at::AutoDispatchBelowADInplaceOrView below;
-    Tensor laid = dy;
-    if (dy.strides() != x.strides()) laid = state->like_x().copy_(dy);
-    return state->is_placed(laid) && state->backward(laid, x, held, needed, kept, found);
+ private:
+  Gates unpacked() const {
+    Gates found;
+    for (int k = 0; k < HELD; ++k) found[k] = held[k].unpack();
+    return found;
   }
 
-  variable_list by_python(const Tensor& dy, const Tensor& x, const Gates& held,
-                          const Needed& needed) const;
+  Needed needed() const {
+    Needed found;
+    for (int k = 0; k <= HELD; ++k) found[k] = task_should_compute_output(k);
+    return found;
+  }
 };
 
 // torch has held nodes by either kind of pointer; a long graph must not end by recursion.
@@ -211,25 +269,48 @@ Pointer held_by(Blend* made) {
   }
 }
 
+// Whether a function of ours may overwrite x, so that autograd goes on from its result; see
+// `lowering.may_rebase`.
+bool may_overwrite(const Tensor& x, bool learns) {
+  if (x.is_inference()) return c10::InferenceMode::is_enabled();
+  return !learns || (x.grad_fn() != nullptr && !x.is_view());
+}
+
+bool any_learns(const Tensor& x, const Gates& held) {
+  if (!at::GradMode::is_enabled()) return false;
+  bool learns = x.requires_grad();
+  for (const Tensor& each : held) learns = learns || (each.defined() && each.requires_grad());
+  return learns;
+}
+
 // y, or nothing where Python has to look.
 Tensor run(const Shared& state, const Tensor& x, const Gates& held) {
   if (!is_quiet() || !state->is_here() || !state->takes_x(x) || !state->takes(held) ||
       !at::SavedTensorDefaultHooks::get_tls_state().stack.empty()) {
     return {};
   }
+  const bool learns = any_learns(x, held), keeps = state->way == Way::KEPT;
+  const bool over = state->way != Way::AWAY;
+  if (over && (learns != keeps || !may_overwrite(x, learns))) return {};
   Kept kept;
-  Tensor y;
+  Tensor y = x, read = x;  // what autograd goes on from, and what the backward pass reads
   {
     at::AutoDispatchBelowADInplaceOrView below;
-    y = state->forward(x, held, kept);
+    if (!over) y = state->like_x();
+    if (keeps) read = state->like_x();
+    if (!state->forward(x, keeps ? read : Tensor(), y, held, kept)) return {};
   }
-  if (!y.defined()) return y;
-  bool learns = x.requires_grad();
-  for (const Tensor& each : held) learns = learns || (each.defined() && each.requires_grad());
-  if (learns && at::GradMode::is_enabled()) {
-    using Pointer = decltype(torch::autograd::Edge::function);
-    auto* made = new Blend(state, x, held, std::move(kept));
-    torch::autograd::create_gradient_edge(y, held_by<Pointer>(made));
+  if (over && !x.is_inference()) torch::autograd::impl::bump_version(x);
+  if (!learns) return y;
+  using namespace torch::autograd;
+  if (keeps) impl::set_gradient_edge(read, impl::gradient_edge(x));  // for second derivatives
+  auto* made = new Blend(state, read, held, std::move(kept));
+  const auto node = held_by<decltype(Edge::function)>(made);
+  const Edge edge(node, made->add_input_metadata(y));
+  if (over) {
+    impl::rebase_history(y, edge);
+  } else {
+    impl::set_gradient_edge(y, edge);
   }
   return y;
 }

@@ -76,15 +76,20 @@ struct OnePass : State {
                  cut.sizes.data(), type, constants, back, threads, team) == 0;
   }
 
-  Tensor forward(const Tensor& x, const Gates& held, Kept& kept) const override {
+  bool forward(const Tensor& x, const Tensor& copy, const Tensor& y, const Gates& held,
+               Kept& kept) const override {
     const auto memory = memory_of(x, held);
     const pybind11::gil_scoped_release free;  // others may go on meanwhile
     const Kept from = folded_from(held);
-    if (from == nullptr) return {};
-    const Tensor y = like_x();
-    if (!run(false, plain, x, nullptr, y, from.get(), nullptr, {})) return {};
+    if (from == nullptr) return false;
+    Tensor was = x;
+    if (way != Way::AWAY) was = (copy.defined() ? copy : like_x()).copy_(x);
+    if (!run(false, plain, was, nullptr, y, from.get(), nullptr, {})) {
+      if (way != Way::AWAY) y.copy_(was);  // Python looks at x as it was
+      return false;
+    }
     if (keeps) kept = from;
-    return y;
+    return true;
   }
 
   bool backward(const Tensor& dy, const Tensor& x, const Gates& held, const Needed& needed,

@@ -136,7 +136,8 @@ class _Written(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
-        return None, dy
+        # compiled autograd adds up gradients without asking whether there is one
+        return torch.zeros_like(dy) if torch.compiler.is_compiling() else None, dy
 
 
 def may_rebase(x: Tensor) -> bool:

@@ -12,10 +12,11 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo  # importing torch.compiler's would load Dynamo
 from torch.autograd.graph import increment_version
 
 from threshold_gating.kernels.backend import is_memory
-from threshold_gating.kernels.blend import gpu
+from threshold_gating.kernels.blend import cpu, gpu
 from threshold_gating.kernels.blend.steps import plain
 from threshold_gating.kernels.structure import (
     Held,
@@ -106,7 +107,10 @@ def _gradients(ctx: Any, dy: Tensor) -> Any:
     """Of x, the other input and `Tensors`, and None for the plan."""
     plan, given, stride, dtype = ctx.kept
     saved, needed = ctx.saved_tensors, ctx.needs_input_grad[:8]
-    return *gradients(plan, given, stride, dtype, saved, dy, needed), None
+    # compiled autograd looks into the functions of eager calls: what these run, it cannot follow
+    apart = torch.compiler.is_compiling() and isinstance(plan, cpu.Plan | gpu.Plan)
+    found = (_apart if apart else gradients)(plan, given, stride, dtype, saved, dy, needed)
+    return *found, None
 
 
 def gradients(
@@ -147,6 +151,7 @@ def gradients(
     return dx, dother, drho, dshift, ds, dc, dtau, dtheta
 
 
+_apart = _disable_dynamo(gradients)
 wanted_of = functools.lru_cache(256)(Wanted.of)  # of 2^8 at most
 
 

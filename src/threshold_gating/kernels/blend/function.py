@@ -25,6 +25,7 @@ from threshold_gating.kernels.backend import (
 )
 from threshold_gating.kernels.blend import autograd, cpu, gpu, graph_cpu, host_calls
 from threshold_gating.kernels.blend.graph import Graph
+from threshold_gating.kernels.blend.host_calls import Way
 from threshold_gating.kernels.blend.kept import kept
 from threshold_gating.kernels.blend.steps import plain, steps
 from threshold_gating.kernels.call import common_shape, of_call, whole
@@ -86,7 +87,7 @@ def blend(
         holder: the module whose parameters and buffers the tensors are, if y follows from them
             and x alone. It keeps, as `_again`, what makes a call like this one in one step.
     """
-    if holder is not None and not inplace and not torch.compiler.is_compiling():
+    if holder is not None and not torch.compiler.is_compiling():
         again = holder._again
         y: Tensor | None = None
         if again is not None:
@@ -133,11 +134,11 @@ def _blend(
     if not inplace:
         if v is None and up is None and (usual := _usual_call(x, structure, tensors, shape, name)):
             if holder is not None:
-                vars(holder)["_again"] = _again(x, structure, *usual, name)
+                vars(holder)["_again"] = _again(x, structure, *usual, name, Way.AWAY)
             return _applied(x, None, *usual, name)  # the shortest way for what nearly every call is
         return _gates(x, structure, tensors, shape, v, up, name)
     if v is None and up is None:
-        y = _overwritten(x, structure, tensors, shape, name)
+        y = _overwritten(x, structure, tensors, shape, name, holder)
         if y is not None:
             return y
     return overwritten(x, lambda z: _gates(z, structure, tensors, shape, v, up, name))
@@ -175,14 +176,14 @@ def wrong_call(name: str, wanted: str, given: Sequence[Any], options: Any = ()) 
 
 
 def _again(
-    x: Tensor, structure: Structure, tensors: Tensors, plan: autograd.Plan, name: str
+    x: Tensor, structure: Structure, tensors: Tensors, plan: autograd.Plan, name: str, way: Way
 ) -> Any:
     """A function that makes the next call of a module, if it is like this one; None if there is
     none. It takes x, the module's parameters and buffers, and the backend, and answers None if the
     call is another."""
     if structure.ordered:  # what is read is computed from what is held
         return None
-    made = host_calls.call(x, tensors, plan, name)
+    made = host_calls.call(x, tensors, plan, name, way)
     return None if made is None else made.again
 
 
@@ -290,20 +291,28 @@ def _read(x: Tensor, v: Any, up: Tensor | None, learned: Iterable[Any]) -> tuple
 
 
 def _overwritten(
-    x: Tensor, structure: Structure, held: Tensors | Rows, shape: Shape, name: str
+    x: Tensor, structure: Structure, held: Tensors | Rows, shape: Shape, name: str, holder: Any
 ) -> Tensor | None:
-    """The gates written over x in one launch, or None where that cannot be."""
+    """The gates written over x in one step, or None where that cannot be."""
     usual = _usual_call(x, structure, held, shape, name)
     if usual is None:
         return None
     tensors, plan = usual
-    if not isinstance(plan, gpu.Plan):
-        return None
     if x.is_inference() and not torch.is_inference_mode_enabled():
         return None  # torch's own copy has the words to refuse it
-    if torch.is_grad_enabled() and _learns(x, *tensors):
+    learns = torch.is_grad_enabled() and _learns(x, *tensors)
+    if learns and not may_rebase(x):
+        return None
+    way = Way.KEPT if learns else Way.OVER
+    if holder is not None:
+        vars(holder)["_again"] = _again(x, structure, tensors, plan, name, way)
+    y = host_calls.applied(x, tensors, plan, name, way)
+    if y is not None or not isinstance(plan, gpu.Plan):
+        return y
+    if learns:
         # the copy is given back, so that second derivatives find their way through it
-        return autograd.overwrite(x, None, *tensors, plan)[0] if may_rebase(x) else None
+        written: Tensor = autograd.overwrite(x, None, *tensors, plan)[0]
+        return written
     plan.overwrite(x, None, plan.read(x, tensors))
     if not x.is_inference():
         increment_version(x)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from enum import IntEnum
 from functools import partial
 from typing import Any
 
@@ -15,35 +16,49 @@ from threshold_gating.kernels.blend import autograd, cpu, gpu, one_pass
 from threshold_gating.kernels.structure import Held, Role, Structure, Wanted, fits, held_rows
 
 
-def applied(x: Tensor, tensors: Held, plan: autograd.Plan, name: str) -> Tensor | None:
+class Way(IntEnum):
+    """Where y goes, by the numbers that `host_node.h` has for it."""
+
+    AWAY = 0  # into new memory
+    OVER = 1  # over x
+    KEPT = 2  # over x, of which a copy stays for the backward pass
+
+
+def applied(
+    x: Tensor, tensors: Held, plan: autograd.Plan, name: str, way: Way = Way.AWAY
+) -> Tensor | None:
     """y, if C++ makes this call under the backend `name`; else None."""
-    made = call(x, tensors, plan, name)
+    made = call(x, tensors, plan, name, way)
     y: Tensor | None = None if made is None else made.blend(x, *tensors)
     return y
 
 
-def call(x: Tensor, tensors: Held, plan: autograd.Plan, name: str) -> Any | None:
+def call(x: Tensor, tensors: Held, plan: autograd.Plan, name: str, way: Way) -> Any | None:
     """What makes calls like this one; None before its kernel is compiled, or if Python has to."""
     if not (isinstance(plan, cpu.Plan) or (isinstance(plan, gpu.Plan) and plan.role == Role.ALONE)):
         return None
     module = host.module("cpu" if isinstance(plan, cpu.Plan) else "cuda")
     if module is None:
         return None
-    slot = _slot(plan, x.get_device(), x.dtype, name)
+    slot = _slot(plan, x.get_device(), x.dtype, name, way)
     # compiled code is tried before its first call, which a mode is not to see, nor to change
     if not slot and torch._C._len_torch_dispatch_stack() == 0:
-        slot.extend(_made(module, x, tensors, plan, name))
+        slot.extend(_made(module, x, tensors, plan, name, way))
     return slot[0] if slot else None
 
 
 # Not of the plan itself: a call has its plan, and neither would ever end.
 @functools.lru_cache(4096)
-def _slot(plan: cpu.Plan | gpu.Plan, device: int, dtype: torch.dtype, name: str) -> list[Any]:
+def _slot(
+    plan: cpu.Plan | gpu.Plan, device: int, dtype: torch.dtype, name: str, way: Way
+) -> list[Any]:
     """Room for one call."""
     return []
 
 
-def _made(module: Any, x: Tensor, tensors: Held, plan: cpu.Plan | gpu.Plan, name: str) -> list[Any]:
+def _made(
+    module: Any, x: Tensor, tensors: Held, plan: cpu.Plan | gpu.Plan, name: str, way: Way
+) -> list[Any]:
     """A call from one that can be made; nothing if this one cannot, and None for good if Python has
     to make those like it."""
     if not fits(plan.structure, tensors, plan.sizes[1]):
@@ -56,12 +71,14 @@ def _made(module: Any, x: Tensor, tensors: Held, plan: cpu.Plan | gpu.Plan, name
         "there": tuple([t is not None for t in tensors]),
         "rows": held_rows(plan.structure),
         "group": plan.sizes[1],
+        "way": int(way),
     }
     if isinstance(plan, cpu.Plan):
         return [_of_cpu(module, x, plan, of_all)]
     read = gpu.read(plan.structure, tensors, plan.sizes[1], x.device)
-    kernel, hooks = plan.run.handle(x.get_device(), x.dtype), runtime.hooks()
-    is_compiled = (x.get_device(), x.dtype) in plan.run.compiled
+    run = plan.over if way == Way.KEPT else plan.run
+    kernel, hooks = run.handle(x.get_device(), x.dtype), runtime.hooks()
+    is_compiled = (x.get_device(), x.dtype) in run.compiled
     if not all(isinstance(each, list) for each in hooks) or (kernel is None and is_compiled):
         return [None]
     if kernel is None or runtime.readable(read) is not read:  # not from copies, which are of once
