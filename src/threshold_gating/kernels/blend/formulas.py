@@ -1,10 +1,13 @@
 """The formulas of `tiles` for one tile in registers, as Triton functions; see `kernels`.
 
 x and v are (rows, columns), parameters (1, 1), (1, columns) or (rows, 1), a tuple of them for the
-rows of a parameter. With one tau and K >= 3 branches, all gates are powers of one exponential: let
-t = tau (x - middle), e = exp(-|t|) and count branches from the one that wins far out on x's side;
-then y = v S(e) / D(e) + C(e) / D(e) with polynomials whose coefficients w_k, w_k s_k and w_k c_k
-stand in that order. D is never below 1, and nothing overflows.
+rows of a parameter. With one tau and K >= 3 branches all gates are powers of one exponential. Let
+t = tau (x - middle); y = v S / D + C / D with polynomials in exp(t) whose coefficients are w_k s_k,
+w_k and w_k c_k. D is between 2^-96 and 2^112, for x is bounded where the last branch has won. The
+gradients of parameters are made of the powers themselves, so these are counted from the branch in
+the midst, with exp(t) above it and exp(-t) below: D is between 1 and 2^112, for x is bounded to
+both sides (`parameters.folded`). No coefficient is chosen by the side of x: a choice takes two
+clocks where a product and sum take one.
 """
 
 # mypy: ignore-errors
@@ -16,6 +19,7 @@ import triton
 import triton.language as tl
 
 from threshold_gating.kernels.blend.parameters import (
+    BOTTOM,
     CENTRED,
     HARD,
     MIRRORED,
@@ -23,6 +27,7 @@ from threshold_gating.kernels.blend.parameters import (
     OWN_TAUS,
     READ,
     SMALL,
+    TOP,
     TWO,
     ZERO,
 )
@@ -30,7 +35,6 @@ from threshold_gating.kernels.instructions import LOG2E, exp2, inverse
 
 _MOST = tl.constexpr(1e37)  # of an argument: no sum of seven overflows
 _LARGEST = tl.constexpr(3.39e38)  # of a branch: no mean of such ones overflows
-_FAR = tl.constexpr(1e30)  # of what branches read: none of theirs is infinite
 
 
 @triton.jit
@@ -44,62 +48,95 @@ def _tanh(h):
 
 
 @triton.jit
-def _coefficient(w, low, K: tl.constexpr, k: tl.constexpr):
-    """That of e^k: of the k-th branch from the left or from the right."""
-    if 2 * k == K - 1:
-        found = tl.broadcast_to(w[k], low.shape)
-    else:
-        found = tl.where(low, w[k], w[K - 1 - k])
-    return found
+def within(x, stops):
+    """x, no further out than exponentials have room: from there on the gates stand still."""
+    return _bounded(x, stops[2], stops[0])
 
 
 @triton.jit
-def _polynomial(w, low, e, K: tl.constexpr):
-    """(value, derivative) at e."""
-    value = _coefficient(w, low, K, K - 1)
-    slope = tl.zeros_like(value)
-    for k in tl.static_range(1, K):
-        slope = slope * e + value
-        value = value * e + _coefficient(w, low, K, K - 1 - k)
-    return value, slope
+def _both_ways(near, tau, stops):
+    """exp(t) and exp(-t), of which neither is one over the other: that takes as long."""
+    t = (near - stops[1]) * (tau[0] * LOG2E)
+    return exp2(t), exp2(-t)
 
 
 @triton.jit
-def by_powers(x, v, tau, middle, w, ws, wc, C_CODE: tl.constexpr, K: tl.constexpr):
-    """(y, mean slope, dy/dx by way of the gates) for K >= 3 and one tau."""
-    away = x - middle
-    e = exp2(tl.abs(away) * (tau[0] * -LOG2E))
-    low = away < 0
-    D, D1 = _polynomial(w, low, e, K)  # (RB, CB) each
-    share = inverse(D)
-    S, S1 = _polynomial(ws, low, e, K)
-    slope, fall = S * share, e * share  # far out e is 0, and v times the rest may be infinite
-    y, turn = v * slope, v * ((S1 - slope * D1) * fall)
+def _polynomial(w, up, down, K: tl.constexpr):
+    """sum_k w_k exp((k - M) t) about M = (K - 1) // 2; w may lack the last of the K."""
+    M: tl.constexpr = (K - 1) // 2
+    total, below, above = w[M], w[0], w[len(w) - 1]
+    for k in tl.static_range(1, M):
+        below = below * down + w[k]
+    total = below * down + total
+    if len(w) > M + 1:
+        for k in tl.static_range(2, len(w) - M):
+            above = above * up + w[len(w) - k]
+        total = above * up + total
+    return total
+
+
+@triton.jit
+def by_powers(x, tau, stops, s, w, ws, wc, C_CODE: tl.constexpr, K: tl.constexpr):
+    """y for K >= 3 and one tau with what going back has; forward, `_from_below` takes less."""
+    near = within(x, stops)
+    up, down = _both_ways(near, tau, stops)
+    share = inverse(_polynomial(w, up, down, K))
+    y = near * (_polynomial(ws, up, down, K) * share)
     if C_CODE != (4**K - 1) // 3:  # not all of them the number 0
-        C, C1 = _polynomial(wc, low, e, K)
-        constant = C * share
-        y += constant
-        turn += (C1 - constant * D1) * fall
-    turn = turn * tau[0]
-    return y, slope, tl.where(low, turn, -turn)
+        y += _polynomial(wc, up, down, K) * share
+    return y + (x - near) * tl.where(x > near, s[K - 1], s[0])  # further out y is a line
+
+
+@triton.jit
+def turns_by_powers(x, tau, stops, s, c, w, ws, C_CODE: tl.constexpr, K: tl.constexpr):
+    """(mean slope, g_k / w_k for each branch, g_k (L_k - y) for all but the first) with one tau.
+
+    Branches are taken less the last one, which changes nothing but leaves no large numbers to
+    cancel where that wins; where the first one does, the gates of the others are small. Where a
+    middle one wins, what is found is off by a rounding of the largest branch, so large ones are
+    left to `turns` (`parameters.folded`).
+    """
+    M: tl.constexpr = (K - 1) // 2
+    near = within(x, stops)
+    up, down = _both_ways(near, tau, stops)
+    share = inverse(_polynomial(w, up, down, K))
+    slope = _polynomial(ws, up, down, K) * share
+    rest = ()  # w_k (L_k - L_K)
+    for k in tl.static_range(K - 1):
+        along = near * (w[k] * (s[k] - s[K - 1]))
+        rest = rest + (along if C_CODE == (4**K - 1) // 3 else along + w[k] * (c[k] - c[K - 1]),)
+    mean = _polynomial(rest, up, down, K) * share
+    powers = (share,)
+    for _k in tl.static_range(M):
+        powers = (powers[0] * down,) + powers
+    for k in tl.static_range(M, K - 1):
+        powers = powers + (powers[k] * up,)
+    found = ()
+    for k in tl.static_range(1, K - 1):
+        found = found + (powers[k] * (rest[k] - w[k] * mean),)
+    return slope, powers, found + (powers[K - 1] * -mean,)
 
 
 @triton.jit
 def _rise(x, tau, theta, bound):
     """exp(tau (x - theta)), which stops growing at 2^bound; tau theta must be small."""
     u = x * (tau * LOG2E) - theta * (tau * LOG2E)
-    return exp2(tl.minimum(u, bound, propagate_nan=tl.PropagateNan.ALL))
+    return exp2(_least(u, bound))
 
 
 @triton.jit
-def _rises(x, tau, theta, stops, K: tl.constexpr, WEIGHTS: tl.constexpr):
-    """That of every threshold; with taus the same from either end half are not needed."""
+def _rises(x, tau, theta, stops, K: tl.constexpr, GATE: tl.constexpr, WEIGHTS: tl.constexpr):
+    """That of every threshold, of all at once if there is one tau; with taus the same from either
+    end half are not needed."""
     found = ()
-    for k in tl.static_range(K - 1):
-        if WEIGHTS == MIRRORED and 2 * k > K - 2:
-            found = found + (found[K - 2 - k],)
-        else:
-            found = found + (_rise(x, tau[k], theta[k], stops[k + 1]),)
+    if GATE == OWN_TAUS:
+        for k in tl.static_range(K - 1):
+            if WEIGHTS == MIRRORED and 2 * k > K - 2:
+                found = found + (found[K - 2 - k],)
+            else:
+                found = found + (_rise(x, tau[k], theta[k], stops[k + 1]),)
+    else:
+        found = (_rise(x, tau[0], stops[1], (TOP - BOTTOM) / (K - 1)),)
     return found
 
 
@@ -114,73 +151,77 @@ def _nested(w, rises, COUNT: tl.constexpr):
 
 @triton.jit
 def _from_below(
-    x, v, tau, theta, middle, w, ws, wc,
+    x, v, tau, theta, stops, s, c, w, ws, wc, S_CODE: tl.constexpr,
     C_CODE: tl.constexpr, K: tl.constexpr, GATE: tl.constexpr, WEIGHTS: tl.constexpr,
+    ROLE: tl.constexpr,
 ):  # fmt: skip
-    """y with small weights: branches are counted from the left on both sides, without a choice.
+    """y: branches are counted from the left on both sides, without a choice.
 
-    Far out the gates stop changing, to 2^-24 those at infinity; see `structure`.
+    Far out to the right the gates stop changing. With small weights they are there, to 2^-24, those
+    at infinity; else y is made the line that it is.
     """
-    if GATE == OWN_TAUS:
-        rises = _rises(x, tau, theta, middle, K, WEIGHTS)
+    near = x
+    if WEIGHTS >= SMALL:
+        rises = _rises(x, tau, theta, stops, K, GATE, WEIGHTS)
     else:
-        rises = (_rise(x, tau[0], middle, 124.0 / (K - 1)),)
+        near = _least(x, stops[0])
+        rises = (exp2((near - stops[1]) * (tau[0] * LOG2E)),)
     share = inverse(_nested(w, rises, K))
-    y = v * (_nested(ws, rises, K) * share)
-    if C_CODE != (4**K - 1) // 3:
+    y = (v if ROLE == READ else near) * (_nested(ws, rises, K) * share)
+    if C_CODE != (4**K - 1) // 3:  # not all of them the number 0
         y += _nested(wc, rises, K) * share
+    if WEIGHTS < SMALL:
+        if ROLE == READ:
+            y = tl.where(x > near, _branch(v, s, c, S_CODE, K - 1), y)
+        else:
+            y += (x - near) * s[K - 1]
     return y
 
 
 @triton.jit
-def turned_from_below(
-    x, v, tau, theta, stops, w, ws, wc,
-    S_CODE: tl.constexpr, C_CODE: tl.constexpr, K: tl.constexpr, WEIGHTS: tl.constexpr,
+def _means_from_below(
+    w, ws, less, rises, share, grown,
+    CODE: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
-    """(y, mean slope, dy/dx by way of the gates) with small weights and a tau per threshold.
+    """(the mean of the s_k of w_k and w_k s_k, how it grows with x).
 
-    The weight of branch k grows as the sum of the taus below it. That of the last is taken off all
-    of them, which changes nothing but leaves no large numbers to cancel where the last one wins;
-    from where the gates stop they stand still. On the other side they do where the first weight is
-    all.
+    For the growth all are taken less the first, which changes nothing but leaves no large numbers
+    to cancel where that wins.
     """
-    rises = _rises(x, tau, theta, stops, K, WEIGHTS)
-    less = tl.zeros_like(tau[0])
-    growth, slopes, constants = (), (), ()
+    mean = _nested(ws, rises, K) * share
+    rest, along = (ws[0] * 0.0,), (ws[0] * 0.0,)
     for k in tl.static_range(1, K):
-        less = less - tau[K - 1 - k]
-        growth = (w[K - 1 - k] * less,) + growth
-        slopes, constants = (ws[K - 1 - k] * less,) + slopes, (wc[K - 1 - k] * less,) + constants
-    share = inverse(_nested(w, rises, K))
-    slope = _nested(ws, rises, K) * share
-    grown = _nested(growth, rises, K - 1)
-    y, turn = v * slope, v * ((_nested(slopes, rises, K - 1) - slope * grown) * share)
-    if C_CODE != (4**K - 1) // 3:
-        constant = _nested(wc, rises, K) * share
-        y += constant
-        turn += (_nested(constants, rises, K - 1) - constant * grown) * share
-    turn = tl.where(x > stops[0], 0.0, turn)
-    if S_CODE % 4 != ZERO:
-        turn = tl.where(x < theta[0] - 30.0 / (tau[0] * LOG2E), 0.0, turn)
-    return y, slope, turn
+        rest = rest + (ws[k] if CODE % 4 == ZERO else ws[k] - w[k] * (ws[0] / w[0]),)
+        if k < K - 1:
+            along = along + (rest[k] * less[k],)
+    far = mean if CODE % 4 == ZERO else _nested(rest, rises, K) * share
+    return mean, (_nested(along, rises, K - 1) - far * grown) * share
 
 
 @triton.jit
-def _powers(x, tau, middle, w, K: tl.constexpr):
-    """w_k a^k b^(K-1-k) from e = exp(-|t|), which is a or b; the other is 1."""
-    away = x - middle
-    e = exp2(tl.abs(away) * (tau[0] * -LOG2E))
-    low = away < 0
-    powers = (e,)
-    for k in tl.static_range(K - 2):
-        powers = powers + (powers[k] * e,)
-    parts = (tl.where(low, 1.0, powers[K - 2]),)
-    for k in tl.static_range(1, K - 1):
-        if 2 * k == K - 1:
-            parts = parts + (powers[k - 1] * w[k],)
-        else:
-            parts = parts + (tl.where(low, powers[k - 1], powers[K - 2 - k]) * w[k],)
-    return parts + (tl.where(low, powers[K - 2], 1.0),)
+def turned_from_below(
+    x, v, tau, theta, stops, w, ws, wc, S_CODE: tl.constexpr,
+    C_CODE: tl.constexpr, K: tl.constexpr, GATE: tl.constexpr, WEIGHTS: tl.constexpr,
+):  # fmt: skip
+    """(y, mean slope, dy/dx by way of the gates) with small weights.
+
+    The weight of branch k grows as the sum of the taus below it. That of the last is taken off all
+    of them, which changes nothing but leaves no large numbers to cancel where the last one wins;
+    from where the gates stop they stand still.
+    """
+    rises = _rises(x, tau, theta, stops, K, GATE, WEIGHTS)
+    less, growth = (tl.zeros_like(tau[0]),), ()
+    for k in tl.static_range(1, K):
+        less = (less[0] - tau[K - 1 - k if GATE == OWN_TAUS else 0],) + less
+        growth = (w[K - 1 - k] * less[0],) + growth
+    share = inverse(_nested(w, rises, K))
+    grown = _nested(growth, rises, K - 1)
+    slope, turn = _means_from_below(w, ws, less, rises, share, grown, S_CODE, K)
+    y, turn = v * slope, v * turn
+    if C_CODE != (4**K - 1) // 3:  # not all of them the number 0
+        constant, more = _means_from_below(w, wc, less, rises, share, grown, C_CODE, K)
+        y, turn = y + constant, turn + more
+    return y, slope, tl.where(x > stops[0], 0.0, turn)
 
 
 @triton.jit
@@ -189,7 +230,7 @@ def _exponentials(x, tau, theta, K: tl.constexpr, GATE: tl.constexpr):
     u, left = (), (tl.zeros_like(x),)
     for k in tl.static_range(K - 1):
         z = (x - theta[k]) * (tau[k if GATE == OWN_TAUS else 0] * LOG2E)
-        z = _bounded(z, _MOST)
+        z = _bounded(z, -_MOST, _MOST)
         u, left = u + (z,), left + (_least(left[k] + z, 0.0),)
     right = tl.zeros_like(x)
     parts = (exp2(left[K - 1]),)
@@ -205,20 +246,14 @@ def _least(a, b):
 
 
 @triton.jit
-def _bounded(z, bound):
-    lower = tl.maximum(z, -bound, propagate_nan=tl.PropagateNan.ALL)
-    return _least(lower, bound)
+def _bounded(z, least, most):
+    return _least(tl.maximum(z, least, propagate_nan=tl.PropagateNan.ALL), most)
 
 
 @triton.jit
-def soft_gates(
-    x, tau, theta, middle, w, K: tl.constexpr, GATE: tl.constexpr, WEIGHTS: tl.constexpr
-):
-    """The K >= 3 gates."""
-    if GATE == OWN_TAUS or WEIGHTS == OVERFLOWING:
-        parts = _exponentials(x, tau, theta, K, GATE)
-    else:
-        parts = _powers(x, tau, middle, w, K)
+def soft_gates(x, tau, theta, K: tl.constexpr, GATE: tl.constexpr):
+    """The K >= 3 gates, one by one."""
+    parts = _exponentials(x, tau, theta, K, GATE)
     total = parts[0]
     for k in tl.static_range(1, K):
         total = total + parts[k]
@@ -321,7 +356,7 @@ def _branch(v, s, c, S_CODE: tl.constexpr, k: tl.constexpr):
 
 @triton.jit
 def value(
-    x, v, tau, theta, s, c, middle, w, ws, wc,
+    x, v, tau, theta, s, c, stops, w, ws, wc,
     S_CODE: tl.constexpr, C_CODE: tl.constexpr, OWNERS: tl.constexpr,
     K: tl.constexpr, GATE: tl.constexpr, WEIGHTS: tl.constexpr, ROLE: tl.constexpr,
 ):  # fmt: skip
@@ -337,13 +372,13 @@ def value(
         lower, upper = two_gates(x, tau, theta)
         slope = two_means(x, tau, theta, s, lower, upper, S_CODE, GATE)
         y = v * slope + two_means(x, tau, theta, c, lower, upper, C_CODE, GATE)
-    elif WEIGHTS >= SMALL:
-        y = _from_below(x, v, tau, theta, middle, w, ws, wc, C_CODE, K, GATE, WEIGHTS)
-    elif GATE == OWN_TAUS or WEIGHTS == OVERFLOWING:
-        g = soft_gates(x, tau, theta, middle, w, K, GATE, WEIGHTS)
+    elif WEIGHTS < SMALL and (GATE == OWN_TAUS or WEIGHTS == OVERFLOWING):
+        g = soft_gates(x, tau, theta, K, GATE)
         y = v * mean(g, s, S_CODE, K) + mean(g, c, C_CODE, K)
     else:
-        y, _, _ = by_powers(x, v, tau, middle, w, ws, wc, C_CODE, K)
+        y = _from_below(
+            x, v, tau, theta, stops, s, c, w, ws, wc, S_CODE, C_CODE, K, GATE, WEIGHTS, ROLE
+        )
     return y
 
 
@@ -353,7 +388,7 @@ def turns(g, v, dy, s, c, S_CODE: tl.constexpr, C_CODE: tl.constexpr, K: tl.cons
     weighed = ()  # dy g_k L_k
     for k in tl.static_range(K):
         # infinity times a gate of 0 would be NaN
-        weighed = weighed + (g[k] * _bounded(dy * (v * s[k] + c[k]), _LARGEST),)
+        weighed = weighed + (g[k] * _bounded(dy * (v * s[k] + c[k]), -_LARGEST, _LARGEST),)
     masses, values = (g[0],), (weighed[0],)  # up to each threshold
     for k in tl.static_range(1, K - 1):
         masses = masses + (masses[k - 1] + g[k],)
@@ -364,35 +399,3 @@ def turns(g, v, dy, s, c, S_CODE: tl.constexpr, C_CODE: tl.constexpr, K: tl.cons
         found = (masses[K - 2 - j] * value - above * values[K - 2 - j],) + found
         above, value = above + g[K - 2 - j], value + weighed[K - 2 - j]
     return found
-
-
-@triton.jit
-def turns_by_powers(x, v, dy, tau, middle, w, s, c, S_CODE: tl.constexpr, K: tl.constexpr):
-    """(gates times dy, dy T_m for each threshold) with one tau, in fewer steps than by `turns`.
-
-    T_m is what the branches above a threshold have more than their share of the mean. All of them
-    are taken less the one that wins far out on x's side, which changes nothing but leaves no large
-    numbers to cancel in the tails. Where a middle one wins, T is off by a rounding of the largest
-    branch, so large ones are left to `turns` (`parameters.folded`).
-    """
-    parts = _powers(x, tau, middle, w, K)
-    masses = (parts[K - 1],)  # of the gates above a threshold, not yet shared out
-    for k in tl.static_range(1, K):
-        masses = (masses[0] + parts[K - 1 - k],) + masses
-    share = inverse(masses[0])
-    scale, near = dy * share, _bounded(v, _FAR)
-    weighted, values, branches = (), (), ()
-    for k in tl.static_range(K):
-        weighted = weighted + (parts[k] * scale,)
-        branches = branches + (_branch(near, s, c, S_CODE, k),)
-    wins = tl.where(x < middle, branches[0], branches[K - 1])
-    for k in tl.static_range(K):
-        value = weighted[K - 1 - k] * (branches[K - 1 - k] - wins)
-        if k > 0:
-            value += values[0]
-        values = (value,) + values
-    mean = values[0] * share
-    found = ()
-    for m in tl.static_range(1, K):
-        found = found + (values[m] - masses[m] * mean,)
-    return weighted, found

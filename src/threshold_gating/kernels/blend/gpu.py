@@ -92,13 +92,15 @@ def numbers_of(digits: int, count: int) -> Numbers:
 
 
 class Tiles(NamedTuple):
-    """How a kernel is cut up: rows and columns of a tile, tiles of a program, warps, stages."""
+    """How a kernel is cut up: rows and columns of a tile, tiles of a program, warps, stages, tiles
+    of a turn of the loop."""
 
     rows: int
     columns: int
     iters: int
     warps: int
     stages: int
+    turn: int
 
 
 class Matrix(NamedTuple):
@@ -118,14 +120,25 @@ class Matrix(NamedTuple):
             return cls(outer, G, G, Layout.COLUMNS)
         return cls(outer * G, inner, G, Layout.ROWS)
 
-    def tiles(self, rows: int, columns: int, warps: int, stages: int, programs: int) -> Tiles:
+    def tiles(
+        self, rows: int, columns: int, warps: int, stages: int, programs: int, turn: int = 1
+    ) -> Tiles:
         """Tiles of at most this size, as many to a program as leave about `programs` of them."""
         most = rows * columns
         if self.layout != Layout.ONE:  # few columns make more rows: a thread has as much to do
             columns = min(_power_of_two(self.N), columns)
             rows = min(most // columns, _power_of_two(self.R))
         across, along = self._counts(rows, columns)
-        return Tiles(rows, columns, -(-along // max(1, programs // across)), warps, stages)
+        turn = min(turn, _power_of_two(along))
+        iters = -(-along // max(1, programs // across))
+        return Tiles(rows, columns, _up_to(turn, iters), warps, stages, turn)
+
+    def whole(self, t: Tiles) -> bool:
+        """Whether every tile of every turn is inside."""
+        if self.layout == Layout.ONE:
+            return self.N % (t.rows * t.columns * t.turn) == 0
+        down, right = (t.turn, 1) if self.layout == Layout.COLUMNS else (1, t.turn)
+        return self.R % (t.rows * down) == 0 and self.N % (t.columns * right) == 0
 
     def _counts(self, rows: int, columns: int) -> tuple[int, int]:
         """How many tiles there are across, and along the axis of the sums."""
@@ -148,6 +161,10 @@ def _power_of_two(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
 
 
+def _up_to(step: int, n: int) -> int:
+    return -(-n // step) * step
+
+
 def tiles_forward(m: Matrix, size: int, known: Constants) -> Tiles:
     """By layout, bytes of an element, branches and what is known of their weights.
 
@@ -155,7 +172,7 @@ def tiles_forward(m: Matrix, size: int, known: Constants) -> Tiles:
     """
     K, frozen = known.K, known.weights != Weights.UNKNOWN
     if interpreting():
-        return m.tiles(64, 256, 4, 1, 4)
+        return m.tiles(32, 256, 4, 1, 4, 2)
     every, narrow = 2**31, size == 2
     if m.layout == Layout.COLUMNS:
         # Where the parameters of all groups do not stay in a cache, each is read by one program.
@@ -170,32 +187,31 @@ def tiles_forward(m: Matrix, size: int, known: Constants) -> Tiles:
             return m.tiles(16, 256, 2, 3, 32 * 132) if long else m.tiles(8, 256, 1, 1, every)
         if K == 2:
             return m.tiles(4, 512, 4, 1, every)
-        if not narrow:
-            return m.tiles(4, 256, 2, 3, 1 if once else 16 * 132)
-        return m.tiles(2, 256, 1, 3, 16 * 132) if K == 3 else m.tiles(4, 128, 1, 3, 8 * 132)
+        if narrow:
+            return m.tiles(1, 256 if K < 7 else 128, 1, 3, 16 * 132, 4)
+        return m.tiles(1, 128, 1, 3, 1 if once else 128 * 132, 4)
     if K == 2 or frozen:
         return m.tiles(1, 1024, 4, 1, every)
-    return m.tiles(2, 1024, 4, 2, 64 * 132) if narrow else m.tiles(1, 2048, 4, 1, every)
+    return m.tiles(1, 1024, 4, 1, 64 * 132, 2) if narrow else m.tiles(1, 2048, 4, 1, every)
 
 
 def tiles_backward(m: Matrix, size: int, known: Constants) -> Tiles:
     K, frozen = known.K, known.weights != Weights.UNKNOWN
     if interpreting():
-        return m.tiles(64, 256, 4, 1, 4)
+        return m.tiles(32, 256, 4, 1, 4, 2)
     narrow = size == 2
     if m.layout == Layout.COLUMNS:
         if K == 2 and narrow:
             return m.tiles(1, 256, 1, 5, 12 * 132)
         if K == 2:
             return m.tiles(2, 128, 1, 5, 8 * 132)
-        if narrow or K == 3:
-            return m.tiles(2 if K == 3 else 1, 128, 1, 5, 8 * 132)
-        return m.tiles(2, 128, 2, 5, 8 * 132)
+        # more branches for as many columns have no room in registers
+        return m.tiles(1, 128 if K < 7 else 64, 1, 3, (12 if K == 3 and narrow else 8) * 132, 4)
     if frozen:
-        return m.tiles(1, 1024, 4, 1, 128 * 132)
-    if K > 3 and narrow:
-        return m.tiles(1, 256, 1, 5, 8 * 132)
-    return m.tiles(1, 512, 2, 5, (16 if K < 4 else 8) * 132)
+        return m.tiles(1, 1024, 4, 1, 128 * 132, 2)
+    if K == 2:
+        return m.tiles(1, 512, 2, 5, 16 * 132)
+    return m.tiles(1, 256, 1, 3, (12 if K == 3 else 8) * 132, 2)
 
 
 class Prepared(NamedTuple):
@@ -223,14 +239,14 @@ def prepared(
     light = wanted is None or (known.K == 2 and not rows)
     tiles = (tiles_forward if light else tiles_backward)(m, size, known)
     if rows and m.along(tiles) <= FEW_TILES:
-        tiles = tiles._replace(iters=max(1, m.along(tiles)))
+        tiles = tiles._replace(iters=_up_to(tiles.turn, max(1, m.along(tiles))))
     across, along = m.grid(tiles)
     parts = along * (m.R // m.G if m.layout == Layout.ROWS else 1)
     back = () if wanted is None else (*map(int, wanted), int(apart and parts == 1))
     rest = (m.R, m.N, m.G, tiles.iters, *known, *back, int(m.layout))
     sums, axis = ((rows, 1, parts), 2) if m.layout == Layout.ONE else ((parts, rows, m.G), 0)
     kernel = kernels.blend_forward if wanted is None else kernels.blend_backward
-    cut = tiles.rows, tiles.columns, tiles.stages
+    cut = tiles.rows, tiles.columns, tiles.stages, tiles.turn, int(m.whole(tiles))
     return Prepared(Launch(kernel, (across * along,), tiles.warps, (*rest, *cut)), sums, axis)
 
 

@@ -6,7 +6,7 @@ is computed of them alone is computed once for a tile.
 
 # mypy: ignore-errors
 # Constants of a kernel are capitals; tuples grow by +, which Triton understands.
-# ruff: noqa: N803, RUF005
+# ruff: noqa: N803, N806, RUF005
 from __future__ import annotations
 
 import triton
@@ -25,7 +25,11 @@ FITTING, OVERFLOWING, SMALL, MIRRORED = constants(Weights)
 IN_MEMORY, ZERO, PLUS_ONE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 BOUND = tl.constexpr(rho_bound())
-_LARGEST_EXPONENT = tl.constexpr(60.0)  # of the weights' exponents, see `tiles`
+# Exponents of 2: the most and, counted from below, the least of the sum of all gates before they
+# are shared out; the most and the least of a weight; how far below the branch that wins another one
+# is where the gates stop changing (`folded`).
+TOP, BOTTOM = tl.constexpr(112.0), tl.constexpr(-96.0)
+_MOST, _LEAST, _UNSEEN = tl.constexpr(60.0), tl.constexpr(-28.0), tl.constexpr(28.0)
 _LOST = tl.constexpr(2.0**-15)  # of the last one, which is 0 but for the rounding of the middle
 
 
@@ -123,57 +127,77 @@ def _mirrored(tau, theta, s, c, K: tl.constexpr):
 
 
 @triton.jit
-def _large(tau, theta, s, c, K: tl.constexpr):
-    """Whether branches are large where gates turn: `turns_by_powers` would lose too much of them.
+def _large(tau, theta, s, c, K: tl.constexpr, BOTH: tl.constexpr):
+    """Whether branches are too large for sums of powers, which hold them in float32 beside the room
+    that gates have.
 
-    It is off by 2^-24 of the largest branch times tau; so the bounds are those of frozen ones with
-    small weights (`structure._are_small`).
+    With exponentials of BOTH signs `turns_by_powers` is off by 2^-24 of the largest branch times
+    tau; so the bounds are those of frozen ones with small weights (`structure._are_small`).
     """
-    slope, rest = tl.abs(s[0]), tl.maximum(tl.abs(c[0]), tl.abs(theta[0]))
+    slope, constant, start = tl.abs(s[0]), tl.abs(c[0]), tl.abs(theta[0])
     for k in tl.static_range(1, K):
-        slope, rest = tl.maximum(slope, tl.abs(s[k])), tl.maximum(rest, tl.abs(c[k]))
+        slope, constant = tl.maximum(slope, tl.abs(s[k])), tl.maximum(constant, tl.abs(c[k]))
         if k < K - 1:
-            rest = tl.maximum(rest, tl.abs(theta[k]))
-    return (slope > 2) | (tau * rest > 16)
+            start = tl.maximum(start, tl.abs(theta[k]))
+    if BOTH:  # less than 0.01: gates reach out to 4000, and branches there beyond 2^15
+        large = (slope > 2) | (tau * tl.maximum(constant, start) > 16) | (tau < 0.01)
+    else:
+        large = tl.maximum(slope, constant) > 8192
+    return large | (tau <= 0)
+
+
+@triton.jit
+def _by_powers(tau, theta, s, c, K: tl.constexpr, WEIGHTS: tl.constexpr, BOTH: tl.constexpr):
+    """`folded` for one tau: where gates stop changing above the middle, the middle, and where they
+    stop below it, which they do with exponentials of BOTH signs."""
+    LEAST: tl.constexpr = 0.0 if BOTH else BOTTOM
+    UP: tl.constexpr = TOP / (K - 1 - (K - 1) // 2) if BOTH else (TOP - BOTTOM) / (K - 1)
+    DOWN: tl.constexpr = TOP / ((K - 1) // 2)
+    centre, sharp = middle_of(theta, K), tau[0] * LOG2E
+    middle = (centre + UP / sharp, centre, centre - DOWN / sharp)
+    exponent = (centre - theta[0]) * sharp
+    first = tl.full(tau[0].shape, 2.0**LEAST, tl.float32)
+    w, ws, wc = (first,), (s[0] * first,), (c[0] * first,)
+    large = _large(tau[0], theta, s, c, K, BOTH)
+    for k in tl.static_range(1, K - 1):
+        weight = exp2(exponent) * first  # apart: their sum would lose digits
+        w, ws, wc = w + (weight,), ws + (s[k] * weight,), wc + (c[k] * weight,)
+        large = large | (exponent > min(_MOST, UP * (K - 1 - k) - _UNSEEN)) | (exponent < _LEAST)
+        if BOTH:
+            large = large | (exponent > DOWN * k - _UNSEEN)
+        exponent = exponent + (centre - theta[k]) * sharp
+    w, ws, wc = w + (first,), ws + (s[K - 1] * first,), wc + (c[K - 1] * first,)
+    large = large | (tl.abs(exponent) > _LOST)
+    overflows = tl.max(tl.max(large.to(tl.int32), 1), 0) > 0 if WEIGHTS == FITTING else False
+    return middle, w, ws, wc, overflows
 
 
 @triton.jit
 def folded(
     tau, theta, s, c,
-    K: tl.constexpr, GATE: tl.constexpr, WEIGHTS: tl.constexpr, BACK: tl.constexpr,
+    K: tl.constexpr, GATE: tl.constexpr, WEIGHTS: tl.constexpr, BOTH: tl.constexpr,
 ):  # fmt: skip
-    """(middle, w, w s, w c, whether gates are taken one by one) for K >= 3.
+    """(stops, w, w s, w c, whether gates are taken one by one) for K >= 3.
 
-    They are where weights leave float32, where thresholds are so far out that their middle has not
-    digits enough, and, going BACK, where branches are large.
+    They are where weights or branches are too large for the other way, and where thresholds are so
+    far out that their middle has not digits enough.
 
-    With a tau per threshold, and if weights are known to be small, the middle is where things stop:
-    the gates to change, then each exponential to grow; see `_rises`.
+    The first of the stops is where gates stop changing: they have used up their room in float32,
+    and every gate but that of the branch that wins is below 2^-28. Behind it come, with one tau,
+    the middle of the thresholds and the other stop, and with a tau per threshold, if weights are
+    known to be small, where each exponential stops growing; see `_rises`.
     """
     if GATE == OWN_TAUS and WEIGHTS == MIRRORED:
-        middle, w, ws, wc = _mirrored(tau, theta, s, c, K)
+        stops, w, ws, wc = _mirrored(tau, theta, s, c, K)
         overflows = False
     elif GATE == OWN_TAUS:
         bound = tl.full(tau[0].shape, 124.0 / (K - 1), tl.float32)
-        middle = (theta[K - 2] + bound / (tau[K - 2] * LOG2E),)
+        stops = (theta[K - 2] + bound / (tau[K - 2] * LOG2E),)
         w, ws, wc, overflows = (tl.full(tau[0].shape, 1.0, tl.float32),), s, c, False
         for _k in tl.static_range(1, K):
-            middle, w = middle + (bound,), w + (w[0],)
+            stops, w = stops + (bound,), w + (w[0],)
     elif GATE == ONE_TAU:
-        middle = middle_of(theta, K)
-        exponent = (middle - theta[0]) * (tau[0] * LOG2E)
-        largest = tl.abs(exponent)
-        w, ws, wc = (tl.full(tau[0].shape, 1.0, tl.float32),), (s[0],), (c[0],)
-        for k in tl.static_range(1, K - 1):
-            weight = exp2(exponent)
-            w, ws, wc = w + (weight,), ws + (s[k] * weight,), wc + (c[k] * weight,)
-            exponent = exponent + (middle - theta[k]) * (tau[0] * LOG2E)
-            largest = tl.maximum(largest, tl.abs(exponent))
-        w, ws, wc = w + (w[0],), ws + (s[K - 1],), wc + (c[K - 1],)
-        large = (largest > _LARGEST_EXPONENT) | (tl.abs(exponent) > _LOST)
-        if BACK:
-            large = large | _large(tau[0], theta, s, c, K)
-        overflows = tl.max(tl.max(large.to(tl.int32), 1), 0) > 0 if WEIGHTS == FITTING else False
+        stops, w, ws, wc, overflows = _by_powers(tau, theta, s, c, K, WEIGHTS, BOTH)
     else:
-        middle, w, ws, wc, overflows = tau[0], (tau[0],), (tau[0],), (tau[0],), False
-    return middle, w, ws, wc, overflows
+        stops, w, ws, wc, overflows = tau[0], (tau[0],), (tau[0],), (tau[0],), False
+    return stops, w, ws, wc, overflows

@@ -13,19 +13,46 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from threshold_gating.kernels.blend.parameters import (
-    BOUND,
-    HARD,
-    ONE_TAU,
-    OWN_TAUS,
-    ZERO,
-    middle_of,
-)
+from threshold_gating.kernels.blend.parameters import BOUND, HARD, OWN_TAUS, ZERO
+
+
+@triton.jit
+def offset(found, theta, middle, K: tl.constexpr):
+    """What thresholds that are not in the middle change of tau's gradient, from `found` of
+    `formulas.turns_by_powers`, or from sums of it."""
+    far = theta[0] - middle
+    total = found[0] * far
+    for k in tl.static_range(1, K - 1):
+        far += theta[k] - middle
+        total += found[k] * far
+    return total
+
+
+@triton.jit
+def shared_out(
+    sums, theta, middle, w, K: tl.constexpr,
+    TAUS: tl.constexpr, THETAS: tl.constexpr, BRANCHES: tl.constexpr,
+):
+    """The sums of `_with_powers` as those of `_with_gates`: with their weights, and with all that
+    is above a threshold in its sum."""
+    new, above = (), ()
+    for k in tl.static_range(THETAS):
+        total = sums[TAUS + THETAS - 1 - k]
+        above = (total if k == 0 else total + above[0],) + above
+    if TAUS:
+        total = sums[0]
+        if THETAS:
+            total -= offset(sums[TAUS:TAUS + THETAS], theta, middle, K)
+        new = new + (total,)
+    new = new + above
+    for k in tl.static_range(BRANCHES):
+        new = new + (sums[TAUS + THETAS + k] * w[k % K],)
+    return new + sums[TAUS + THETAS + BRANCHES:]
 
 
 @triton.jit
 def finished(
-    sums, at, overflows, tau, theta, s, rho_p, G, S_CODE: tl.constexpr,
+    sums, at, tau, theta, s, rho_p, G, S_CODE: tl.constexpr,
     K: tl.constexpr, GATE: tl.constexpr, SHARPENED: tl.constexpr, ANCHORED: tl.constexpr,
     TAUS: tl.constexpr, THETAS: tl.constexpr, SLOPES: tl.constexpr,
 ):
@@ -33,12 +60,6 @@ def finished(
     new = ()
     for k in tl.static_range(TAUS):
         total = sums[k]
-        if GATE == ONE_TAU and THETAS > 0:
-            far = tl.zeros_like(total)
-            middle = middle_of(theta, K)
-            for m in tl.static_range(K - 1):
-                far += (theta[m] - middle) * sums[TAUS + m]
-            total = tl.where(overflows, total, total - far)
         if SHARPENED:  # d tau / d rho is tau, and 0 beyond the bound
             rho = tl.load(rho_p + k * G + at, mask=at < G, other=0.0)
             total = total * tl.where(tl.abs(rho) <= BOUND, tau[k], 0.0)
