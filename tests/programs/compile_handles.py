@@ -50,4 +50,11 @@ for sizes, shape in (((32, 256), (1, 256)), ((7, 33), ())):
     check(back.run, 5, 15)
     if back.add is not None:
         check(back.add, 0, 5)
+
+# The interpreter takes what the compiler refuses: turns of several tiles, with sums of a norm.
+wanted = Wanted(True, False, True, True, False, False)
+for name, role in (("gelu", Role.ALONE), ("gelu_k4", Role.JOINED)):
+    known = gpu.Constants.of(Structure.of(TAXONOMY[name], ("tau", "theta")), role)
+    for w in (None, wanted):
+        check(gpu.prepared(known, (4096, 256, 1), 2, w).run, 5 if w else 3, 15 if w else 9)
 print("ok")

@@ -12,8 +12,9 @@ from threshold_gating import Activation, kernels
 SOFT, HARD = ("tau", "theta", "s", "c"), ("theta", "s")
 GATES = [("silu", SOFT), ("gelu", ("tau", "theta")), ("relu", HARD), ("hardtanh", HARD)]
 LAST = torch.channels_last
-# As in test_pairs: sums of a few hundred terms in float32 in another order; bf16 rounds y and dx.
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+# Sums of up to 2310 terms of either sign in float32, of which a hundredth may be left; bf16 rounds
+# y and dx.
+TOLERANCE = {torch.float32: 3e-5, torch.bfloat16: 1e-2}
 
 
 def made(name, train, channels, axis, device):

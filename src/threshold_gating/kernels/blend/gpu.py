@@ -188,10 +188,10 @@ def tiles_forward(m: Matrix, size: int, known: Constants) -> Tiles:
         if K == 2:
             return m.tiles(4, 512, 4, 1, every)
         if narrow:
-            return m.tiles(1, 256 if K < 7 else 128, 1, 3, 16 * 132, 4)
-        return m.tiles(1, 128, 1, 3, 1 if once else 128 * 132, 4)
+            return m.tiles(1, 256 if K < 7 else 128, 1, 3, (16 if K == 3 else 8) * 132, 4)
+        return m.tiles(1, 128, 1, 3, 1 if once else 256 * 132, 4)
     if K == 2 or frozen:
-        return m.tiles(1, 1024, 4, 1, every)
+        return m.tiles(1, 1024, 4, 1, every, 1 if K == 2 else 2)
     return m.tiles(1, 1024, 4, 1, 64 * 132, 2) if narrow else m.tiles(1, 2048, 4, 1, every)
 
 
@@ -208,10 +208,13 @@ def tiles_backward(m: Matrix, size: int, known: Constants) -> Tiles:
         # more branches for as many columns have no room in registers
         return m.tiles(1, 128 if K < 7 else 64, 1, 3, (12 if K == 3 and narrow else 8) * 132, 4)
     if frozen:
-        return m.tiles(1, 1024, 4, 1, 128 * 132, 2)
+        return m.tiles(1, 1024, 4, 1, 128 * 132)
     if K == 2:
         return m.tiles(1, 512, 2, 5, 16 * 132)
-    return m.tiles(1, 256, 1, 3, (12 if K == 3 else 8) * 132, 2)
+    programs = (12 if K == 3 else 8) * 132
+    if m.layout == Layout.ROWS:
+        return m.tiles(1, 256, 1, 5, programs)
+    return m.tiles(1, 256, 1, 3, programs, 2)
 
 
 class Prepared(NamedTuple):

@@ -165,10 +165,10 @@ def backward_tiles(
     NORMED, two more for a norm before the gates: of dx, and of dx times its input less `centre`.
     JOINED, dy is the sum of what is at dy_p and at more_p.
     """
-    SUMMED: tl.constexpr = TAUS + THETAS + SLOPES + CONSTANTS > 0
+    COUNT: tl.constexpr = TAUS + THETAS + SLOPES + CONSTANTS
     # What else is read may be huge where gates are still open, which `turns` alone bounds.
     BY_POWERS: tl.constexpr = (GATE == ONE_TAU and ROLE != READ and WEIGHTS != OVERFLOWING
-                               and (SUMMED or WEIGHTS < SMALL))
+                               and (COUNT > 0 or WEIGHTS < SMALL))
     for i in tl.range(0, count(R, N, iters, LAYOUT, RB, CB), TURN, num_stages=STAGES):
         for part in tl.static_range(TURN):
             _, _, place, inside = tile(i + part, R, N, iters, LAYOUT, RB, CB)
@@ -196,7 +196,7 @@ def backward_tiles(
             else:
                 y, through, turned, weighted, found = _gradient(
                     x, v, dy, tau, theta, s, c, stops, w, ws, wc,
-                    S_CODE, C_CODE, OWNERS, K, GATE, WEIGHTS, SUMMED)
+                    S_CODE, C_CODE, OWNERS, K, GATE, WEIGHTS, COUNT > 0)
                 dx, dother = through + turned, outer * y
                 if ROLE == READ:
                     dx, dother = turned, through
@@ -207,9 +207,8 @@ def backward_tiles(
             if DOTHER:
                 stored(dother_p + place, dother, inside, WHOLE)
             if ROLE == NORMED or ROLE == JOINED:
-                FIRST: tl.constexpr = TAUS + THETAS + SLOPES + CONSTANTS
-                new = new + (_plus(sums[FIRST], dx, LAYOUT),)
-                new = new + (_plus(sums[FIRST + 1], dx * (other - centre), LAYOUT),)
+                new = new + (_plus(sums[COUNT], dx, LAYOUT),)
+                new = new + (_plus(sums[COUNT + 1], dx * (other - centre), LAYOUT),)
             if len(new) > 0:
                 sums = new
     return sums
