@@ -51,10 +51,14 @@ for sizes, shape in (((32, 256), (1, 256)), ((7, 33), ())):
     if back.add is not None:
         check(back.add, 0, 5)
 
-# The interpreter takes what the compiler refuses: turns of several tiles, with sums of a norm.
-wanted = Wanted(True, False, True, True, False, False)
-for name, role in (("gelu", Role.ALONE), ("gelu_k4", Role.JOINED)):
-    known = gpu.Constants.of(Structure.of(TAXONOMY[name], ("tau", "theta")), role)
-    for w in (None, wanted):
-        check(gpu.prepared(known, (4096, 256, 1), 2, w).run, 5 if w else 3, 15 if w else 9)
+# The interpreter takes what the compiler refuses: turns of several tiles, by powers and one by one,
+# with another input's gradient and with sums of a norm.
+soft = Wanted(True, False, True, True, True, True)
+for name, role, w in (
+    ("gelu_k4_one_tau", Role.TIMES, soft._replace(other=True)),
+    ("gelu_k4", Role.JOINED, Wanted(True, False, False, True, False, False)),
+):
+    known = gpu.Constants.of(Structure.of(TAXONOMY[name], ("tau", "theta", "s", "c")), role)
+    check(gpu.prepared(known, (4096, 256, 1), 2).run, 3, 9)
+    check(gpu.prepared(known, (4096, 256, 1), 2, w).run, 5, 15)
 print("ok")

@@ -1,4 +1,5 @@
-"""A program: gates by kernels step by step in tiles of many shapes, and far out, against float64."""
+"""A program: learned gates by kernels step by step, in tiles of many shapes, far out, and with
+parameters of many sizes, against float64."""
 
 import copy
 import sys
@@ -8,6 +9,7 @@ import torch
 
 from threshold_gating import TG, Activation, kernels
 from threshold_gating.kernels.blend import gpu
+from threshold_gating.kernels.blend import kernels as compiled
 
 ALL = ("tau", "theta", "s", "c")
 # of every layout, tiles of which all are inside, and ragged ones
@@ -17,13 +19,27 @@ SHAPES = [
     *[((16, 64), None), ((17, 31), None)],
 ]
 CUTS = [(1, 32, 2), (2, 32, 4)]  # rows, columns, tiles of a turn
-SEVEN = TG(
-    1.2,
-    (-2.0, -1.1, -0.3, 0.2, 0.9, 1.7),
-    (0.0, 0.2, -0.4, 0.5, 0.6, 1.0, 0.9),
-    (-1.0, 0.0, 0.3, 0.0, 0.1, 0.0, 0.2),
-)
-INSTANCES = {"silu": "silu", "mish": "mish", "gelu": "gelu", "seven": SEVEN, "relu": "leaky_relu"}
+
+
+def branches(K, flat=False):
+    """Of K branches with one tau; `flat`, the last has no slope."""
+    at = torch.linspace(-1, 1, K - 1).tolist()
+    s = [*torch.linspace(0.05, 1.0, K).tolist()[:-1], 0.0 if flat else 1.0]
+    return TG(1.2, tuple(at), tuple(s), tuple(0.1 * (k % 3) - 0.1 for k in range(K)))
+
+
+INSTANCES = {"silu": "silu", "hard": "leaky_relu", "gelu": "gelu"}
+INSTANCES |= {f"{K}": branches(K) for K in range(3, 9)}
+
+
+def learned(instance, axis, x, noise=0.1):
+    share = {"share": "layer"} if axis is None else {"share": "channel", "channels": x.shape[axis]}
+    train = ("theta", "s", "c") if instance == "leaky_relu" else ALL
+    act = Activation(instance, axis=axis or -1, train=train, **share)
+    with torch.no_grad():
+        for p in act.parameters():
+            p.add_(noise * torch.randn_like(p))
+    return act
 
 
 def results(act, x, dy):
@@ -37,17 +53,7 @@ def both(act, x):
     dy = torch.randn(x.shape)
     with kernels.use("reference"):
         want = results(copy.deepcopy(act).double(), x.double(), dy.double())
-    return want, results(act, x, dy)
-
-
-def learned(instance, axis, x):
-    share = {"share": "layer"} if axis is None else {"share": "channel", "channels": x.shape[axis]}
-    train = ("theta", "s", "c") if instance == "leaky_relu" else ALL
-    act = Activation(instance, axis=axis or -1, train=train, **share)
-    with torch.no_grad():
-        for p in act.parameters():
-            p.add_(0.1 * torch.randn_like(p))
-    return act
+    return want, [h.double() for h in results(act, x, dy)]
 
 
 def cut_like(rows, columns, turn, whole):
@@ -58,52 +64,104 @@ def cut_like(rows, columns, turn, whole):
         whole.add((m.layout, m.whole(tiles)))
         return tiles
 
+    gpu.prepared.cache_clear()
+    gpu.plan.cache_clear()
     return mock.patch.multiple(gpu, tiles_forward=made, tiles_backward=made)
 
 
 def check_cuts(names):
     """Errors over the largest value: sums of a thousand terms of either sign in float32."""
     whole = set()
+    shapes = SHAPES if names[0] in ("silu", "gelu") else SHAPES[:2]
     for name in names:
-        for shape, axis in SHAPES:
+        for shape, axis in shapes:
             torch.manual_seed(0)
             x = 2.0 * torch.randn(shape)
             act = learned(INSTANCES[name], axis, x)
             for cut in CUTS:
-                gpu.prepared.cache_clear()
-                gpu.plan.cache_clear()
                 with cut_like(*cut, whole):
                     want, have = both(act, x)
                 for k, (w, h) in enumerate(zip(want, have, strict=True)):
-                    error = float((h.double() - w).abs().max() / w.abs().max())
+                    error = float((h - w).abs().max() / w.abs().max())
                     assert error < 2e-5, (name, shape, axis, cut, k, error)
-    assert len(whole) == 6, whole  # of each layout
+    assert len(whole) == len(shapes), whole
 
 
 def check_far():
-    """Where gates have stopped changing, out to the largest numbers."""
-    exponents = torch.arange(-8.0, 38.5, 0.5)
+    """Out to the largest numbers. Close by, errors are over the largest value, for digits cancel
+    there in any order; from 1000 on, number by number."""
+    exponents = torch.tensor([*torch.arange(-8.0, 38.5, 0.5), 38.5])  # times a slope, no float32
     x = torch.cat([-(10.0**exponents), 10.0**exponents]).float()[:, None].repeat(1, 4)
-    for name in ("mish", "gelu", "seven"):
-        for sharp in (0.3, 1.0, 4.0, 40.0):
-            act = learned(INSTANCES[name], -1, x)
-            with torch.no_grad():
-                act.rho.copy_(torch.log(torch.tensor(sharp)))
-            want, have = both(act, x)
-            for k in (0, 1):  # y and dx, number by number; what no float32 holds is left out
-                w, h = want[k], have[k].double()
-                fits = w.abs() < 3e38
-                error = ((h - w).abs() / (w.abs() + 1e-30))[fits]
-                # near a zero of y or of its slope digits cancel, in float32 and in any order
-                near = x.abs()[fits] < 100
-                assert error[~near].max() < 2e-6, (name, sharp, k, float(error[~near].max()))
-                gap = float((h - w).abs()[fits][near].max() / w.abs()[fits][near].max())
-                assert gap < 3e-6, (name, sharp, k, gap)
+    close, far = x.abs() < 100, x.abs() > 1000
+    torch.manual_seed(0)
+    for K in range(3, 9):
+        for flat in (False, True):
+            for sharp in (0.3, 1.0, 4.0, 40.0):
+                act = learned(branches(K, flat), -1, x, 0.0 if flat else 0.1)
+                with torch.no_grad():
+                    act.rho.fill_(torch.tensor(sharp).log())
+                want, have = both(act, x)
+                for k in (0, 1):  # y and dx
+                    error, w = (have[k] - want[k]).abs(), want[k].abs()
+                    what = (K, flat, sharp, k)
+                    assert error[close].max() < 3e-6 * w[close].max(), what
+                    least = 2.0**-28 if flat and k == 1 else 1e-30  # of a slope, where gates stop
+                    assert (error <= 2e-6 * w + least)[far & (w < 3e38)].all(), what
+                for w, h in zip(want[2:], have[2:], strict=True):
+                    # tau's is a sum of which a hundredth may be left, as in check_cuts
+                    fits = w.abs() < 1e38
+                    assert ((h - w).abs()[fits] <= 1e-4 * w.abs().max()).all(), (K, flat, sharp)
+
+
+def check_ends():
+    """Infinity is a line's, and tails keep their digits where the first branch is 0."""
+    for K in range(3, 9):
+        act = learned(branches(K), -1, torch.zeros(1, 4), 0.0)
+        x = torch.tensor([-torch.inf, torch.inf])[:, None].repeat(1, 4)
+        assert torch.equal(act(x), x), K
+    tail = torch.linspace(-45, -20, 51)[:, None].repeat(1, 4)
+    floors = {"mish": 1e-30, "gelu_k3": 1e-30, "gelu_k4_one_tau": 1e-25, "gelu": 1e-17}
+    for name, least in floors.items():
+        act = learned(name, -1, tail, 0.0)
+        want, have = both(act, tail)
+        seen = want[0].abs() > least
+        assert seen.any(), name
+        # 70 units of rounding in the exponent, each 6e-8
+        assert ((have[0] - want[0]).abs() <= 1e-5 * want[0].abs())[seen].all(), name
+
+
+def check_ways():
+    """Which gates are taken one by one: none of a usual instance, and nobody for the columns that
+    are not there; those that float32 has no room for."""
+    found, folded = [], compiled.folded
+
+    def noted(*given):
+        result = folded(*given)
+        found.append(bool(result[-1]))
+        return result
+
+    x = torch.randn(4, 5)  # of tiles with 8 columns
+    with mock.patch.object(compiled, "folded", noted):
+        ways = {}
+        for name in ("mish", "gelu_k4_one_tau", "gelu", *map(branches, range(3, 9))):
+            for sharp in (1.0, 2.0, 100.0):
+                found.clear()
+                act = learned(name, -1, x, 0.0)
+                with torch.no_grad():
+                    act.rho.fill_(torch.tensor(sharp).log())
+                results(act, x, x)
+                assert len(found) > 1, name
+                ways[str(name), sharp] = set(found)
+    for (name, sharp), way in ways.items():
+        if sharp < 100:
+            assert way == {False}, (name, sharp)
+    assert ways["gelu", 100.0] == {True}
 
 
 kernels.use("triton")
-if sys.argv[1] == "far":
-    check_far()
+what = {"far": check_far, "ends": check_ends, "ways": check_ways}
+if sys.argv[1] in what:
+    what[sys.argv[1]]()
 else:
     check_cuts(sys.argv[1:])
 print("ok")

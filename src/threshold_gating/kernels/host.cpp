@@ -83,11 +83,12 @@ PyObject* blend(PyObject* self, PyObject* const* given, Py_ssize_t count) {
   END_HANDLE_TH_ERRORS
 }
 
-// again(x, a module's parameters, its buffers, the backend in force)
+// again(x, a module's parameters, its buffers, the backend in force, whether y goes over x)
 PyObject* again(PyObject* self, PyObject* const* given, Py_ssize_t count) {
   HANDLE_TH_ERRORS
-  TORCH_CHECK_TYPE(count == 4, "again takes x, parameters, buffers and a backend");
+  TORCH_CHECK_TYPE(count == 5, "again takes x, parameters, buffers, a backend and a bool");
   const Shared& state = state_of(self);
+  if (PyObject_IsTrue(given[4]) != (state->way != Way::AWAY)) Py_RETURN_NONE;
   if (given[3] != state->backend && PyUnicode_Compare(given[3], state->backend) != 0) {
     Py_RETURN_NONE;
   }

@@ -185,10 +185,10 @@ struct Blend : Node {
   std::array<SavedVariable, HELD> held;
   Kept kept;
 
-  Blend(Shared state, const Tensor& x, const Gates& held, Kept kept)
+  Blend(Shared state, const Tensor& x, const Gates& held)
       : Node(torch::autograd::collect_next_edges(x, held[0], held[1], held[2], held[3], held[4],
                                                  held[5])),
-        state(std::move(state)), x(x, false), kept(std::move(kept)) {
+        state(std::move(state)), x(x, false) {
     for (int k = 0; k < HELD; ++k) {
       if (held[k].defined()) this->held[k] = SavedVariable(held[k], false);
     }
@@ -212,7 +212,8 @@ struct Blend : Node {
     return gradients(state, given[0], x, held, needed(), kept);
   }
 
-  // Compiled autograd: this node is one call in its graph, which runs as it is.
+  // Compiled autograd: this node is one call in its graph, which runs as it is. The address in the
+  // key is never another state's: the call holds its state, and torch keeps calls for good.
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
     args.collect(static_cast<uint64_t>(reinterpret_cast<uintptr_t>(state.get())));
     args.collect(x, false);
@@ -292,20 +293,28 @@ Tensor run(const Shared& state, const Tensor& x, const Gates& held) {
   const bool learns = any_learns(x, held), keeps = state->way == Way::KEPT;
   const bool over = state->way != Way::AWAY;
   if (over && (learns != keeps || !may_overwrite(x, learns))) return {};
-  Kept kept;
+  using namespace torch::autograd;
   Tensor y = x, read = x;  // what autograd goes on from, and what the backward pass reads
+  decltype(Edge::function) node;
+  Blend* made = nullptr;
   {
     at::AutoDispatchBelowADInplaceOrView below;
     if (!over) y = state->like_x();
     if (keeps) read = state->like_x();
+  }
+  if (learns) {  // before anything is written: what is held may refuse to be saved
+    if (keeps) impl::set_gradient_edge(read, impl::gradient_edge(x));  // for second derivatives
+    made = new Blend(state, read, held);
+    node = held_by<decltype(node)>(made);
+  }
+  Kept kept;
+  {
+    at::AutoDispatchBelowADInplaceOrView below;
     if (!state->forward(x, keeps ? read : Tensor(), y, held, kept)) return {};
   }
-  if (over && !x.is_inference()) torch::autograd::impl::bump_version(x);
+  if (over && !x.is_inference()) impl::bump_version(x);
   if (!learns) return y;
-  using namespace torch::autograd;
-  if (keeps) impl::set_gradient_edge(read, impl::gradient_edge(x));  // for second derivatives
-  auto* made = new Blend(state, read, held, std::move(kept));
-  const auto node = held_by<decltype(Edge::function)>(made);
+  made->kept = std::move(kept);
   const Edge edge(node, made->add_input_metadata(y));
   if (over) {
     impl::rebase_history(y, edge);

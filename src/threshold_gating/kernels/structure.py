@@ -51,7 +51,7 @@ class Weights(IntEnum):
 
     UNKNOWN = 0
     OVERFLOWING = 1  # which kernels see as they run
-    SMALL = 2  # branches can be counted from the left on both sides
+    SMALL = 2  # frozen, and no sum of them can overflow or lose the others: nobody looks
     MIRRORED = 3  # and the taus are the same from either end: half of the exponentials are enough
 
 
@@ -406,7 +406,8 @@ def weights_of(t: TG) -> Weights:
 
 
 def _are_small(t: TG) -> bool:
-    """Whether branches can be counted from the left on both sides (`formulas._from_below`).
+    """Whether branches can be counted from the left on both sides with the least room that an
+    engine has for exponentials, 2^124 in all; nobody looks then whether they fit.
 
     Where the exponentials stop growing, all gates but the last must be below 2^-24 of it, and what
     is left of the other branches must not be seen beside the last. With a tau for each threshold

@@ -676,17 +676,20 @@ def test_every_module_of_kernels_with_a_nonlinear_op_says_what_its_ops_are():
 
 @pytest.mark.parametrize("by", ["C", "steps"])
 @pytest.mark.parametrize("key", ["silu", "gelu_k4"])
-def test_parameters_of_another_shape_are_refused(key, by, monkeypatch):
+@pytest.mark.parametrize("groups", [5, 1])
+def test_parameters_of_another_shape_are_refused(key, by, groups, monkeypatch):
     if by == "steps":
         monkeypatch.setattr(one_pass, "ready", lambda *given: None)
-    learned = ("tau", "theta", "s", "c")
-    act = Activation(key, share="channel", channels=5, axis=-1, train=learned)
+    share = {"share": "channel", "channels": 5} if groups == 5 else {}
+    act = Activation(key, axis=-1, train=("tau", "theta", "s", "c"), **share)
     x, own = torch.randn(7, 5, requires_grad=True), act.s.detach()
-    for other in (own.t().contiguous(), own.view(1, -1), own[:, :1], own[:1]):
+    for other in (own.t().contiguous(), own.view(1, -1), own[:, :3:2], own[:1], torch.zeros(7)):
+        if other.shape == own.shape:
+            continue
         act.s.data = own
         y = act(x)
         act.s.data = other
-        with pytest.raises(ValueError, match=r"for 5 groups .* along the first axis; got"):
+        with pytest.raises(ValueError, match=rf"for {groups} groups .* along the first axis; got"):
             act(x)
         # by us, or by autograd, which finds the gradient's shape wrong
         with pytest.raises((ValueError, RuntimeError), match=r"first axis; got|invalid gradient"):

@@ -4,10 +4,22 @@ import copy
 
 import pytest
 import torch
+from torch import nn
 from torch._dynamo import compiled_autograd
 
-from tests.kernels.calling import LAST, SOFT, TOLERANCE, Passes, channels, close, images
-from threshold_gating import Activation, kernels
+from tests.kernels.calling import (
+    LAST,
+    SOFT,
+    TOLERANCE,
+    Passes,
+    channels,
+    close,
+    gradients,
+    images,
+    ready,
+    reference,
+)
+from threshold_gating import kernels
 from threshold_gating.kernels import host
 
 pytestmark = [
@@ -16,31 +28,30 @@ pytestmark = [
 ]
 
 
+class Doubled(nn.Module):
+    """What gates may overwrite: it is no leaf, and nobody has kept it."""
+
+    def forward(self, x):
+        return x * 2.0
+
+
 def over(name="silu", train=SOFT, **more):
-    return channels(name, train, inplace=True, **more)
+    return nn.Sequential(Doubled(), channels(name, train, inplace=True, **more))
 
 
-def results(act, x, dy):
-    """y over 2 x and every gradient, and who goes back."""
-    leaf = x.detach().clone().requires_grad_()
-    z = leaf * 2.0
+def away(net):
+    """The same gates, which leave their input as it is."""
+    made = channels()
+    made.load_state_dict(net[1].state_dict())
+    return made
+
+
+def is_made_in_cpp(net, x):
+    """Whether C++ recorded a call that overwrote its input."""
+    z = net[0](x.requires_grad_())
     before = z._version
-    y = act(z)
-    assert y is z
-    assert z._version > before
-    return [y.detach(), *torch.autograd.grad(y, [leaf, *act.parameters()], dy)], y.grad_fn.name()
-
-
-def exact(act, x, dy):
-    with kernels.use("reference"):
-        return results(copy.deepcopy(act).double(), x.double(), dy.double())[0]
-
-
-def ready(driver, act, x):
-    """The module after a call with its backward pass: C++ makes the next one."""
-    results(act, x, torch.randn_like(x))
-    driver.ran.clear()
-    return act
+    y = net[1](z)
+    return y is z and z._version > before and y.grad_fn.name() == "BlendBackward"
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
@@ -48,36 +59,35 @@ def ready(driver, act, x):
 def test_values_and_every_gradient_are_those_of_float64(driver, name, train, dtype):
     kinds = [(images(dtype).to(memory_format=LAST), 1), (images(dtype), 1)]
     for x, axis in [*kinds, (torch.randn(33, 5).to(dtype), -1)]:
-        act, dy = over(name, train, axis=axis), torch.randn_like(x)
-        ready(driver, act, x)
-        have, node = results(act, x, dy)
-        assert node == "BlendBackward"
+        net, dy = over(name, train, axis=axis), torch.randn_like(x)
+        ready(driver, net, x)
+        have = gradients(net, x, dy)
         assert driver.ran[:2] == ["blend_forward", "blend_backward"]
         assert have[1].stride() == x.stride()
-        close(have, exact(act, x, dy), dtype)
+        close(have, reference(net, x, dy), dtype)
+        assert is_made_in_cpp(net, x)
 
 
 def test_hard_gates_of_a_gpu_are_written_over_their_input(driver):
     if isinstance(driver, Passes):
         pytest.skip("formulas, which C is not for")
     x, dy = images(), images()
-    act = ready(driver, over("relu", ("theta", "s")), x)
-    have, node = results(act, x, dy)
-    assert node == "BlendBackward"
-    close(have, exact(act, x, dy), torch.float32)
+    net = ready(driver, over("relu", ("theta", "s")), x)
+    close(gradients(net, x, dy), reference(net, x, dy), torch.float32)
+    assert is_made_in_cpp(net, x)
 
 
 @pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
 def test_without_gradients_there_is_no_node(driver, off):
-    act = over()
+    net = over()
     with off():
-        act(images())
+        net(images())
         driver.ran.clear()
         x = images()
         with kernels.use("reference"):
-            want = copy.deepcopy(act)(x.clone())
+            want = away(net)(x)
         before = 0 if x.is_inference() else x._version
-        y = act(x)
+        y = net[1](x)
         assert y is x
         assert x.is_inference() or x._version == before + 1
     assert driver.ran == ["blend_forward"]
@@ -86,38 +96,38 @@ def test_without_gradients_there_is_no_node(driver, off):
 
 
 def test_a_call_with_gradients_follows_one_without_and_back(driver):
-    act, x, dy = over(), images(), images()
-    ready(driver, act, x)
+    net, x, dy = over(), images(), images()
+    ready(driver, net, x)
     for _ in range(2):
         with torch.no_grad():
-            act(x.clone())
-        have, node = results(act, x, dy)
-        assert node == "BlendBackward"
-        close(have, exact(act, x, dy), torch.float32)
+            net(x)
+        close(gradients(net, x, dy), reference(net, x, dy), torch.float32)
     assert driver.ran.count("blend_forward") == 4
+    assert is_made_in_cpp(net, x)
 
 
 def test_second_derivatives_are_those_of_the_formulas(driver):
-    x, act = images(), over()
+    x, net = images(), over()
 
-    def second(act, x):
+    def second(net, x):
         leaf = x.detach().requires_grad_()
-        y = act(leaf.sin())
-        first = torch.autograd.grad((y * y).sum(), [leaf, *act.parameters()], create_graph=True)
+        y = net(leaf.sin())
+        first = torch.autograd.grad((y * y).sum(), [leaf, *net.parameters()], create_graph=True)
         total = sum([g.square().sum() for g in first])
-        return torch.autograd.grad(total, [leaf, *act.parameters()])
+        return torch.autograd.grad(total, [leaf, *net.parameters()])
 
-    ready(driver, act, x)
-    have = second(act, x)
+    ready(driver, net, x)
+    have = second(net, x)
     assert driver.ran[0] == "blend_forward"
     with kernels.use("reference"):
-        want = second(copy.deepcopy(act).double(), x.double())
+        want = second(copy.deepcopy(net).double(), x.double())
     close(have, want, torch.float32)
 
 
 def test_what_torch_forbids_stays_forbidden(driver):
-    act, leaf = over(), images().requires_grad_()
-    ready(driver, act, images())
+    net, leaf = over(), images().requires_grad_()
+    ready(driver, net, images())
+    act = net[1]
     kept = leaf.exp()  # torch's exp keeps its result
     act(kept)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -133,72 +143,101 @@ def test_what_torch_forbids_stays_forbidden(driver):
         z = images()
     with torch.no_grad(), pytest.raises(RuntimeError, match="outside InferenceMode"):
         act(z)
+    y = net(leaf)
+    y.sum().backward()
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        y.sum().backward()
+
+
+def test_what_cannot_be_saved_is_refused_before_anything_is_written(driver):
+    net, x = over("silu", ("s",)), images()
+    ready(driver, net, x)
+    with torch.inference_mode():
+        theta = net[1].theta0.clone()
+    net[1]._buffers["theta0"] = theta
+    z = x.requires_grad_() * 2.0
+    before, version = z.detach().clone(), z._version
+    with pytest.raises(RuntimeError, match="Inference tensors cannot be saved"):
+        net[1](z)
+    assert z._version == version
+    assert torch.equal(z, before)
 
 
 def test_what_comes_after_may_not_change_what_was_kept(driver):
-    act, x, dy = over(), images(), images()
-    ready(driver, act, x)
+    net, x, dy = over(), images(), images()
+    ready(driver, net, x)
     leaf = x.clone().requires_grad_()
-    y = act(leaf * 2.0)
-    want = exact(act, x, dy)
+    y = net(leaf)
+    want = reference(net, x, dy)
     y.mul_(3.0)  # the gates have a copy of their input
     close([torch.autograd.grad(y, leaf, dy / 3.0)[0]], [want[1]], torch.float32)
 
 
 def test_a_parameter_that_was_changed_is_refused(driver):
-    act, x = over(), images()
-    ready(driver, act, x)
-    y = act(x.requires_grad_() * 2.0)
+    net, x = over(), images()
+    ready(driver, net, x)
+    y = net(x.requires_grad_())
     with torch.no_grad():
-        act.s.add_(1.0)
+        net[1].s.add_(1.0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
 
 
 def test_a_view_changes_its_base(driver):
-    act, leaf = over(), images().requires_grad_()
-    plain = channels()
-    plain.load_state_dict(act.state_dict())
-    ready(driver, act, images()[1:])
+    net, leaf = over(), images().requires_grad_()
+    ready(driver, net, images()[1:])
     base = leaf * 2.0
-    act(base[1:])
-    want = torch.cat([leaf[:1] * 2.0, plain(leaf[1:] * 2.0)])
+    net[1](base[1:])
+    want = torch.cat([leaf[:1] * 2.0, away(net)(leaf[1:] * 2.0)])
     torch.testing.assert_close(base, want)
     have = torch.autograd.grad(base.square().sum(), leaf)[0]
     torch.testing.assert_close(have, torch.autograd.grad(want.square().sum(), leaf)[0])
 
 
 def test_data_that_no_op_made_is_overwritten_and_gates_learn(driver):
-    act, x = over(), images()
-    ready(driver, act, x)
+    net, x = over(), images()
+    ready(driver, net, x)
     z, dy = x.clone(), images()
-    y = act(z)
+    y = net[1](z)
     assert y is z
-    with kernels.use("reference"):
-        other = copy.deepcopy(act).double()
-        want = torch.autograd.grad(other(x.double()), [*other.parameters()], dy.double())
-    close(torch.autograd.grad(y, [*act.parameters()], dy), want, torch.float32)
+    want = reference(away(net), x, dy)[2:]
+    close(torch.autograd.grad(y, [*net.parameters()], dy), want, torch.float32)
 
 
-def test_hooks_on_the_input_see_its_own_gradient(driver):
-    act, x, dy = over(), images(), images()
-    ready(driver, act, x)
+def test_hooks_see_their_own_gradients_and_what_is_retained(driver):
+    net, x, dy = over(), images(), images().transpose(2, 3).contiguous().transpose(2, 3)
+    ready(driver, net, x)
     leaf, seen = x.clone().requires_grad_(), []
-    z = leaf * 2.0
+    z = net[0](leaf)
     z.register_hook(lambda g: seen.append(("input", g)))
-    y = act(z)
+    y = net[1](z)
     y.register_hook(lambda g: seen.append(("output", g)))
+    y.retain_grad()
     y.backward(dy)
     assert [name for name, _ in seen] == ["output", "input"]
     assert torch.equal(seen[0][1], dy)
-    close([2.0 * seen[1][1]], [exact(act, x, dy)[1]], torch.float32)
+    assert torch.equal(y.grad, dy)
+    close([2.0 * seen[1][1]], [reference(net, x, dy)[1]], torch.float32)
+
+
+def test_hooks_on_saved_tensors_are_asked(driver):
+    net, x, dy = over(), images(), images()
+    ready(driver, net, x)
+    packed = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t):
+        have = gradients(net, x, dy)
+    assert packed
+    close(have, reference(net, x, dy), torch.float32)
 
 
 @pytest.mark.parametrize("off", [False, True])
 def test_where_python_has_to_look_the_input_is_as_it_was(driver, off):
-    act, x = over(), images()
-    ready(driver, act, x)
+    net, x = over(), images()
+    ready(driver, net, x)
     with torch.no_grad() if off else torch.enable_grad():
+        if off:
+            net(x)
+            driver.ran.clear()
         z = x.clone() if off else x.requires_grad_() * 1.0
         if isinstance(driver, Passes):
             with torch.no_grad():
@@ -206,61 +245,75 @@ def test_where_python_has_to_look_the_input_is_as_it_was(driver, off):
         else:
             driver.refuses = True
         with kernels.use("reference"):
-            want = channels_like(act)(z.detach().clone())
-        y = act(z)
+            want = away(net)(z.detach())
+        y = net[1](z)
+    if isinstance(driver, Passes):
+        assert set(driver.ran) == {"blend_forward refused"}
     assert y is z
     assert y.isfinite().sum() >= y.numel() - 2
     torch.testing.assert_close(y.detach(), want.detach(), equal_nan=True)
 
 
-def channels_like(act):
-    made = channels()
-    made.load_state_dict(act.state_dict())
-    return made
-
-
 def test_an_input_that_is_the_result_of_gates_may_be_overwritten_again(driver):
-    act, x, dy = over(), images(), images()
-    ready(driver, act, x)
-    twice = lambda f, z: f(f(z * 2.0))  # noqa: E731
-    leaf = x.clone().requires_grad_()
-    have = torch.autograd.grad(twice(act, leaf), [leaf, *act.parameters()], dy)
-    plain = channels_like(act).double()
-    exactly = x.double().requires_grad_()
-    with kernels.use("reference"):
-        want = torch.autograd.grad(
-            twice(plain, exactly), [exactly, *plain.parameters()], dy.double()
-        )
-    close(have, want, torch.float32)
+    net, x, dy = over(), images(), images()
+    ready(driver, net, x)
+    twice = nn.Sequential(*net, net[1])
+    close(gradients(twice, x, dy), reference(twice, x, dy), torch.float32)
     assert driver.ran[:2] == ["blend_forward"] * 2
+
+
+def test_a_module_is_called_in_place_while_it_says_so(driver):
+    net, x = over(), images()
+    ready(driver, net, x)
+    for way in (False, True, False):
+        net[1].__dict__["inplace"] = way  # past what forgets how the last call was made
+        z = x.clone()
+        assert (net[1](z) is z) == way
+        assert torch.equal(z, x) == (not way)
 
 
 @pytest.mark.compile
 @pytest.mark.filterwarnings("ignore:The .grad attribute", "ignore:Dynamo detected a call")
-@pytest.mark.parametrize("by", ["C++", "Python"])
-@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize(("by", "inplace"), [("C++", False), ("C++", True), ("Python", True)])
 def test_compiled_autograd_takes_the_node(driver, monkeypatch, by, inplace):
-    act, x, dy = channels(inplace=inplace), images(), images()
     if by == "Python":
         monkeypatch.setattr(host, "module", lambda device: None)
-    own = list(act.parameters())
-    for scale in (1.0, 2.0):  # the second is found in its cache
-        leaf = x.clone().requires_grad_()
-        for p in own:
+    compiled_autograd.reset()
+    graphs = []
+
+    def compiler(graph):
+        graphs.append(graph)
+        return torch.compile(graph, backend="eager")
+
+    def backward(net, x, learns):
+        """By a compiled graph, and without one."""
+        dy, leaf = torch.randn_like(x), x.detach().clone().requires_grad_()
+        for name, p in net.named_parameters():
             p.grad = None
-        y = act(leaf * 2.0)
-        want = torch.autograd.grad(y, [leaf, *own], scale * dy, retain_graph=True)
-        with compiled_autograd._enable(lambda graph: torch.compile(graph, backend="eager")):
-            y.backward(scale * dy)
-        for have, w in zip([leaf.grad, *[p.grad for p in own]], want, strict=True):
-            torch.testing.assert_close(have, w)
+            p.requires_grad_(learns or not name.endswith("s"))
+        asked = [leaf, *[p for p in net.parameters() if p.requires_grad]]
+        y = net(leaf)
+        want = torch.autograd.grad(y, asked, dy, retain_graph=True)
+        with compiled_autograd._enable(compiler):
+            y.backward(dy)
+        for p, w in zip(asked, want, strict=True):
+            torch.testing.assert_close(p.grad, w)
 
-
-def test_a_module_that_is_no_longer_in_place_is_called_as_it_is_then(driver):
-    act, x = over(), images()
-    ready(driver, act, x)
-    assert isinstance(act, Activation)
-    act.inplace = False
-    z = x.clone()
-    assert act(z) is not z
-    assert torch.equal(z, x)
+    # other gates of the same sizes, other sizes, other needs: none is taken for another
+    first, other = (
+        nn.Sequential(Doubled(), channels(n, inplace=inplace)) for n in ("silu", "tanh")
+    )
+    few = nn.Sequential(Doubled(), channels("silu", ("s",), inplace=inplace))
+    x, small = images(), images()[:2]
+    cases = [(first, x, True), (other, x, True), (first, small, True), (few, x, True)]
+    cases += [(first, x, False)]
+    for net, z, _ in cases:
+        ready(driver, net, z)
+    driver.ran.clear()
+    for case in cases:
+        backward(*case)
+    made = len(graphs)
+    for case in cases:
+        backward(*case)
+    assert 0 < made == len(graphs) <= len(cases)  # and found again
+    assert ("blend_backward" in driver.ran) == (by == "C++")

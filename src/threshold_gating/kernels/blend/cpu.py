@@ -70,9 +70,9 @@ class Plan:
     def _rows(self, x: Tensor, tensors: Held) -> Rows:
         """The parameters as they are now: numbers, or (1, G, 1) each."""
         structure = self.structure
+        check_fits(structure, tensors, self.sizes[1])
         if self.sizes[1] == 1:
             return structure.numbers(tensors)
-        check_fits(structure, tensors, self.sizes[1])
         dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
         K, many = structure.K, len(structure.tau) > 1
         tau = (K - 1, 1, -1, 1) if many else (1, -1, 1)  # one tau has no axis of rows

@@ -3,11 +3,11 @@
 x and v are (rows, columns), parameters (1, 1), (1, columns) or (rows, 1), a tuple of them for the
 rows of a parameter. With one tau and K >= 3 branches all gates are powers of one exponential. Let
 t = tau (x - middle); y = v S / D + C / D with polynomials in exp(t) whose coefficients are w_k s_k,
-w_k and w_k c_k. D is between 2^-96 and 2^112, for x is bounded where the last branch has won. The
-gradients of parameters are made of the powers themselves, so these are counted from the branch in
-the midst, with exp(t) above it and exp(-t) below: D is between 1 and 2^112, for x is bounded to
-both sides (`parameters.folded`). No coefficient is chosen by the side of x: a choice takes two
-clocks where a product and sum take one.
+w_k and w_k c_k, and x is bounded where the last branch has won, so that D stays below 2^112. Where
+that leaves no room (K >= 6), and where gradients of parameters are made of the powers themselves,
+branches are counted from that in the midst, with exp(t) above it and exp(-t) below, and x is
+bounded to both sides (`parameters.folded`). No coefficient is chosen by the side of x: a choice
+takes two clocks where a product and sum take one.
 """
 
 # mypy: ignore-errors
@@ -19,15 +19,17 @@ import triton
 import triton.language as tl
 
 from threshold_gating.kernels.blend.parameters import (
-    BOTTOM,
+    ABOVE,
+    BELOW,
     CENTRED,
     HARD,
+    MIDDLE,
     MIRRORED,
     OVERFLOWING,
     OWN_TAUS,
     READ,
+    ROOM,
     SMALL,
-    TOP,
     TWO,
     ZERO,
 )
@@ -50,13 +52,13 @@ def _tanh(h):
 @triton.jit
 def within(x, stops):
     """x, no further out than exponentials have room: from there on the gates stand still."""
-    return _bounded(x, stops[2], stops[0])
+    return _bounded(x, stops[BELOW], stops[ABOVE])
 
 
 @triton.jit
 def _both_ways(near, tau, stops):
     """exp(t) and exp(-t), of which neither is one over the other: that takes as long."""
-    t = (near - stops[1]) * (tau[0] * LOG2E)
+    t = (near - stops[MIDDLE]) * (tau[0] * LOG2E)
     return exp2(t), exp2(-t)
 
 
@@ -76,25 +78,28 @@ def _polynomial(w, up, down, K: tl.constexpr):
 
 
 @triton.jit
-def by_powers(x, tau, stops, s, w, ws, wc, C_CODE: tl.constexpr, K: tl.constexpr):
-    """y for K >= 3 and one tau with what going back has; forward, `_from_below` takes less."""
+def by_powers(
+    x, tau, stops, s, c, w, ws, wc, S_CODE: tl.constexpr, C_CODE: tl.constexpr, K: tl.constexpr
+):
+    """y for K >= 3 and one tau, from exponentials of both signs."""
     near = within(x, stops)
     up, down = _both_ways(near, tau, stops)
     share = inverse(_polynomial(w, up, down, K))
     y = near * (_polynomial(ws, up, down, K) * share)
     if C_CODE != (4**K - 1) // 3:  # not all of them the number 0
         y += _polynomial(wc, up, down, K) * share
-    return y + (x - near) * tl.where(x > near, s[K - 1], s[0])  # further out y is a line
+    y = tl.where(x < stops[BELOW], _branch(x, s, c, S_CODE, 0), y)
+    return tl.where(x > stops[ABOVE], _branch(x, s, c, S_CODE, K - 1), y)
 
 
 @triton.jit
 def turns_by_powers(x, tau, stops, s, c, w, ws, C_CODE: tl.constexpr, K: tl.constexpr):
     """(mean slope, g_k / w_k for each branch, g_k (L_k - y) for all but the first) with one tau.
 
-    Branches are taken less the last one, which changes nothing but leaves no large numbers to
-    cancel where that wins; where the first one does, the gates of the others are small. Where a
-    middle one wins, what is found is off by a rounding of the largest branch, so large ones are
-    left to `turns` (`parameters.folded`).
+    The first and the last are g_k. Branches are taken less the last one, which changes nothing but
+    leaves no large numbers to cancel where that wins; where the first one does, the gates of the
+    others are small. What is found is off by g_k times a rounding of the largest branch, so large
+    ones are left to `turns` (`parameters.folded`).
     """
     M: tl.constexpr = (K - 1) // 2
     near = within(x, stops)
@@ -111,6 +116,8 @@ def turns_by_powers(x, tau, stops, s, c, w, ws, C_CODE: tl.constexpr, K: tl.cons
         powers = (powers[0] * down,) + powers
     for k in tl.static_range(M, K - 1):
         powers = powers + (powers[k] * up,)
+    if K > 5:  # else these weights are 1
+        powers = (powers[0] * w[0],) + powers[1 : K - 1] + (powers[K - 1] * w[K - 1],)
     found = ()
     for k in tl.static_range(1, K - 1):
         found = found + (powers[k] * (rest[k] - w[k] * mean),)
@@ -136,7 +143,7 @@ def _rises(x, tau, theta, stops, K: tl.constexpr, GATE: tl.constexpr, WEIGHTS: t
             else:
                 found = found + (_rise(x, tau[k], theta[k], stops[k + 1]),)
     else:
-        found = (_rise(x, tau[0], stops[1], (TOP - BOTTOM) / (K - 1)),)
+        found = (_rise(x, tau[0], stops[MIDDLE], ROOM / (K - 1)),)
     return found
 
 
@@ -153,28 +160,23 @@ def _nested(w, rises, COUNT: tl.constexpr):
 def _from_below(
     x, v, tau, theta, stops, s, c, w, ws, wc, S_CODE: tl.constexpr,
     C_CODE: tl.constexpr, K: tl.constexpr, GATE: tl.constexpr, WEIGHTS: tl.constexpr,
-    ROLE: tl.constexpr,
 ):  # fmt: skip
     """y: branches are counted from the left on both sides, without a choice.
 
     Far out to the right the gates stop changing. With small weights they are there, to 2^-24, those
-    at infinity; else y is made the line that it is.
+    at infinity; else v is x, and y the last branch.
     """
-    near = x
     if WEIGHTS >= SMALL:
         rises = _rises(x, tau, theta, stops, K, GATE, WEIGHTS)
     else:
-        near = _least(x, stops[0])
-        rises = (exp2((near - stops[1]) * (tau[0] * LOG2E)),)
+        v = _least(x, stops[ABOVE])
+        rises = (exp2((v - stops[MIDDLE]) * (tau[0] * LOG2E)),)
     share = inverse(_nested(w, rises, K))
-    y = (v if ROLE == READ else near) * (_nested(ws, rises, K) * share)
+    y = v * (_nested(ws, rises, K) * share)
     if C_CODE != (4**K - 1) // 3:  # not all of them the number 0
         y += _nested(wc, rises, K) * share
     if WEIGHTS < SMALL:
-        if ROLE == READ:
-            y = tl.where(x > near, _branch(v, s, c, S_CODE, K - 1), y)
-        else:
-            y += (x - near) * s[K - 1]
+        y = tl.where(x > v, _branch(x, s, c, S_CODE, K - 1), y)
     return y
 
 
@@ -200,7 +202,7 @@ def _means_from_below(
 
 @triton.jit
 def turned_from_below(
-    x, v, tau, theta, stops, w, ws, wc, S_CODE: tl.constexpr,
+    x, v, tau, theta, stops, s, w, ws, wc, S_CODE: tl.constexpr,
     C_CODE: tl.constexpr, K: tl.constexpr, GATE: tl.constexpr, WEIGHTS: tl.constexpr,
 ):  # fmt: skip
     """(y, mean slope, dy/dx by way of the gates) with small weights.
@@ -221,7 +223,8 @@ def turned_from_below(
     if C_CODE != (4**K - 1) // 3:  # not all of them the number 0
         constant, more = _means_from_below(w, wc, less, rises, share, grown, C_CODE, K)
         y, turn = y + constant, turn + more
-    return y, slope, tl.where(x > stops[0], 0.0, turn)
+    far = x > stops[ABOVE]
+    return y, tl.where(far, s[K - 1], slope), tl.where(far, 0.0, turn)
 
 
 @triton.jit
@@ -375,10 +378,10 @@ def value(
     elif WEIGHTS < SMALL and (GATE == OWN_TAUS or WEIGHTS == OVERFLOWING):
         g = soft_gates(x, tau, theta, K, GATE)
         y = v * mean(g, s, S_CODE, K) + mean(g, c, C_CODE, K)
+    elif WEIGHTS < SMALL and K > 5:
+        y = by_powers(x, tau, stops, s, c, w, ws, wc, S_CODE, C_CODE, K)
     else:
-        y = _from_below(
-            x, v, tau, theta, stops, s, c, w, ws, wc, S_CODE, C_CODE, K, GATE, WEIGHTS, ROLE
-        )
+        y = _from_below(x, v, tau, theta, stops, s, c, w, ws, wc, S_CODE, C_CODE, K, GATE, WEIGHTS)
     return y
 
 

@@ -91,7 +91,7 @@ def blend(
         again = holder._again
         y: Tensor | None = None
         if again is not None:
-            y = again(x, holder._parameters, holder._buffers, backend())
+            y = again(x, holder._parameters, holder._buffers, backend(), inplace)
         if y is not None:
             return y
     if torch._C._len_torch_function_stack() == 0:
@@ -133,9 +133,7 @@ def _blend(
     tensors, shape = given if count == 2 else given[0](x)
     if not inplace:
         if v is None and up is None and (usual := _usual_call(x, structure, tensors, shape, name)):
-            if holder is not None:
-                vars(holder)["_again"] = _again(x, structure, *usual, name, Way.AWAY)
-            return _applied(x, None, *usual, name)  # the shortest way for what nearly every call is
+            return _applied(x, None, *usual, name, holder)  # the shortest way for nearly every call
         return _gates(x, structure, tensors, shape, v, up, name)
     if v is None and up is None:
         y = _overwritten(x, structure, tensors, shape, name, holder)
@@ -173,18 +171,6 @@ def wrong_call(name: str, wanted: str, given: Sequence[Any], options: Any = ()) 
         f"{name}: beside a Structure come {wanted}, and the structure says the rest; got "
         f"{len(given)} arguments{''.join(f', {option}' for option in options)}."
     )
-
-
-def _again(
-    x: Tensor, structure: Structure, tensors: Tensors, plan: autograd.Plan, name: str, way: Way
-) -> Any:
-    """A function that makes the next call of a module, if it is like this one; None if there is
-    none. It takes x, the module's parameters and buffers, and the backend, and answers None if the
-    call is another."""
-    if structure.ordered:  # what is read is computed from what is held
-        return None
-    made = host_calls.call(x, tensors, plan, name, way)
-    return None if made is None else made.again
 
 
 def evaluate(t: TG, x: Tensor, op: Op | None = None) -> Tensor:
@@ -304,9 +290,7 @@ def _overwritten(
     if learns and not may_rebase(x):
         return None
     way = Way.KEPT if learns else Way.OVER
-    if holder is not None:
-        vars(holder)["_again"] = _again(x, structure, tensors, plan, name, way)
-    y = host_calls.applied(x, tensors, plan, name, way)
+    y = host_calls.applied(x, tensors, plan, name, way, holder)
     if y is not None or not isinstance(plan, gpu.Plan):
         return y
     if learns:
@@ -415,10 +399,15 @@ def _by_kernel(
 
 
 def _applied(
-    x: Tensor, other: Tensor | None, tensors: Tensors, plan: autograd.Plan, name: str
+    x: Tensor,
+    other: Tensor | None,
+    tensors: Tensors,
+    plan: autograd.Plan,
+    name: str,
+    holder: Any = None,
 ) -> Tensor:
     if other is None:
-        made = host_calls.applied(x, tensors, plan, name)
+        made = host_calls.applied(x, tensors, plan, name, Way.AWAY, holder)
         if made is not None:
             return made
     if torch.is_grad_enabled() and _learns(x, other, *tensors):

@@ -26,9 +26,8 @@ from threshold_gating.kernels.blend.parameters import (
     CENTRED,
     HARD,
     JOINED,
+    MIDDLE,
     NORMED,
-    ONE_TAU,
-    OVERFLOWING,
     OWN_TAUS,
     READ,
     ROWS,
@@ -41,7 +40,7 @@ from threshold_gating.kernels.blend.sums import offset
 
 
 @triton.jit
-def _gradient(
+def _slopes(
     x, v, dy, tau, theta, s, c, stops, w, ws, wc, S_CODE: tl.constexpr, C_CODE: tl.constexpr,
     OWNERS: tl.constexpr, K: tl.constexpr, GATE: tl.constexpr, WEIGHTS: tl.constexpr,
     SUMMED: tl.constexpr,
@@ -53,7 +52,7 @@ def _gradient(
     g, weighted, found = (x,), (), (x,)
     if WEIGHTS >= SMALL and not SUMMED:
         y, slope, turned = turned_from_below(
-            x, v, tau, theta, stops, w, ws, wc, S_CODE, C_CODE, K, GATE, WEIGHTS)
+            x, v, tau, theta, stops, s, w, ws, wc, S_CODE, C_CODE, K, GATE, WEIGHTS)
         through, turned = slope * dy, turned * dy
     else:
         if GATE == HARD:
@@ -94,12 +93,16 @@ def _plus(total, value, LAYOUT: tl.constexpr):
 
 
 @triton.jit
-def _with_gates(
-    sums, x, v, theta, weighted, found,
-    K: tl.constexpr, GATE: tl.constexpr, TAUS: tl.constexpr, THETAS: tl.constexpr,
-    SLOPES: tl.constexpr, CONSTANTS: tl.constexpr, LAYOUT: tl.constexpr,
+def _by_gates(
+    sums, x, v, dy, tau, theta, s, c, stops, w, ws, wc,
+    S_CODE: tl.constexpr, C_CODE: tl.constexpr, OWNERS: tl.constexpr,
+    K: tl.constexpr, GATE: tl.constexpr, WEIGHTS: tl.constexpr, TAUS: tl.constexpr,
+    THETAS: tl.constexpr, SLOPES: tl.constexpr, CONSTANTS: tl.constexpr, LAYOUT: tl.constexpr,
 ):
-    """The sums with a tile more, from gates times dy and dy T_m of each threshold."""
+    """(y, dy through the branches, dy by way of the gates, the sums with a tile more)."""
+    y, through, turned, weighted, found = _slopes(
+        x, v, dy, tau, theta, s, c, stops, w, ws, wc, S_CODE, C_CODE, OWNERS, K, GATE, WEIGHTS,
+        TAUS + THETAS + SLOPES + CONSTANTS > 0)
     new = ()
     for k in tl.static_range(TAUS):
         total = found[k] * (x - theta[k])
@@ -119,34 +122,41 @@ def _with_gates(
         new = new + (_plus(sums[TAUS + THETAS + k], along, LAYOUT),)
     for k in tl.static_range(CONSTANTS):
         new = new + (_plus(sums[TAUS + THETAS + SLOPES + k], weighted[k], LAYOUT),)
-    return new
+    return y, through, turned, new
 
 
 @triton.jit
-def _with_powers(
-    sums, x, dy, near, middle, theta, turn, powers, found,
-    K: tl.constexpr, TAUS: tl.constexpr, THETAS: tl.constexpr,
+def _by_powers(
+    sums, x, dy, tau, theta, s, c, stops, w, ws, wc, S_CODE: tl.constexpr, C_CODE: tl.constexpr,
+    K: tl.constexpr, Y: tl.constexpr, TAUS: tl.constexpr, THETAS: tl.constexpr,
     SLOPES: tl.constexpr, CONSTANTS: tl.constexpr, LAYOUT: tl.constexpr,
 ):
-    """The same from `turns_by_powers`; `shared_out` makes of these sums what they are to be.
-
-    What the branches read times dy, so that each sum is one product and sum.
-    """
-    new = ()
+    """(Y, dx, the sums with a tile more) by `turns_by_powers`; `shared_out` makes of the sums what
+    they are to be. Each sum is one product and sum."""
+    slope, powers, found = turns_by_powers(x, tau, stops, s, c, w, ws, C_CODE, K)
+    turn = found[0]
+    for k in tl.static_range(1, K - 1):
+        turn += (k + 1.0) * found[k]
+    near, new = within(x, stops), ()
+    inner = tl.where(x == near, dy, 0.0)  # beyond the stops the gates of the ends alone are open
+    turned = turn * inner
     if TAUS:  # about the middle: the rest follows from the thetas' sums, if there are any
-        total = turn * (near - middle)
+        total = turned * (near - stops[MIDDLE])
         if THETAS == 0:
-            total -= offset(found, theta, middle, K)
-        new = new + (_plus(sums[0], total * dy, LAYOUT),)
+            total -= offset(found, theta, stops[MIDDLE], K) * inner
+        new = new + (_plus(sums[0], total, LAYOUT),)
     for k in tl.static_range(THETAS):
-        new = new + (_plus(sums[TAUS + k], found[k] * dy, LAYOUT),)
-    ends, inner = x * dy, near * dy  # the gates of the ends alone go on further out
+        new = new + (_plus(sums[TAUS + k], found[k] * inner, LAYOUT),)
+    along = near * inner
     for k in tl.static_range(SLOPES):
-        along = powers[k] * (ends if k == 0 or k == K - 1 else inner)
-        new = new + (_plus(sums[TAUS + THETAS + k], along, LAYOUT),)
+        # of the ends the gate first, for x may be huge
+        total = powers[k] * x * dy if k == 0 or k == K - 1 else powers[k] * along
+        new = new + (_plus(sums[TAUS + THETAS + k], total, LAYOUT),)
     for k in tl.static_range(CONSTANTS):
-        new = new + (_plus(sums[TAUS + THETAS + SLOPES + k], powers[k] * dy, LAYOUT),)
-    return new
+        total = powers[k] * (dy if k == 0 or k == K - 1 else inner)
+        new = new + (_plus(sums[TAUS + THETAS + SLOPES + k], total, LAYOUT),)
+    y = by_powers(x, tau, stops, s, c, w, ws, wc, S_CODE, C_CODE, K) if Y else x
+    return y, slope * dy + turned * tau[0], new
 
 
 @triton.jit
@@ -154,8 +164,8 @@ def backward_tiles(
     x_p, other_p, dy_p, more_p, dx_p, dother_p, R, N, iters, tau, theta, s, c,
     stops, w, ws, wc, centre, sums,
     S_CODE: tl.constexpr, C_CODE: tl.constexpr, OWNERS: tl.constexpr,
-    K: tl.constexpr, GATE: tl.constexpr, WEIGHTS: tl.constexpr, ROLE: tl.constexpr,
-    DX: tl.constexpr, DOTHER: tl.constexpr,
+    K: tl.constexpr, GATE: tl.constexpr, WEIGHTS: tl.constexpr, POWERS: tl.constexpr,
+    ROLE: tl.constexpr, DX: tl.constexpr, DOTHER: tl.constexpr,
     TAUS: tl.constexpr, THETAS: tl.constexpr, SLOPES: tl.constexpr, CONSTANTS: tl.constexpr,
     LAYOUT: tl.constexpr, RB: tl.constexpr, CB: tl.constexpr, STAGES: tl.constexpr,
     TURN: tl.constexpr, WHOLE: tl.constexpr,
@@ -166,9 +176,6 @@ def backward_tiles(
     JOINED, dy is the sum of what is at dy_p and at more_p.
     """
     COUNT: tl.constexpr = TAUS + THETAS + SLOPES + CONSTANTS
-    # What else is read may be huge where gates are still open, which `turns` alone bounds.
-    BY_POWERS: tl.constexpr = (GATE == ONE_TAU and ROLE != READ and WEIGHTS != OVERFLOWING
-                               and (COUNT > 0 or WEIGHTS < SMALL))
     for i in tl.range(0, count(R, N, iters, LAYOUT, RB, CB), TURN, num_stages=STAGES):
         for part in tl.static_range(TURN):
             _, _, place, inside = tile(i + part, R, N, iters, LAYOUT, RB, CB)
@@ -183,25 +190,18 @@ def backward_tiles(
                     v = other
                 elif ROLE == TIMES:
                     dy = dy * other
-            if BY_POWERS:
-                slope, powers, found = turns_by_powers(x, tau, stops, s, c, w, ws, C_CODE, K)
-                turn = found[0]
-                for k in tl.static_range(1, K - 1):
-                    turn += (k + 1.0) * found[k]
-                dx = (slope + turn * tau[0]) * dy
-                if DOTHER:
-                    dother = outer * by_powers(x, tau, stops, s, w, ws, wc, C_CODE, K)
-                new = _with_powers(sums, x, dy, within(x, stops), stops[1], theta, turn, powers,
-                                   found, K, TAUS, THETAS, SLOPES, CONSTANTS, LAYOUT)
+            if POWERS:
+                y, dx, new = _by_powers(
+                    sums, x, dy, tau, theta, s, c, stops, w, ws, wc, S_CODE, C_CODE,
+                    K, DOTHER, TAUS, THETAS, SLOPES, CONSTANTS, LAYOUT)
+                dother = outer * y
             else:
-                y, through, turned, weighted, found = _gradient(
-                    x, v, dy, tau, theta, s, c, stops, w, ws, wc,
-                    S_CODE, C_CODE, OWNERS, K, GATE, WEIGHTS, COUNT > 0)
+                y, through, turned, new = _by_gates(
+                    sums, x, v, dy, tau, theta, s, c, stops, w, ws, wc, S_CODE, C_CODE, OWNERS,
+                    K, GATE, WEIGHTS, TAUS, THETAS, SLOPES, CONSTANTS, LAYOUT)
                 dx, dother = through + turned, outer * y
                 if ROLE == READ:
                     dx, dother = turned, through
-                new = _with_gates(sums, x, v, theta, weighted, found,
-                                  K, GATE, TAUS, THETAS, SLOPES, CONSTANTS, LAYOUT)
             if DX:
                 stored(dx_p + place, dx, inside, WHOLE)
             if DOTHER:

@@ -29,6 +29,7 @@ from threshold_gating.kernels.blend.parameters import (
     HARD,
     JOINED,
     KEPT,
+    MIDDLE,
     NORMED,
     ONE,
     ONE_TAU,
@@ -84,7 +85,8 @@ def _parameters(
     if GATE == HARD:
         tau = (theta[0],)  # there is none
     else:
-        tau = rows_of(tau_p, G, at, TAU_CODE, TAUS)
+        # 1 beyond the last group: a tau of 0 would send all groups of a program the long way
+        tau = rows_of(tau_p, G, at, TAU_CODE, TAUS, 1.0)
         if SHARPENED:
             tau = sharpened(tau, rows_of(rho_p, G, at, 0, TAUS))
     s = rows_of(s_p, G, at, S_CODE, K)
@@ -138,14 +140,17 @@ def blend_forward(
     tau, theta, s, c = _parameters(
         at, tau_p, rho_p, theta_p, shift_p, s_p, c_p,
         G, TAU_CODE, THETA_CODE, S_CODE, C_CODE, K, GATE, SHARPENED, MOVED, ANCHORED)
-    stops, w, ws, wc, overflows = folded(tau, theta, s, c, K, GATE, WEIGHTS, False)
+    # What else is read may be huge where gates are still open: one by one.
+    HOW: tl.constexpr = OVERFLOWING if ROLE == READ and WEIGHTS == FITTING else WEIGHTS
+    BOTH: tl.constexpr = K > 5 and HOW == FITTING
+    stops, w, ws, wc, overflows = folded(tau, theta, s, c, K, GATE, HOW, BOTH)
     if overflows:  # a loop of its own, so that neither keeps what only the other one needs
         _forward_tiles(x_p, other_p, y_p, R, N, iters, tau, theta, s, c, stops, w, ws, wc,
                        S_CODE, C_CODE, OWNERS, K, GATE, OVERFLOWING, ROLE,
                        LAYOUT, RB, CB, 1, 1, WHOLE)
     else:
         _forward_tiles(x_p, other_p, y_p, R, N, iters, tau, theta, s, c, stops, w, ws, wc,
-                       S_CODE, C_CODE, OWNERS, K, GATE, WEIGHTS, ROLE,
+                       S_CODE, C_CODE, OWNERS, K, GATE, HOW, ROLE,
                        LAYOUT, RB, CB, STAGES, TURN, WHOLE)
 
 
@@ -176,12 +181,14 @@ def blend_backward(
     TAUS: tl.constexpr = DTAU * (K - 1 if GATE == OWN_TAUS else 1)
     CONSTANTS: tl.constexpr = K if DC or (ANCHORED and (DTHETA or DS)) else 0
     SUMS: tl.constexpr = TAUS + DTHETA * (K - 1) + DS * K + CONSTANTS
-    BOTH: tl.constexpr = WEIGHTS == FITTING or SUMS > 0
+    # What else is read may be huge where gates are still open, which `turns` alone bounds.
+    HOW: tl.constexpr = OVERFLOWING if ROLE == READ and WEIGHTS == FITTING else WEIGHTS
+    POWERS: tl.constexpr = GATE == ONE_TAU and ROLE != READ and (WEIGHTS == FITTING or SUMS > 0)
     at = _group(R, N, G, iters, LAYOUT, RB, CB)
     tau, theta, s, c = _parameters(
         at, tau_p, rho_p, theta_p, shift_p, s_p, c_p,
         G, TAU_CODE, THETA_CODE, S_CODE, C_CODE, K, GATE, SHARPENED, MOVED, ANCHORED)
-    stops, w, ws, wc, overflows = folded(tau, theta, s, c, K, GATE, WEIGHTS, BOTH)
+    stops, w, ws, wc, overflows = folded(tau, theta, s, c, K, GATE, HOW, POWERS)
     sums = (tl.zeros((RB if LAYOUT == ROWS else 1, CB), tl.float32),)  # Triton wants at least one
     for k in tl.static_range(1, SUMS + NORMS):
         sums = sums + (sums[0],)
@@ -192,16 +199,16 @@ def blend_backward(
         sums = backward_tiles(
             x_p, other_p, dy_p, dtheta_p, dx_p, dother_p, R, N, iters, tau, theta, s, c,
             stops, w, ws, wc, centre, sums,
-            S_CODE, C_CODE, OWNERS, K, GATE, OVERFLOWING, ROLE, DX, DOTHER,
+            S_CODE, C_CODE, OWNERS, K, GATE, OVERFLOWING, False, ROLE, DX, DOTHER,
             TAUS, DTHETA * (K - 1), DS * K, CONSTANTS, LAYOUT, RB, CB, 1, 1, WHOLE)
     else:
         sums = backward_tiles(
             x_p, other_p, dy_p, dtheta_p, dx_p, dother_p, R, N, iters, tau, theta, s, c,
             stops, w, ws, wc, centre, sums,
-            S_CODE, C_CODE, OWNERS, K, GATE, WEIGHTS, ROLE, DX, DOTHER,
+            S_CODE, C_CODE, OWNERS, K, GATE, HOW, POWERS, ROLE, DX, DOTHER,
             TAUS, DTHETA * (K - 1), DS * K, CONSTANTS, LAYOUT, RB, CB, STAGES, TURN, WHOLE)
-        if BOTH and GATE == ONE_TAU and ROLE != READ:
-            sums = shared_out(sums, theta, stops[1], w, K,
+        if POWERS:
+            sums = shared_out(sums, theta, stops[MIDDLE], w, K,
                               TAUS, DTHETA * (K - 1), DS * K + CONSTANTS)
     COUNT: tl.constexpr = TAUS + DTHETA * (K - 1) + DS * K + DC * K
     if COUNT > 0:

@@ -25,21 +25,23 @@ FITTING, OVERFLOWING, SMALL, MIRRORED = constants(Weights)
 IN_MEMORY, ZERO, PLUS_ONE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 BOUND = tl.constexpr(rho_bound())
-# Exponents of 2: the most and, counted from below, the least of the sum of all gates before they
-# are shared out; the most and the least of a weight; how far below the branch that wins another one
-# is where the gates stop changing (`folded`).
-TOP, BOTTOM = tl.constexpr(112.0), tl.constexpr(-96.0)
-_MOST, _LEAST, _UNSEEN = tl.constexpr(60.0), tl.constexpr(-28.0), tl.constexpr(28.0)
-_LOST = tl.constexpr(2.0**-15)  # of the last one, which is 0 but for the rounding of the middle
+# Of the stops that `folded` finds for one tau: above which gates stop changing, the middle of the
+# thresholds, and below which they stop. With a tau per threshold each has its own behind the first.
+ABOVE, MIDDLE, BELOW = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+# Exponents of 2: room of small weights; the most of the sum of all gates before they are shared
+# out; the most of a weight; how far below the branch that wins another one is at a stop.
+ROOM, _TOP = tl.constexpr(124.0), tl.constexpr(112.0)
+_HEAVIEST, _UNSEEN = tl.constexpr(60.0), tl.constexpr(28.0)
+_LOST = tl.constexpr(2.0**-15)  # of the last weight's exponent: the middle's rounding, else 0
 
 
 @triton.jit
-def rows_of(pointer, G, at, CODE: tl.constexpr, COUNT: tl.constexpr):
-    """The rows of a parameter (COUNT, G) at the groups `at`, as a tuple."""
+def rows_of(pointer, G, at, CODE: tl.constexpr, COUNT: tl.constexpr, BEYOND: tl.constexpr = 0.0):
+    """The rows of a parameter (COUNT, G) at the groups `at`, as a tuple; BEYOND the last group."""
     found = ()
     for k in tl.static_range(COUNT):
         if (CODE // (4**k)) % 4 == IN_MEMORY:
-            row = tl.load(pointer + k * G + at, mask=at < G, other=0.0)
+            row = tl.load(pointer + k * G + at, mask=at < G, other=BEYOND)
             found = found + (row,)  # as `at`: (1, 1), (1, CB) or (RB, 1)
         elif (CODE // (4**k)) % 4 == ZERO:
             found = found + (tl.full(at.shape, 0.0, tl.float32),)
@@ -108,7 +110,7 @@ def _mirrored(tau, theta, s, c, K: tl.constexpr):
     which is put into the weights of all branches above; its bound leaves the same room for all of
     the upper half, and their product below 2^124.
     """
-    gaps, room = (), tl.full(tau[0].shape, 124.0, tl.float32)
+    gaps, room = (), tl.full(tau[0].shape, ROOM, tl.float32)
     weight = tl.full(tau[0].shape, 1.0, tl.float32)
     w, ws, wc = (weight,), (s[0],), (c[0],)
     for k in tl.static_range(K - 1):
@@ -128,8 +130,7 @@ def _mirrored(tau, theta, s, c, K: tl.constexpr):
 
 @triton.jit
 def _large(tau, theta, s, c, K: tl.constexpr, BOTH: tl.constexpr):
-    """Whether branches are too large for sums of powers, which hold them in float32 beside the room
-    that gates have.
+    """Whether branches are too large for sums of powers, which hold them in float32 times 2^112.
 
     With exponentials of BOTH signs `turns_by_powers` is off by 2^-24 of the largest branch times
     tau; so the bounds are those of frozen ones with small weights (`structure._are_small`).
@@ -139,37 +140,41 @@ def _large(tau, theta, s, c, K: tl.constexpr, BOTH: tl.constexpr):
         slope, constant = tl.maximum(slope, tl.abs(s[k])), tl.maximum(constant, tl.abs(c[k]))
         if k < K - 1:
             start = tl.maximum(start, tl.abs(theta[k]))
-    if BOTH:  # less than 0.01: gates reach out to 4000, and branches there beyond 2^15
+    if BOTH:  # less than 0.01: x goes out to 7800 before gates stop, and branches to 2^15.3
         large = (slope > 2) | (tau * tl.maximum(constant, start) > 16) | (tau < 0.01)
-    else:
+    else:  # 2^13
         large = tl.maximum(slope, constant) > 8192
     return large | (tau <= 0)
 
 
 @triton.jit
-def _by_powers(tau, theta, s, c, K: tl.constexpr, WEIGHTS: tl.constexpr, BOTH: tl.constexpr):
-    """`folded` for one tau: where gates stop changing above the middle, the middle, and where they
-    stop below it, which they do with exponentials of BOTH signs."""
-    LEAST: tl.constexpr = 0.0 if BOTH else BOTTOM
-    UP: tl.constexpr = TOP / (K - 1 - (K - 1) // 2) if BOTH else (TOP - BOTTOM) / (K - 1)
-    DOWN: tl.constexpr = TOP / ((K - 1) // 2)
-    centre, sharp = middle_of(theta, K), tau[0] * LOG2E
-    middle = (centre + UP / sharp, centre, centre - DOWN / sharp)
-    exponent = (centre - theta[0]) * sharp
-    first = tl.full(tau[0].shape, 2.0**LEAST, tl.float32)
-    w, ws, wc = (first,), (s[0] * first,), (c[0] * first,)
+def _of_one_tau(tau, theta, s, c, K: tl.constexpr, WEIGHTS: tl.constexpr, BOTH: tl.constexpr):
+    """`folded` for one tau. The first and the last weight are 2^LEAST, so that exponentials have
+    room from there to 2^112; from 2^-44 to 2^-126 is at least left to tails."""
+    M: tl.constexpr = (K - 1) // 2
+    LEAST: tl.constexpr = 0.0 if K == 3 or (BOTH and K < 6) else -44.0
+    if WEIGHTS >= SMALL and not BOTH:
+        first, up = tl.full(tau[0].shape, 1.0, tl.float32), ROOM / (K - 1)
+    else:
+        first = tl.full(tau[0].shape, 2.0**LEAST, tl.float32)
+        up = (_TOP - LEAST) / (K - 1 - M if BOTH else K - 1)
+    down = (_TOP - LEAST) / M
+    middle, sharp = middle_of(theta, K), tau[0] * LOG2E
+    stops = (middle + up / sharp, middle, middle - down / sharp)
     large = _large(tau[0], theta, s, c, K, BOTH)
+    large = large | (tl.abs((stops[ABOVE] - middle) * sharp - up) > 1)  # not where x has no digits
+    exponent = (middle - theta[0]) * sharp
+    w, ws, wc = (first,), (s[0] * first,), (c[0] * first,)
     for k in tl.static_range(1, K - 1):
         weight = exp2(exponent) * first  # apart: their sum would lose digits
         w, ws, wc = w + (weight,), ws + (s[k] * weight,), wc + (c[k] * weight,)
-        large = large | (exponent > min(_MOST, UP * (K - 1 - k) - _UNSEEN)) | (exponent < _LEAST)
+        large = large | (tl.abs(exponent) > _HEAVIEST) | (exponent > up * (K - 1 - k) - _UNSEEN)
         if BOTH:
-            large = large | (exponent > DOWN * k - _UNSEEN)
-        exponent = exponent + (centre - theta[k]) * sharp
+            large = large | (exponent > down * k - _UNSEEN)
+        exponent = exponent + (middle - theta[k]) * sharp
     w, ws, wc = w + (first,), ws + (s[K - 1] * first,), wc + (c[K - 1] * first,)
     large = large | (tl.abs(exponent) > _LOST)
-    overflows = tl.max(tl.max(large.to(tl.int32), 1), 0) > 0 if WEIGHTS == FITTING else False
-    return middle, w, ws, wc, overflows
+    return stops, w, ws, wc, large
 
 
 @triton.jit
@@ -179,25 +184,23 @@ def folded(
 ):  # fmt: skip
     """(stops, w, w s, w c, whether gates are taken one by one) for K >= 3.
 
-    They are where weights or branches are too large for the other way, and where thresholds are so
-    far out that their middle has not digits enough.
+    Gates are taken one by one where weights or branches are too large for the other way, where
+    thresholds are so far out that their middle has not digits enough, and if WEIGHTS say so.
 
-    The first of the stops is where gates stop changing: they have used up their room in float32,
-    and every gate but that of the branch that wins is below 2^-28. Behind it come, with one tau,
-    the middle of the thresholds and the other stop, and with a tau per threshold, if weights are
-    known to be small, where each exponential stops growing; see `_rises`.
+    At its stop a gate has used up its room in float32 and stands still from there on; every gate
+    but that of the branch that wins is then below 2^-28, with small weights below 2^-24.
     """
+    stops, w, ws, wc, overflows = (tau[0],), (tau[0],), (tau[0],), (tau[0],), False
     if GATE == OWN_TAUS and WEIGHTS == MIRRORED:
         stops, w, ws, wc = _mirrored(tau, theta, s, c, K)
-        overflows = False
     elif GATE == OWN_TAUS:
-        bound = tl.full(tau[0].shape, 124.0 / (K - 1), tl.float32)
+        bound = tl.full(tau[0].shape, ROOM / (K - 1), tl.float32)
         stops = (theta[K - 2] + bound / (tau[K - 2] * LOG2E),)
-        w, ws, wc, overflows = (tl.full(tau[0].shape, 1.0, tl.float32),), s, c, False
+        w, ws, wc = (tl.full(tau[0].shape, 1.0, tl.float32),), s, c
         for _k in tl.static_range(1, K):
             stops, w = stops + (bound,), w + (w[0],)
-    elif GATE == ONE_TAU:
-        stops, w, ws, wc, overflows = _by_powers(tau, theta, s, c, K, WEIGHTS, BOTH)
-    else:
-        stops, w, ws, wc, overflows = tau[0], (tau[0],), (tau[0],), (tau[0],), False
+    elif GATE == ONE_TAU and WEIGHTS != OVERFLOWING:
+        stops, w, ws, wc, large = _of_one_tau(tau, theta, s, c, K, WEIGHTS, BOTH)
+        if WEIGHTS == FITTING or BOTH:
+            overflows = tl.max(tl.max(large.to(tl.int32), 1), 0) > 0
     return stops, w, ws, wc, overflows

@@ -46,7 +46,8 @@ def shared_out(
         new = new + (total,)
     new = new + above
     for k in tl.static_range(BRANCHES):
-        new = new + (sums[TAUS + THETAS + k] * w[k % K],)
+        total = sums[TAUS + THETAS + k]  # those of the ends are gates already
+        new = new + (total if k % K == 0 or k % K == K - 1 else total * w[k % K],)
     return new + sums[TAUS + THETAS + BRANCHES:]
 
 
