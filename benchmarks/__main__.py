@@ -28,13 +28,28 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--warm", action="store_true", help="compile what the sections need, and time nothing"
     )
+    parser.add_argument(
+        "--jobs",
+        type=_count,
+        metavar="N",
+        default=0,
+        help="first check and compile the sections in processes of their own, N at a time",
+    )
+    parser.add_argument(
+        "--go-on",
+        action="store_true",
+        help="keep what the file of --json has of the same code on such a machine, time the rest",
+    )
     parser.add_argument("--match", metavar="TEXT", default="", help="rows with this in their name")
     parser.add_argument(
         "--checked", metavar="FILE", type=_file, help="what was found right: read, and added to"
     )
     parser.add_argument("--json", metavar="FILE|-", type=_file, help="write the rows there as JSON")
     args = parser.parse_args(argv)
+    if args.go_on and args.json in (None, STDOUT):
+        parser.error("--go-on goes with --json FILE, whose rows it keeps")
     options: dict[str, Any] = {"warm": args.warm, "match": args.match, "checked": args.checked}
+    options |= {"jobs": args.jobs, "go_on": args.go_on}
     if args.json != STDOUT:
         return run(args.smoke, args.json, args.only, **options)
     with TemporaryDirectory() as folder, redirect_stdout(sys.stderr):
@@ -43,6 +58,12 @@ def main(argv: list[str] | None = None) -> int:
         found = path.read_text() if path.exists() else ""  # else there was nothing to do
     print(found, end="")
     return code
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of processes, such as 4")
+    return int(text)
 
 
 def _file(text: str) -> Path:

@@ -53,7 +53,7 @@ def found_right(file: Path | None, device: str) -> set[str]:
     """
     if file is None or not file.exists():
         return set()
-    here, found = _code(device), set[str]()
+    here, found = code_of(device), set[str]()
     for number, line in enumerate(file.read_text(errors="replace").splitlines(), 1):
         try:
             kept = json.loads(line)
@@ -71,13 +71,13 @@ def keep_right(file: Path, device: str, families: Iterable[str]) -> None:
     """One write a line: several runs may share the file."""
     file.parent.mkdir(parents=True, exist_ok=True)
     cut = file.exists() and file.read_bytes()[-1:] not in (b"", b"\n")  # a run was stopped in it
-    line = json.dumps({"of": _code(device), "families": sorted(families)})
+    line = json.dumps({"of": code_of(device), "families": sorted(families)})
     with file.open("a") as out:
         out.write("\n" * cut + line + "\n")
 
 
-def _code(device: str) -> list[str]:
-    """What a check depends on: the sources, what runs them, the machine and its versions."""
+def code_of(device: str) -> list[str]:
+    """What a check and a time depend on: sources, what runs them, the machine and its versions."""
     files = sorted(
         p
         for folder in SOURCES

@@ -11,11 +11,10 @@ from __future__ import annotations
 import json
 import math
 import sys
-from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
-from benchmarks.rows import Row, remarks, slope_of, table, times_table
+from benchmarks.rows import Row, remarks, row_of, slope_of, table, times_table
 from benchmarks.sections import not_timed
 
 HERE = Path(__file__).parent
@@ -32,23 +31,7 @@ def rows_of(data: Any) -> list[Row]:
             "these times were written by an older benchmark, which timed some rows in other ways "
             "and did not say which"
         )
-    return [_row(row) for row in data["rows"]]
-
-
-def _row(found: dict[str, Any]) -> Row:
-    known = {field.name for field in fields(Row)}
-    needed = {f.name for f in fields(Row) if f.default is f.default_factory is MISSING}
-    if unknown := sorted(set(found) - known):
-        raise ValueError(f"a row has {', '.join(unknown)}, which this version does not know")
-    if missing := sorted(needed - set(found)):
-        raise ValueError(f"a row has no {', '.join(missing)}")
-    # JSON has no inf and nan, so they are written as texts
-    figures = {name: _numbers(found.get(name, {})) for name in ("times", "replayed")}
-    return Row(**found | figures)
-
-
-def _numbers(times: dict[str, Any]) -> dict[str, float]:
-    return {name: float(figure) for name, figure in times.items()}
+    return [row_of(row) for row in data["rows"]]
 
 
 def report(data: dict[str, Any]) -> str:
@@ -60,6 +43,8 @@ def report(data: dict[str, Any]) -> str:
     of = ", ".join(f"{k} {v}" for k, v in data["machine"].items()) + "."
     parts = [_SMOKE, ""] if data.get("smoke") else []
     parts += [data["said"], ""] if data.get("said") else []
+    if (runs := data.get("runs", 1)) > 1:
+        parts += [f"In {runs} runs of the same code: each timed what was still missing.", ""]
     parts += [data["how"], "", of, "", *filter(None, (agreed, data.get("unchecked")))]
     for section in dict.fromkeys(row.section for row in rows):
         own = [row for row in rows if row.section == section]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any
 
 Times = dict[str, float]  # a figure of each contender, mostly milliseconds
 UNMEASURED = "not measured"  # the verdict on a limit whose ratio is missing
@@ -36,6 +37,10 @@ class Row:
     ours: str = "ours"
 
     @property
+    def key(self) -> tuple[str, str, str]:
+        return self.section, self.work, self.over
+
+    @property
     def ratio(self) -> float | None:
         """Our figure over the other's; None if one of them is missing, or nothing to divide by."""
         return self._ratio(self.times)
@@ -63,6 +68,23 @@ class Row:
         # "the faster of two" needs both
         usable = bool(others) and all(0 < other < math.inf for other in others)
         return times[self.ours] / min(others) if usable and self.ours in times else None
+
+
+def row_of(found: dict[str, Any]) -> Row:
+    """A row as it was written to JSON."""
+    known = {field.name for field in fields(Row)}
+    needed = {f.name for f in fields(Row) if f.default is f.default_factory is MISSING}
+    if unknown := sorted(set(found) - known):
+        raise ValueError(f"a row has {', '.join(unknown)}, which this version does not know")
+    if missing := sorted(needed - set(found)):
+        raise ValueError(f"a row has no {', '.join(missing)}")
+    # JSON has no inf and nan, so they are written as texts
+    figures = {name: _numbers(found.get(name, {})) for name in ("times", "replayed")}
+    return Row(**found | figures)
+
+
+def _numbers(times: dict[str, Any]) -> Times:
+    return {name: float(figure) for name, figure in times.items()}
 
 
 def table(rows: Iterable[Row]) -> str:

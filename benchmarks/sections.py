@@ -8,14 +8,16 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
 
 from benchmarks import attention, elementwise, host, llm, networks, recurrent, synapse, tier_w
+from benchmarks.before import NOTHING, Works, begun, split, warm_side_by_side
 from benchmarks.calibration import calibration
 from benchmarks.calls import answered_calls
-from benchmarks.checking import check, found_right, keep_right, machine, unchecked
+from benchmarks.checking import check, code_of, found_right, keep_right, machine, unchecked
 from benchmarks.conversion import conversion
 from benchmarks.cpu import on_cpu
 from benchmarks.cpu_networks import NETWORKS, SMALL, cpu_networks
@@ -121,16 +123,12 @@ def whole(gpu: bool, smoke: bool = False) -> Sections:
 
 def not_timed(rows: Iterable[Row], gpu: bool) -> list[str]:
     """The sections of a machine that are not whole in these rows."""
-    found, lacking = {_key(row) for row in rows}, []
+    found, lacking = {row.key for row in rows}, []
     for name, works in whole(gpu).items():
-        every = {_key(row) for work in works() for row in work.rows()}
+        every = {row.key for work in works() for row in work.rows()}
         if left := len(every - found):
             lacking.append(name if left == len(every) else f"{name} ({left} of {len(every)} rows)")
     return lacking
-
-
-def _key(row: Row) -> tuple[str, str, str]:
-    return row.section, row.work, row.over
 
 
 def run(
@@ -141,48 +139,85 @@ def run(
     warm: bool = False,
     match: str = "",
     checked: Path | None = None,
+    jobs: int = 0,
+    go_on: bool = False,
 ) -> int:
     """Check what is timed, time it, print; 1 if a kernel is wrong. `only` names sections, and of
     these the rows with `match` in their name are timed.
 
     What the file `checked` says was found right is not checked again, and what is right now is
     added to it. `warm` calls everything once and times nothing: what it compiles lies in the caches
-    of Triton and torch for the next run, and sections can be warmed side by side.
+    of Triton and torch for the next run. `jobs` sections are checked and warmed at a time, in
+    processes of their own, before this one times them. `go_on` keeps the rows at `path` that the
+    same code wrote on such a machine.
     """
     gpu = torch.cuda.is_available() and not smoke
     if not gpu:
         torch.set_num_threads(1)
     device, clock = ("cuda", ON_GPU) if gpu else ("cpu", ON_CPU)
-    sections = whole(gpu, smoke)
+    chosen = _chosen(whole(gpu, smoke), only, match)
+    if not chosen:
+        return 2
+    if not smoke:  # calls are timed as somebody has them who did that
+        _build()
+    info = machine()
+    print(", ".join(f"{k} {v}" for k, v in info.items()), clock.how, sep="\n", flush=True)
+    code = code_of(device)
+    data: dict[str, Any] = {"machine": info, "how": clock.how, "smoke": smoke, "code": code}
+    try:
+        runs = begun(path, data) if go_on and path is not None else NOTHING
+    except ValueError as error:
+        print(f"benchmarks: {error}", file=sys.stderr)
+        return 2
+    rows, left = split(runs.rows, chosen)
+    with TemporaryDirectory() as folder:
+        right = checked or Path(folder) / "checked"
+        if jobs:
+            names = [name for name, works in left.items() if works]
+            warm_side_by_side(names, [*["--smoke"] * smoke, "--match", match], right, jobs)
+        data["wrong"] = _wrong(device, _families(left), right)
+    if beyond := unchecked(device):
+        print(beyond, flush=True)
+    if warm:
+        called = [called_once(work) for works in left.values() for work in works]
+        return max(called, default=0) or int(bool(data["wrong"]))
+    data |= {"checked": sorted(runs.checked | _families(chosen)), "unchecked": beyond}
+    data["runs"] = runs.runs + 1
+    return _timed_all(path, data, rows, left, clock)
+
+
+def _chosen(sections: Sections, only: list[str] | None, match: str) -> Works:
+    """What is asked for, of each section; none if there is no such thing, which is said."""
     if unknown := sorted(set(only or ()) - set(sections)):
         there = ", ".join(sections)
         print(f"benchmarks: no section {unknown[0]!r} here; there are {there}.", file=sys.stderr)
-        return 2
-    if not smoke:  # calls are timed as somebody has them who did that
-        try:
-            kernels.build()
-        except CompilerError as error:
-            print(f"calls of gates are Python's: {error}", flush=True)
-    info = machine()
-    print(", ".join(f"{k} {v}" for k, v in info.items()), clock.how, sep="\n", flush=True)
+        return {}
     every = {n: list(works()) for n, works in sections.items() if not only or n in only}
     chosen = {n: [w for w in works if match in w.name] for n, works in every.items()}
     if not any(chosen.values()):
         print(f"benchmarks: no row of {', '.join(every)} has {match!r}.", file=sys.stderr)
-        return 2
-    timed = {family for works in chosen.values() for work in works for family in work.pairs}
-    wrong = _wrong(device, timed, checked)
-    if beyond := unchecked(device):
-        print(beyond, flush=True)
-    if warm:
-        called = [called_once(work) for works in chosen.values() for work in works]
-        return max(called, default=0) or int(bool(wrong))
-    rows: list[Row] = []
-    data: dict[str, Any] = {"machine": info, "how": clock.how, "smoke": smoke}
-    data |= {"checked": sorted(timed), "wrong": wrong, "unchecked": beyond}
+        return {}
+    return chosen
+
+
+def _build() -> None:
+    try:
+        kernels.build()
+    except CompilerError as error:
+        print(f"calls of gates are Python's: {error}", flush=True)
+
+
+def _families(works: Works) -> set[str]:
+    return {family for each in works.values() for work in each for family in work.pairs}
+
+
+def _timed_all(
+    path: Path | None, data: dict[str, Any], rows: list[Row], left: Works, clock: Clock
+) -> int:
+    wrong = data["wrong"]
     _write(path, data, rows)
-    for name, works in () if wrong else ((n, w) for n, w in chosen.items() if w):
-        for row in _timed(name, works, clock, smoke):
+    for name, works in () if wrong else ((n, w) for n, w in left.items() if w):
+        for row in _timed(name, works, clock, data["smoke"]):
             rows.append(row)
             if row.failed.startswith(WrongError.__name__):
                 wrong.append(f"{row.section}, {row.work}: {row.failed}")
