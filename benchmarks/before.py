@@ -78,6 +78,8 @@ def warm_side_by_side(sections: list[str], options: list[str], checked: Path, jo
         return "" if done.returncode == 0 else f"{name}: {''.join(last)}"
 
     with ThreadPoolExecutor(jobs) as pool:
-        for line in filter(None, pool.map(one, sections)):
-            print(f"not warmed: {line}", flush=True)
-    print(f"{len(sections)} sections warmed in {time.perf_counter() - start:.0f} s", flush=True)
+        failed = [line for line in pool.map(one, sections) if line]
+    for line in failed:
+        print(f"not warmed: {line}", flush=True)
+    warmed, took = len(sections) - len(failed), time.perf_counter() - start
+    print(f"{warmed} of {len(sections)} sections warmed in {took:.0f} s", flush=True)

@@ -46,12 +46,12 @@ def check(
     ]
 
 
-def found_right(file: Path | None, device: str) -> set[str]:
+def found_right(file: Path, device: str) -> set[str]:
     """The families that runs of this code on this machine have found right, from `file`.
 
     Checks compile much and take as long as the timing; runs with `--warm` make them side by side.
     """
-    if file is None or not file.exists():
+    if not file.exists():
         return set()
     here, found = code_of(device), set[str]()
     for number, line in enumerate(file.read_text(errors="replace").splitlines(), 1):

@@ -164,6 +164,13 @@ _OWN_TAUS = {
     "far": TG((1.5, 2.0, 1.5), (18.0, 20.1, 22.0), (0.2, -0.3, 1.2, 1.0), (0.1, 0.5, -0.4, 0.3)),
     "flat": TG((1.5, 2.0), (-1.0, 1.0), (0.5, 1.0, 0.0), (0.1, 0.2, 0.3)),
 }
+# More branches than one exponential has room for.
+_SIX = TG(
+    1.2,
+    (-2.0, -1.0, 0.1, 0.9, 2.1),
+    (0.1, -0.2, 0.4, 0.3, 1.2, 1.0),
+    (0.1, 0.2, -0.3, 0.1, 0.0, 0.2),
+)
 _PRODUCTS = {
     "two soft": TG(1.0, (0.0,), (1.0, 1.0), (0.0, 0.0)),
     "three soft": TG(1.2, (-0.5, 0.7), (1.0, 1.0, 1.0), (0.2, -0.3, 0.1)),
@@ -216,6 +223,9 @@ def _gates() -> Iterator[Pair]:
                 )
                 name = f"{pair.name} module of many rows"
                 yield replace(more, family="module", name=name, kernel=g.module)
+    six = Gates(_SIX, "channel")
+    pair = Pair("blend", "six channel", _BLEND, six.draw, six.reference, six.kernel)
+    yield from (pair, replace(pair, family="module", name=f"{pair.name} module", kernel=six.module))
     cases = [(key, "channel", "v") for key in ("silu", "gelu", "leaky_relu")]
     cases += [("silu", "layer", "up"), ("gelu_tanh", "layer", "up"), ("mish", "channel", "up")]
     for key, share, other in cases:

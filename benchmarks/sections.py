@@ -165,11 +165,11 @@ def run(
     code = code_of(device)
     data: dict[str, Any] = {"machine": info, "how": clock.how, "smoke": smoke, "code": code}
     try:
-        runs = begun(path, data) if go_on and path is not None else NOTHING
+        earlier = begun(path, data) if go_on and path is not None else NOTHING
     except ValueError as error:
         print(f"benchmarks: {error}", file=sys.stderr)
         return 2
-    rows, left = split(runs.rows, chosen)
+    rows, left = split(earlier.rows, chosen)
     with TemporaryDirectory() as folder:
         right = checked or Path(folder) / "checked"
         if jobs:
@@ -181,8 +181,8 @@ def run(
     if warm:
         called = [called_once(work) for works in left.values() for work in works]
         return max(called, default=0) or int(bool(data["wrong"]))
-    data |= {"checked": sorted(runs.checked | _families(chosen)), "unchecked": beyond}
-    data["runs"] = runs.runs + 1
+    data |= {"checked": sorted(earlier.checked | _families(chosen)), "unchecked": beyond}
+    data["runs"] = earlier.runs + any(left.values())
     return _timed_all(path, data, rows, left, clock)
 
 
@@ -214,7 +214,8 @@ def _families(works: Works) -> set[str]:
 def _timed_all(
     path: Path | None, data: dict[str, Any], rows: list[Row], left: Works, clock: Clock
 ) -> int:
-    wrong = data["wrong"]
+    """Time what is left and write after every row; 1 if something is wrong."""
+    wrong = data["wrong"]  # and so is written with the rest
     _write(path, data, rows)
     for name, works in () if wrong else ((n, w) for n, w in left.items() if w):
         for row in _timed(name, works, clock, data["smoke"]):
@@ -233,7 +234,7 @@ def _summary(verdicts: list[str]) -> str:
     return f"{missed} of {held} limits missed{more}"
 
 
-def _wrong(device: str, families: set[str], checked: Path | None) -> list[str]:
+def _wrong(device: str, families: set[str], checked: Path) -> list[str]:
     """Check and print; what the file says was found right before is not looked at."""
     before = found_right(checked, device) & families
     if before:
@@ -242,7 +243,7 @@ def _wrong(device: str, families: set[str], checked: Path | None) -> list[str]:
     wrong = check(device, [pair for pair in PAIRS.values() if pair.family in left])
     for line in wrong:
         print(f"WRONG {line}")
-    if checked is not None and left and not wrong:
+    if left and not wrong:
         keep_right(checked, device, left)
     return wrong
 

@@ -48,6 +48,14 @@ def test_a_run_that_goes_on_times_only_what_is_missing(tmp_path, capsys, timed):
     assert not any(row["failed"] for row in whole["rows"])
 
 
+def test_a_run_with_nothing_left_to_time_is_not_counted(tmp_path, timed):
+    file = tmp_path / "bench.json"
+    for _ in range(2):
+        assert main([*ASKED, "--json", str(file), "--go-on"]) == 0
+        assert json.loads(file.read_text())["runs"] == 1
+    assert len(timed) == 4
+
+
 def test_what_other_sections_wrote_stays_with_what_they_found_right(tmp_path, timed):
     file = tmp_path / "bench.json"
     for section in ("frozen", "recurrent"):
@@ -113,7 +121,7 @@ def test_sections_are_warmed_by_processes_of_their_own(monkeypatch, tmp_path, ca
     assert calls == [["frozen", "--smoke", "--match", "relu", "--checked", str(right)]]
     out = capsys.readouterr().out
     assert "not warmed: frozen: so it ended" in out
-    assert "1 sections warmed" in out
+    assert "0 of 1 sections warmed" in out
     assert timed == ["relu fp32", "relu in place fp32"]
 
 

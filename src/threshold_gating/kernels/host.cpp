@@ -88,7 +88,9 @@ PyObject* again(PyObject* self, PyObject* const* given, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   TORCH_CHECK_TYPE(count == 5, "again takes x, parameters, buffers, a backend and a bool");
   const Shared& state = state_of(self);
-  if (PyObject_IsTrue(given[4]) != (state->way != Way::AWAY)) Py_RETURN_NONE;
+  const int over = PyObject_IsTrue(given[4]);
+  if (over < 0) return nullptr;
+  if (over != (state->way != Way::AWAY)) Py_RETURN_NONE;
   if (given[3] != state->backend && PyUnicode_Compare(given[3], state->backend) != 0) {
     Py_RETURN_NONE;
   }

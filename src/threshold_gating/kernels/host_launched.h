@@ -108,7 +108,8 @@ struct Launched : State {
 
   bool forward(const Tensor& x, const Tensor& copy, const Tensor& y, const Gates& held,
                Kept&) const override {
-    std::vector<void*> places = {place_of(x), place_of(copy.defined() ? copy : x), place_of(y)};
+    void* const room = room_of(y);  // before x is looked up, which it may be
+    std::vector<void*> places = {place_of(x), copy.defined() ? room_of(copy) : place_of(x), room};
     for (const Tensor* each : read(held)) places.push_back(place_of(*each));
     return kernel.run(places, device.index());
   }
@@ -128,16 +129,17 @@ struct Launched : State {
       const Tensor& of = *from[AMONG_READ[k]];
       const bool is_wanted = back->whose >> k & 1;
       if (is_wanted) grads[k] = made(of.sizes(), of.strides(), at::kFloat);
-      into[k] = place_of(is_wanted ? grads[k] : *from[AMONG_READ[0]]);  // nothing is written to that
+      into[k] = is_wanted ? room_of(grads[k]) : place_of(*from[AMONG_READ[0]]);  // not written
     }
     Tensor sums;
     if (back->add) sums = made(back->sums, back->stride, at::kFloat);
-    std::vector<void*> given = {place_of(x), place_of(x), place_of(dy), place_of(dx), place_of(x)};
-    for (void* each : into) given.push_back(back->add ? place_of(sums) : each);
+    void* const room = needed[0] ? room_of(dx) : place_of(x);
+    std::vector<void*> given = {place_of(x), place_of(x), place_of(dy), room, place_of(x)};
+    for (void* each : into) given.push_back(back->add ? room_of(sums) : each);
     for (const Tensor* each : from) given.push_back(place_of(*each));
     if (!back->run.run(given, device.index())) return false;
     if (back->add) {
-      if (!back->add->run({place_of(sums), into[0], into[1], into[2], into[3]}, device.index())) {
+      if (!back->add->run({room_of(sums), into[0], into[1], into[2], into[3]}, device.index())) {
         return false;
       }
     }

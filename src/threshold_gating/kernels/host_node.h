@@ -59,11 +59,11 @@ struct State {
   // Whether memory may begin where that of t does.
   virtual bool is_placed(const Tensor& t) const = 0;
   // Python's lock is held in `forward`, which may release it, and not in `backward`.
-  // Whether y is found; if not, x is as it was, and Python has to look. y may be x, and `copy` gets
-  // what x was, if it is defined.
+  // True if y was written. If false, x is as it was and Python has to look. y may be x; `copy`, if
+  // it is defined, gets what x was.
   virtual bool forward(const Tensor& x, const Tensor& copy, const Tensor& y, const Gates& held,
                        Kept& kept) const = 0;
-  // Whether the needed gradients are found; dy lies as x does.
+  // True if the needed gradients were written; dy lies as x does.
   virtual bool backward(const Tensor& dy, const Tensor& x, const Gates& held, const Needed& needed,
                         const Kept& kept, variable_list& found) const = 0;
 
@@ -140,7 +140,10 @@ bool State::takes(const Gates& held) const {
       !(held[DTHETA].defined() && held[THETA0].defined() && held[THETA0].requires_grad());
 }
 
+// Where t is read.
 void* place_of(const Tensor& t) { return const_cast<void*>(t.const_data_ptr()); }
+// Where t is written: a lazy clone gets memory of its own first.
+void* room_of(const Tensor& t) { return t.mutable_data_ptr(); }
 
 // Of tau, theta, s and c: whose gradients are needed, and where they belong among what is held.
 std::array<bool, LEARNED> wanted_of(const Needed& n) {

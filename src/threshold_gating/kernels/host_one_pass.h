@@ -72,7 +72,8 @@ struct OnePass : State {
     if (cut.chunks > 1 && team != nullptr && *may_start) {
       threads = static_cast<unsigned>(std::min<int64_t>(at::get_num_threads(), cut.chunks));
     }
-    return blend(place_of(x), dy, place_of(out), from, sums, into[0], into[1], into[2], into[3],
+    void* const room = room_of(out);  // before x is looked up, which it may be
+    return blend(place_of(x), dy, room, from, sums, into[0], into[1], into[2], into[3],
                  cut.sizes.data(), type, constants, back, threads, team) == 0;
   }
 
@@ -106,7 +107,7 @@ struct OnePass : State {
       if (by_python[k] || !of.defined()) return false;
       Tensor& grad = found[1 + places[k]];
       grad = made(of.sizes(), of.strides(), at::kFloat);
-      into[k] = static_cast<float*>(place_of(grad));
+      into[k] = static_cast<float*>(room_of(grad));
       sums = true;
     }
     const Kept from = kept == nullptr ? folded_from(held) : kept;

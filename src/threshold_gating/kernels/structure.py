@@ -50,7 +50,7 @@ class Weights(IntEnum):
     """What is known of the weights of K >= 3 branches; see `formulas`."""
 
     UNKNOWN = 0
-    OVERFLOWING = 1  # which kernels see as they run
+    SINGLY = 1  # no room for them in float32: gates one by one, which kernels see as they run
     SMALL = 2  # frozen, and no sum of them can overflow or lose the others: nobody looks
     MIRRORED = 3  # and the taus are the same from either end: half of the exponentials are enough
 
@@ -420,6 +420,8 @@ def _are_small(t: TG) -> bool:
     near = max(map(abs, (*t.s, *t.c))) <= 2 and max(taus) * max(map(abs, t.theta)) <= 16
     # where a middle branch wins, gradients are differences of means: off by tau c 2^-23, no more
     near = near and max(taus) * max(map(abs, t.c)) <= 16
+    # and going back, exponentials times tau are summed before they are shared out: to 2^120
+    near = near and max(taus) <= 2**16
     if not near or isinstance(t.tau, tuple):
         return near and t.K <= 6 and _are_unseen(t, 124, (0.0,) * t.K)
     middle, exponents = sum(t.theta) / (t.K - 1), [0.0]

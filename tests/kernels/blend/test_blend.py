@@ -683,7 +683,15 @@ def test_parameters_of_another_shape_are_refused(key, by, groups, monkeypatch):
     share = {"share": "channel", "channels": 5} if groups == 5 else {}
     act = Activation(key, axis=-1, train=("tau", "theta", "s", "c"), **share)
     x, own = torch.randn(7, 5, requires_grad=True), act.s.detach()
-    for other in (own.t().contiguous(), own.view(1, -1), own[:, :3:2], own[:1], torch.zeros(7)):
+    others = (
+        own.t().contiguous(),
+        own.view(1, -1),
+        own[:, :1],
+        own[:, :3:2],
+        own[:1],
+        torch.zeros(7),
+    )
+    for other in others:
         if other.shape == own.shape:
             continue
         act.s.data = own

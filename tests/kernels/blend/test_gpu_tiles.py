@@ -18,6 +18,10 @@ def test_infinity_is_a_lines_and_tails_keep_their_digits(step_by_step):
     step_by_step("interpret_tiles.py", "ends")
 
 
+def test_nan_going_back_is_not_lost_and_sharp_frozen_gates_make_none(step_by_step):
+    step_by_step("interpret_tiles.py", "lost")
+
+
 def test_usual_gates_are_not_taken_one_by_one_nor_are_columns_that_are_not_there(step_by_step):
     step_by_step("interpret_tiles.py", "ways")
 

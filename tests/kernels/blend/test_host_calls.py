@@ -461,6 +461,24 @@ def test_a_class_that_holds_its_tensors_in_another_way_is_asked_for_them(driver)
     assert not torch.equal(act(x), before)
 
 
+def test_a_module_that_somebody_gave_another_way_of_its_own_is_asked_each_time(driver):
+    act, x = channels(), images()
+    ready(driver, act, x)
+    before, inner = act(x), act._held
+
+    def doubled(x):
+        tensors, shape = inner(x)
+        return tensors._replace(s=tensors.s * 2), shape
+
+    act._held = doubled
+    first = act(x)
+    assert not torch.equal(first, before)
+    assert torch.equal(act(x), first)
+    del act._held
+    assert torch.equal(act(x), before)
+    assert torch.equal(act(x), before)
+
+
 @of_a_gpu
 def test_a_thread_without_a_context_gets_one(driver):
     x, dy = images(), images()

@@ -68,6 +68,30 @@ def test_values_and_every_gradient_are_those_of_float64(driver, name, train, dty
         assert is_made_in_cpp(net, x)
 
 
+@pytest.mark.parametrize("needs", [False, True])
+def test_the_original_of_a_lazy_clone_stays_as_it_is(driver, needs):
+    net, x = over(), images()
+    ready(driver, net, x)
+    kept, clone = x.clone(), torch._lazy_clone(x)
+    with torch.set_grad_enabled(needs):
+        y = net[1](clone)
+    assert y is clone
+    assert torch.equal(x, kept)
+    close([y.detach()], [net[1](x.clone()).detach()], torch.float32)
+
+
+def test_what_is_no_answer_to_whether_x_is_overwritten_is_the_users_error(driver):
+    class Unsure:
+        def __bool__(self):
+            raise LookupError("of the user")
+
+    net, x = over(), images()
+    ready(driver, net, x)
+    net[1].inplace = Unsure()
+    with pytest.raises(LookupError, match="of the user"):
+        net(x)
+
+
 def test_hard_gates_of_a_gpu_are_written_over_their_input(driver):
     if isinstance(driver, Passes):
         pytest.skip("formulas, which C is not for")

@@ -6,8 +6,8 @@ t = tau (x - middle); y = v S / D + C / D with polynomials in exp(t) whose coeff
 w_k and w_k c_k, and x is bounded where the last branch has won, so that D stays below 2^112. Where
 that leaves no room (K >= 6), and where gradients of parameters are made of the powers themselves,
 branches are counted from that in the midst, with exp(t) above it and exp(-t) below, and x is
-bounded to both sides (`parameters.folded`). No coefficient is chosen by the side of x: a choice
-takes two clocks where a product and sum take one.
+bounded to both sides (`parameters.folded`). No coefficient is chosen by the side of x, which is one
+more instruction for each.
 """
 
 # mypy: ignore-errors
@@ -25,10 +25,10 @@ from threshold_gating.kernels.blend.parameters import (
     HARD,
     MIDDLE,
     MIRRORED,
-    OVERFLOWING,
     OWN_TAUS,
     READ,
     ROOM,
+    SINGLY,
     SMALL,
     TWO,
     ZERO,
@@ -98,8 +98,8 @@ def turns_by_powers(x, tau, stops, s, c, w, ws, C_CODE: tl.constexpr, K: tl.cons
 
     The first and the last are g_k. Branches are taken less the last one, which changes nothing but
     leaves no large numbers to cancel where that wins; where the first one does, the gates of the
-    others are small. What is found is off by g_k times a rounding of the largest branch, so large
-    ones are left to `turns` (`parameters.folded`).
+    others are small. What is found is off by some roundings of the largest branch, so large ones
+    are left to `turns` (`parameters.folded`).
     """
     M: tl.constexpr = (K - 1) // 2
     near = within(x, stops)
@@ -193,7 +193,7 @@ def _means_from_below(
     mean = _nested(ws, rises, K) * share
     rest, along = (ws[0] * 0.0,), (ws[0] * 0.0,)
     for k in tl.static_range(1, K):
-        rest = rest + (ws[k] if CODE % 4 == ZERO else ws[k] - w[k] * (ws[0] / w[0]),)
+        rest = rest + (ws[k] if CODE % 4 == ZERO else ws[k] - w[k] * ws[0],)  # w_0 is 1
         if k < K - 1:
             along = along + (rest[k] * less[k],)
     far = mean if CODE % 4 == ZERO else _nested(rest, rises, K) * share
@@ -375,7 +375,7 @@ def value(
         lower, upper = two_gates(x, tau, theta)
         slope = two_means(x, tau, theta, s, lower, upper, S_CODE, GATE)
         y = v * slope + two_means(x, tau, theta, c, lower, upper, C_CODE, GATE)
-    elif WEIGHTS < SMALL and (GATE == OWN_TAUS or WEIGHTS == OVERFLOWING):
+    elif WEIGHTS < SMALL and (GATE == OWN_TAUS or WEIGHTS == SINGLY):
         g = soft_gates(x, tau, theta, K, GATE)
         y = v * mean(g, s, S_CODE, K) + mean(g, c, C_CODE, K)
     elif WEIGHTS < SMALL and K > 5:

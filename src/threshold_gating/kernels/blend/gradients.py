@@ -43,14 +43,13 @@ from threshold_gating.kernels.blend.sums import offset
 def _slopes(
     x, v, dy, tau, theta, s, c, stops, w, ws, wc, S_CODE: tl.constexpr, C_CODE: tl.constexpr,
     OWNERS: tl.constexpr, K: tl.constexpr, GATE: tl.constexpr, WEIGHTS: tl.constexpr,
-    SUMMED: tl.constexpr,
 ):
     """(y, dy times the mean slope, dy by way of the gates, gates times dy, dy T_m of thresholds).
 
-    The last two only if a parameter's gradient needs them (SUMMED).
+    The last two only if a parameter's gradient may need them: weights that are small are frozen.
     """
     g, weighted, found = (x,), (), (x,)
-    if WEIGHTS >= SMALL and not SUMMED:
+    if WEIGHTS >= SMALL:
         y, slope, turned = turned_from_below(
             x, v, tau, theta, stops, s, w, ws, wc, S_CODE, C_CODE, K, GATE, WEIGHTS)
         through, turned = slope * dy, turned * dy
@@ -101,8 +100,7 @@ def _by_gates(
 ):
     """(y, dy through the branches, dy by way of the gates, the sums with a tile more)."""
     y, through, turned, weighted, found = _slopes(
-        x, v, dy, tau, theta, s, c, stops, w, ws, wc, S_CODE, C_CODE, OWNERS, K, GATE, WEIGHTS,
-        TAUS + THETAS + SLOPES + CONSTANTS > 0)
+        x, v, dy, tau, theta, s, c, stops, w, ws, wc, S_CODE, C_CODE, OWNERS, K, GATE, WEIGHTS)
     new = ()
     for k in tl.static_range(TAUS):
         total = found[k] * (x - theta[k])
@@ -138,7 +136,8 @@ def _by_powers(
     for k in tl.static_range(1, K - 1):
         turn += (k + 1.0) * found[k]
     near, new = within(x, stops), ()
-    inner = tl.where(x == near, dy, 0.0)  # beyond the stops the gates of the ends alone are open
+    # beyond the stops the gates of the ends alone are open; a product, for dy that is NaN is NaN
+    inner = dy * (x == near).to(tl.float32)
     turned = turn * inner
     if TAUS:  # about the middle: the rest follows from the thetas' sums, if there are any
         total = turned * (near - stops[MIDDLE])

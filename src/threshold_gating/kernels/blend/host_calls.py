@@ -24,20 +24,24 @@ class Way(IntEnum):
     KEPT = 2  # over x, of which a copy stays for the backward pass
 
 
+# What gives a holder's tensors. One of its own, set by somebody, is asked each time.
+_ASKED = frozenset({"_held", "held", "tensors_of"})
+
+
 def applied(
     x: Tensor, tensors: Held, plan: autograd.Plan, name: str, way: Way, holder: Any
 ) -> Tensor | None:
     """y, if C++ makes this call under the backend `name`; else None.
 
     The holder, if there is one, gets as `_again` what makes its next call if that is like this one.
-    It takes x, the module's parameters and buffers, the backend, and whether y goes over x, and
-    answers None if the call is another.
+    `_again` takes x, the module's parameters and buffers, the backend, and whether y goes over x,
+    and answers None if the call is another.
     """
     made = call(x, tensors, plan, name, way)
     if holder is not None:
         # of sorted thresholds, what is read is computed from what is held
-        again = None if made is None or plan.structure.ordered else made.again
-        vars(holder)["_again"] = again
+        asked = plan.structure.ordered or not _ASKED.isdisjoint(vars(holder))
+        vars(holder)["_again"] = None if made is None or asked else made.again
     y: Tensor | None = None if made is None else made.blend(x, *tensors)
     return y
 

@@ -33,10 +33,10 @@ from threshold_gating.kernels.blend.parameters import (
     NORMED,
     ONE,
     ONE_TAU,
-    OVERFLOWING,
     OWN_TAUS,
     READ,
     ROWS,
+    SINGLY,
     TIMES,
     added,
     anchored,
@@ -141,12 +141,12 @@ def blend_forward(
         at, tau_p, rho_p, theta_p, shift_p, s_p, c_p,
         G, TAU_CODE, THETA_CODE, S_CODE, C_CODE, K, GATE, SHARPENED, MOVED, ANCHORED)
     # What else is read may be huge where gates are still open: one by one.
-    HOW: tl.constexpr = OVERFLOWING if ROLE == READ and WEIGHTS == FITTING else WEIGHTS
+    HOW: tl.constexpr = SINGLY if ROLE == READ and WEIGHTS == FITTING else WEIGHTS
     BOTH: tl.constexpr = K > 5 and HOW == FITTING
-    stops, w, ws, wc, overflows = folded(tau, theta, s, c, K, GATE, HOW, BOTH)
-    if overflows:  # a loop of its own, so that neither keeps what only the other one needs
+    stops, w, ws, wc, singly = folded(tau, theta, s, c, K, GATE, HOW, BOTH)
+    if singly:  # a loop of its own, so that neither keeps what only the other one needs
         _forward_tiles(x_p, other_p, y_p, R, N, iters, tau, theta, s, c, stops, w, ws, wc,
-                       S_CODE, C_CODE, OWNERS, K, GATE, OVERFLOWING, ROLE,
+                       S_CODE, C_CODE, OWNERS, K, GATE, SINGLY, ROLE,
                        LAYOUT, RB, CB, 1, 1, WHOLE)
     else:
         _forward_tiles(x_p, other_p, y_p, R, N, iters, tau, theta, s, c, stops, w, ws, wc,
@@ -182,24 +182,24 @@ def blend_backward(
     CONSTANTS: tl.constexpr = K if DC or (ANCHORED and (DTHETA or DS)) else 0
     SUMS: tl.constexpr = TAUS + DTHETA * (K - 1) + DS * K + CONSTANTS
     # What else is read may be huge where gates are still open, which `turns` alone bounds.
-    HOW: tl.constexpr = OVERFLOWING if ROLE == READ and WEIGHTS == FITTING else WEIGHTS
-    POWERS: tl.constexpr = GATE == ONE_TAU and ROLE != READ and (WEIGHTS == FITTING or SUMS > 0)
+    HOW: tl.constexpr = SINGLY if ROLE == READ and WEIGHTS == FITTING else WEIGHTS
+    POWERS: tl.constexpr = GATE == ONE_TAU and HOW == FITTING
     at = _group(R, N, G, iters, LAYOUT, RB, CB)
     tau, theta, s, c = _parameters(
         at, tau_p, rho_p, theta_p, shift_p, s_p, c_p,
         G, TAU_CODE, THETA_CODE, S_CODE, C_CODE, K, GATE, SHARPENED, MOVED, ANCHORED)
-    stops, w, ws, wc, overflows = folded(tau, theta, s, c, K, GATE, HOW, POWERS)
+    stops, w, ws, wc, singly = folded(tau, theta, s, c, K, GATE, HOW, POWERS)
     sums = (tl.zeros((RB if LAYOUT == ROWS else 1, CB), tl.float32),)  # Triton wants at least one
     for k in tl.static_range(1, SUMS + NORMS):
         sums = sums + (sums[0],)
     centre = sums[0]
     if NORMS:
         centre = tl.load(dother_p + at, mask=at < G, other=0.0).to(tl.float32)
-    if overflows:
+    if singly:
         sums = backward_tiles(
             x_p, other_p, dy_p, dtheta_p, dx_p, dother_p, R, N, iters, tau, theta, s, c,
             stops, w, ws, wc, centre, sums,
-            S_CODE, C_CODE, OWNERS, K, GATE, OVERFLOWING, False, ROLE, DX, DOTHER,
+            S_CODE, C_CODE, OWNERS, K, GATE, SINGLY, False, ROLE, DX, DOTHER,
             TAUS, DTHETA * (K - 1), DS * K, CONSTANTS, LAYOUT, RB, CB, 1, 1, WHOLE)
     else:
         sums = backward_tiles(

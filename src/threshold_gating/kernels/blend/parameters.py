@@ -19,8 +19,8 @@ from threshold_gating.kernels.structure import Gate, Role, Weights, rho_bound
 TWO, CENTRED, ONE_TAU, OWN_TAUS, HARD = constants(Gate)
 ALONE, READ, TIMES, KEPT, NORMED, JOINED = constants(Role)
 ONE, COLUMNS, ROWS = constants(Layout)
-# what is not known is hoped to fit float32 until it is seen that a weight overflows
-FITTING, OVERFLOWING, SMALL, MIRRORED = constants(Weights)
+# what is not known is hoped to fit float32 until it is seen that it does not
+FITTING, SINGLY, SMALL, MIRRORED = constants(Weights)
 # digits of a code (base 4, one for each row): in memory, or a number of `structure.DIGITS`
 IN_MEMORY, ZERO, PLUS_ONE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
@@ -32,6 +32,7 @@ ABOVE, MIDDLE, BELOW = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 # out; the most of a weight; how far below the branch that wins another one is at a stop.
 ROOM, _TOP = tl.constexpr(124.0), tl.constexpr(112.0)
 _HEAVIEST, _UNSEEN = tl.constexpr(60.0), tl.constexpr(28.0)
+_SHARPEST = tl.constexpr(-96.0)  # of the first weight: down to 2^-126 are 2^-30, which is unseen
 _LOST = tl.constexpr(2.0**-15)  # of the last weight's exponent: the middle's rounding, else 0
 
 
@@ -132,8 +133,8 @@ def _mirrored(tau, theta, s, c, K: tl.constexpr):
 def _large(tau, theta, s, c, K: tl.constexpr, BOTH: tl.constexpr):
     """Whether branches are too large for sums of powers, which hold them in float32 times 2^112.
 
-    With exponentials of BOTH signs `turns_by_powers` is off by 2^-24 of the largest branch times
-    tau; so the bounds are those of frozen ones with small weights (`structure._are_small`).
+    With exponentials of BOTH signs `turns_by_powers` is off by five roundings (2^-24) of the
+    largest branch times tau, so the bounds are those of small weights (`structure._are_small`).
     """
     slope, constant, start = tl.abs(s[0]), tl.abs(c[0]), tl.abs(theta[0])
     for k in tl.static_range(1, K):
@@ -149,31 +150,38 @@ def _large(tau, theta, s, c, K: tl.constexpr, BOTH: tl.constexpr):
 
 @triton.jit
 def _of_one_tau(tau, theta, s, c, K: tl.constexpr, WEIGHTS: tl.constexpr, BOTH: tl.constexpr):
-    """`folded` for one tau. The first and the last weight are 2^LEAST, so that exponentials have
-    room from there to 2^112; from 2^-44 to 2^-126 is at least left to tails."""
+    """`folded` for one tau. Unless small, the first and the last weight are 2^least: exponentials
+    have room from there up to 2^112, and the left tail from there down to 2^-126. For K = 5
+    exponentials need more where tau is large, and take it from the tail."""
     M: tl.constexpr = (K - 1) // 2
     LEAST: tl.constexpr = 0.0 if K == 3 or (BOTH and K < 6) else -44.0
-    if WEIGHTS >= SMALL and not BOTH:
+    middle, sharp = middle_of(theta, K), tau[0] * LOG2E
+    exponents, need = ((middle - theta[0]) * sharp,), tl.zeros_like(tau[0])
+    for k in tl.static_range(1, K - 1):
+        need = tl.maximum(need, (exponents[k - 1] + _UNSEEN) / (K - 1 - k))
+        exponents = exponents + (exponents[k - 1] + (middle - theta[k]) * sharp,)
+    if WEIGHTS >= SMALL:
         first, up = tl.full(tau[0].shape, 1.0, tl.float32), ROOM / (K - 1)
-    else:
+    elif BOTH or K != 5:
         first = tl.full(tau[0].shape, 2.0**LEAST, tl.float32)
         up = (_TOP - LEAST) / (K - 1 - M if BOTH else K - 1)
+    else:
+        least = tl.floor(tl.maximum(tl.minimum(need * (1 - K) + _TOP, LEAST), _SHARPEST))
+        first, up = exp2(least), (least - _TOP) / (1 - K)
     down = (_TOP - LEAST) / M
-    middle, sharp = middle_of(theta, K), tau[0] * LOG2E
     stops = (middle + up / sharp, middle, middle - down / sharp)
     large = _large(tau[0], theta, s, c, K, BOTH)
     large = large | (tl.abs((stops[ABOVE] - middle) * sharp - up) > 1)  # not where x has no digits
-    exponent = (middle - theta[0]) * sharp
     w, ws, wc = (first,), (s[0] * first,), (c[0] * first,)
     for k in tl.static_range(1, K - 1):
+        exponent = exponents[k - 1]
         weight = exp2(exponent) * first  # apart: their sum would lose digits
         w, ws, wc = w + (weight,), ws + (s[k] * weight,), wc + (c[k] * weight,)
         large = large | (tl.abs(exponent) > _HEAVIEST) | (exponent > up * (K - 1 - k) - _UNSEEN)
         if BOTH:
             large = large | (exponent > down * k - _UNSEEN)
-        exponent = exponent + (middle - theta[k]) * sharp
     w, ws, wc = w + (first,), ws + (s[K - 1] * first,), wc + (c[K - 1] * first,)
-    large = large | (tl.abs(exponent) > _LOST)
+    large = large | (tl.abs(exponents[K - 2]) > _LOST)
     return stops, w, ws, wc, large
 
 
@@ -190,7 +198,7 @@ def folded(
     At its stop a gate has used up its room in float32 and stands still from there on; every gate
     but that of the branch that wins is then below 2^-28, with small weights below 2^-24.
     """
-    stops, w, ws, wc, overflows = (tau[0],), (tau[0],), (tau[0],), (tau[0],), False
+    stops, w, ws, wc, singly = (tau[0],), (tau[0],), (tau[0],), (tau[0],), False
     if GATE == OWN_TAUS and WEIGHTS == MIRRORED:
         stops, w, ws, wc = _mirrored(tau, theta, s, c, K)
     elif GATE == OWN_TAUS:
@@ -199,8 +207,8 @@ def folded(
         w, ws, wc = (tl.full(tau[0].shape, 1.0, tl.float32),), s, c
         for _k in tl.static_range(1, K):
             stops, w = stops + (bound,), w + (w[0],)
-    elif GATE == ONE_TAU and WEIGHTS != OVERFLOWING:
+    elif GATE == ONE_TAU and WEIGHTS != SINGLY:
         stops, w, ws, wc, large = _of_one_tau(tau, theta, s, c, K, WEIGHTS, BOTH)
-        if WEIGHTS == FITTING or BOTH:
-            overflows = tl.max(tl.max(large.to(tl.int32), 1), 0) > 0
-    return stops, w, ws, wc, overflows
+        if WEIGHTS == FITTING:
+            singly = tl.max(tl.max(large.to(tl.int32), 1), 0) > 0
+    return stops, w, ws, wc, singly

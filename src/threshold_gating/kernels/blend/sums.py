@@ -33,8 +33,8 @@ def shared_out(
     sums, theta, middle, w, K: tl.constexpr,
     TAUS: tl.constexpr, THETAS: tl.constexpr, BRANCHES: tl.constexpr,
 ):
-    """The sums of `_with_powers` as those of `_with_gates`: with their weights, and with all that
-    is above a threshold in its sum."""
+    """The sums of `gradients._by_powers` as those of `_by_gates`: with their weights, and with all
+    that is above a threshold in its sum."""
     new, above = (), ()
     for k in tl.static_range(THETAS):
         total = sums[TAUS + THETAS - 1 - k]
