@@ -44,8 +44,8 @@ def report(data: dict[str, Any]) -> str:
     parts = [_SMOKE, ""] if data.get("smoke") else []
     parts += [data["said"], ""] if data.get("said") else []
     if (runs := data.get("runs", 1)) > 1:
-        said = f"In {runs} runs of the same code, maybe on as many hosts"
-        parts += [f"{said}: each timed what was missing.", ""]
+        hosts = "maybe on as many hosts"
+        parts += [f"In {runs} runs of the same code, {hosts}: each timed what was missing.", ""]
     parts += [data["how"], "", of, "", *filter(None, (agreed, data.get("unchecked")))]
     for section in dict.fromkeys(row.section for row in rows):
         own = [row for row in rows if row.section == section]
