@@ -373,7 +373,10 @@ static int chunk(const struct work *w, long at)
     long width = lane ? w->G : w->inner, from = piece * w->columns;
     long n = width - from < w->columns ? width - from : w->columns;
     long room = w->sums == NULL ? 0 : SUMS * (lane ? w->columns : LANES);
-    float folded[groups * ROWS], sums[groups * room + 1];
+    /* Whole lines of the cache: where the stack happens to lie so that one of these vectors spans two
+       pages, all of it takes three times as long. */
+    __attribute__((aligned(64))) float sums[groups * room + 1];
+    float folded[groups * ROWS];
     for (long g = 0; g < groups; g++)
         for (int row = 0; row < ROWS; row++)
             folded[g * ROWS + row] = w->p[row * w->G + group + g];
