@@ -1,6 +1,8 @@
 """The notebooks of the documentation run from top to bottom, and are kept with what they print."""
 
 import json
+import os
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -25,7 +27,8 @@ def test_a_notebook_is_kept_with_its_outputs_and_without_an_error(path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_runs(path, tmp_path):
+def test_a_notebook_runs(path, tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]]))
     nbclient = pytest.importorskip("nbclient")
     nbformat = pytest.importorskip("nbformat")
     book = nbformat.read(path, 4)

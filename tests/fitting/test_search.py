@@ -156,7 +156,9 @@ def test_each_objective_is_best_in_its_own_norm(name):
 def test_each_objective_is_best_in_its_own_norm_for_any_function(name, K):
     options = {} if name in INTERVALS else {"over": (-4.0, 4.0)}
     by_sup, by_rms = (fits(name, K=K, objective=how, **options) for how in ("sup", "rms"))
-    assert by_sup.sup <= by_rms.sup * (1 + 1e-9) + 1e-13
+    # in a long valley the search stops within 1e-8 of the function's size ("wide": 6e-9)
+    slack = 1e-8 * by_sup.rms / by_sup.rel_rms if by_sup.rel_rms else 0.0
+    assert by_sup.sup <= by_rms.sup * (1 + 1e-9) + slack + 1e-13
     # where both end at the bound of the coefficients the least squares stop a little before it
     assert by_rms.rms <= by_sup.rms * (1 + 1e-3) + 1e-13
 
