@@ -420,7 +420,8 @@ def _are_small(t: TG) -> bool:
     near = max(map(abs, (*t.s, *t.c))) <= 2 and max(taus) * max(map(abs, t.theta)) <= 16
     # where a middle branch wins, gradients are differences of means: off by tau c 2^-23, no more
     near = near and max(taus) * max(map(abs, t.c)) <= 16
-    # and going back, exponentials times tau are summed before they are shared out: to 2^120
+    # going back, exponentials below the last (2^100) times tau are summed before they are shared
+    # out: 4 K (K - 1) of them stay below 2^124
     near = near and max(taus) <= 2**16
     if not near or isinstance(t.tau, tuple):
         return near and t.K <= 6 and _are_unseen(t, 124, (0.0,) * t.K)

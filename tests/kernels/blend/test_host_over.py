@@ -72,12 +72,14 @@ def test_values_and_every_gradient_are_those_of_float64(driver, name, train, dty
 def test_the_original_of_a_lazy_clone_stays_as_it_is(driver, needs):
     net, x = over(), images()
     ready(driver, net, x)
-    kept, clone = x.clone(), torch._lazy_clone(x)
+    kept = x.detach().clone()
     with torch.set_grad_enabled(needs):
+        clone = torch._lazy_clone(x.requires_grad_(needs))
         y = net[1](clone)
     assert y is clone
+    assert not needs or y.grad_fn.name() == "BlendBackward"
     assert torch.equal(x, kept)
-    close([y.detach()], [net[1](x.clone()).detach()], torch.float32)
+    close([y.detach()], [net[1](kept).detach()], torch.float32)
 
 
 def test_what_is_no_answer_to_whether_x_is_overwritten_is_the_users_error(driver):

@@ -133,8 +133,8 @@ def _mirrored(tau, theta, s, c, K: tl.constexpr):
 def _large(tau, theta, s, c, K: tl.constexpr, BOTH: tl.constexpr):
     """Whether branches are too large for sums of powers, which hold them in float32 times 2^112.
 
-    With exponentials of BOTH signs `turns_by_powers` is off by five roundings (2^-24) of the
-    largest branch times tau, so the bounds are those of small weights (`structure._are_small`).
+    With exponentials of BOTH signs `turns_by_powers` is off by roundings of the largest branch
+    times tau, so the bounds are those of small weights (`structure._are_small`).
     """
     slope, constant, start = tl.abs(s[0]), tl.abs(c[0]), tl.abs(theta[0])
     for k in tl.static_range(1, K):
