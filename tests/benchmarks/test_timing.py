@@ -72,12 +72,30 @@ def test_quick_work_has_more_runs_and_an_end(monkeypatch, ms, runs):
 def test_on_a_gpu_the_least_of_the_rounds_counts_and_a_slow_one_is_named(monkeypatch):
     triton = pytest.importorskip("triton.testing")
     monkeypatch.setattr(timing, "ROUNDS", {False: 3})
+    monkeypatch.setattr(timing, "HEAT_S", 0.0)
     taken = iter([5.0, 2.0, 2.1, 3.0, 4.0, 2.6])
     monkeypatch.setattr(triton, "do_bench", lambda f, **_: next(taken))
     work = Work("s", "w", lambda: {"copy": int, "ours": int}, {"copy": 1.0}, PAIRS)
     [row] = timing.measure(work, timing.ON_GPU._replace(replayed=None))
     assert row.times == {"copy": 3.0, "ours": 2.0}
     assert row.note == f"{timing.ELSEWHERE}; the slowest round took 1.30 times that"
+
+
+def test_a_gpu_that_rested_is_heated_by_all_contenders_before_any_is_timed(monkeypatch):
+    triton = pytest.importorskip("triton.testing")
+    now, called = [0.0], []
+
+    def fake(f, **_):
+        called.append(f())
+        now[0] += 0.15
+        return 1.0 if now[0] < 0.6 else 2.0  # quicker while it is cool
+
+    monkeypatch.setattr(triton, "do_bench", fake)
+    monkeypatch.setattr(timing.time, "monotonic", lambda: now[0])
+    contenders = {"copy": lambda: "copy", "ours": lambda: "ours"}
+    rounds = timing._in_rounds(contenders, False, pinned=False)
+    assert called[:4] == ["copy", "ours"] * 2  # 0.6 s: nobody is left out of the last turn
+    assert rounds == {name: [2.0] * timing.ROUNDS[False] for name in contenders}
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="cores cannot be chosen here")
@@ -94,6 +112,7 @@ def test_on_a_gpu_all_threads_are_timed_on_one_core_and_have_all_again_afterward
     other = threading.Thread(target=lambda: (started.set(), end.wait()))
     other.start()
     started.wait()
+    monkeypatch.setattr(timing, "HEAT_S", 0.0)
     monkeypatch.setattr(triton, "do_bench", lambda f, **_: seen.append(cores()) or 1.0)
     timing.ON_GPU.called({"copy": lambda: seen.append(cores())}, False)
     known = str(other.native_id)

@@ -23,7 +23,9 @@ from threshold_gating.kernels.structure import Tensors
 
 _FEW_ROWS = 256
 _LARGE = 2**20  # elements of an image from which products take longer than their launches
-_ELEMENTS, _COLUMNS, _ITERS = 2048, 512, 16  # of a tile, and how many of them make a program
+# Elements and columns of a tile, swept on an H200, and how many tiles make a program going back,
+# which has more to load at once: what lies side by side there are fewer columns and more programs.
+_FORWARD, _BACKWARD, _ITERS = (2048, 512), (1024, 128), 16
 
 
 def _read(tensors: Tensors) -> tuple[Tensor, ...]:
@@ -92,11 +94,12 @@ def _room(x: Tensor, beside: bool) -> Tensor:
     return x.new_empty_strided((n, 2 * width, *image), (steps[0], 1, *steps[1:]))
 
 
-def _tile(width: int) -> tuple[int, int]:
+def _tile(width: int, elements: int, columns: int) -> tuple[int, int]:
+    """Rows and columns."""
     if interpreting():
         return 8, 32
-    columns = min(_COLUMNS, 1 << (width - 1).bit_length())
-    return _ELEMENTS // columns, columns
+    columns = min(columns, 1 << (width - 1).bit_length())
+    return elements // columns, columns
 
 
 def _steps(n: int, width: int, beside: bool) -> tuple[int, ...]:
@@ -108,7 +111,7 @@ def _steps(n: int, width: int, beside: bool) -> tuple[int, ...]:
 def _forward(n: int, width: int, beside: bool, known: _Known) -> Launch:
     from threshold_gating.kernels.product.two_soft_kernels import two_soft_forward
 
-    rows, columns = _tile(width)
+    rows, columns = _tile(width, *_FORWARD)
     programs = -(-n // rows) * -(-width // columns)
     rest = (*_steps(n, width, beside), *known, rows, columns)
     return Launch(two_soft_forward, (programs,), 4, rest)
@@ -119,7 +122,7 @@ def _backward(n: int, width: int, beside: bool, known: _Known) -> tuple[Launch, 
     """The kernel, the one that adds up its sums, and how many parts of them it writes."""
     from threshold_gating.kernels.product.two_soft_kernels import two_soft_backward
 
-    rows, columns = _tile(width)
+    rows, columns = _tile(width, *_BACKWARD)
     down, across = -(-n // (rows * _ITERS)), -(-width // columns)
     rest = (*_steps(n, width, beside), _ITERS, *known, rows, columns)
     run = Launch(two_soft_backward, (down * across,), 4, rest)
