@@ -2,15 +2,15 @@
 
 On a GPU a contender's time is the median of `triton.testing.do_bench`, the call as a user makes it
 with the L2 cache emptied before, and of a few rounds the least: the noise of a machine that others
-use only ever adds to it. What heats the GPU first is not counted: after a rest it takes more power
-for some 0.2 s than it can keep, and products of whoever was first were 13 % faster. A row says so
-where the slowest round took far more. All threads of the process are on one core meanwhile, the one
-that is quickest just then: torch's thread for backward passes otherwise wakes on another one, which
-on a shared host takes longer than the kernels. The time of a recorded graph stands beside it: it
-leaves out what Python costs. On a CPU it is the least processor time of many runs of one thread;
-slow work has fewer, quick work more, because what others do to a shared core leaves short pauses
-only. Memory is not given back to the system in between, for getting it anew can take longer than
-the work.
+use only ever adds to it. A row says so where the slowest round took far more. All contenders run in
+turn before, untimed, to heat the GPU: after a rest it draws more power for some 0.2 s than it can
+sustain, and products of whoever came first were 7 to 16 % faster. All threads of the process are on
+one core meanwhile, the one that is quickest just then: torch's thread for backward passes otherwise
+wakes on another one, which on a shared host takes longer than the kernels. The time of a recorded
+graph stands beside it: it leaves out what Python costs, and comes last, on a GPU that is hot. On a
+CPU it is the least processor time of many runs of one thread; slow work has fewer, quick work more,
+because what others do to a shared core leaves short pauses only. Memory is not given back to the
+system in between, for getting it anew can take longer than the work.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ CORES = 16
 # By whether the work is slow: rounds, milliseconds of a round on a GPU, least runs on a CPU.
 ROUNDS, REP, RUNS = {False: 5, True: 3}, {False: 20, True: 400}, {False: 40, True: 9}
 AT_LEAST_MS, MOST_RUNS = 300, 4000  # of a contender on a CPU
-HEAT_S = 0.4  # of contenders in turn before a GPU is timed
+HEAT_S = 0.4  # at least, of contenders in turn before a GPU is timed
 FAMILIES = {pair.family for pair in PAIRS.values()}
 # Among contenders: not timed, but called first, and it raises if ours is wrong at this size.
 CHECK = "check"
@@ -344,7 +344,7 @@ def _each_once(contenders: Contenders, slow: bool) -> Rounds:
 _ONCE = Clock("", _each_once, None)
 ON_GPU = Clock(
     f"Medians of triton.testing.do_bench, contenders in turn, least of {ROUNDS[False]} "
-    f"rounds ({ROUNDS[True]} where a call is slow) after {HEAT_S} s of them that heat the GPU, all "
+    f"rounds ({ROUNDS[True]} where a call is slow) after {HEAT_S} s or more that heat the GPU, all "
     "threads on the quickest core; 'replayed' is the ratio of recorded graphs, without what Python "
     "costs, and decides nothing.",
     _in_rounds,
