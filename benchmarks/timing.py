@@ -4,13 +4,13 @@ On a GPU a contender's time is the median of `triton.testing.do_bench`, the call
 with the L2 cache emptied before, and of a few rounds the least: the noise of a machine that others
 use only ever adds to it. A row says so where the slowest round took far more. All contenders run in
 turn before, untimed, to heat the GPU: after a rest it draws more power for some 0.2 s than it can
-sustain, and products of whoever came first were 7 to 16 % faster. All threads of the process are on
-one core meanwhile, the one that is quickest just then: torch's thread for backward passes otherwise
-wakes on another one, which on a shared host takes longer than the kernels. The time of a recorded
-graph stands beside it: it leaves out what Python costs, and comes last, on a GPU that is hot. On a
-CPU it is the least processor time of many runs of one thread; slow work has fewer, quick work more,
-because what others do to a shared core leaves short pauses only. Memory is not given back to the
-system in between, for getting it anew can take longer than the work.
+sustain, and products of whoever came first were up to 16 % faster. All threads of the process are
+on one core meanwhile, the one that is quickest just then: torch's thread for backward passes
+otherwise wakes on another one, which on a shared host takes longer than the kernels. The time of a
+recorded graph stands beside it: it leaves out what Python costs, and comes last, on a GPU that is
+hot. On a CPU it is the least processor time of many runs of one thread; slow work has fewer, quick
+work more, because what others do to a shared core leaves short pauses only. Memory is not given
+back to the system in between, for getting it anew can take longer than the work.
 """
 
 from __future__ import annotations
@@ -345,8 +345,8 @@ _ONCE = Clock("", _each_once, None)
 ON_GPU = Clock(
     f"Medians of triton.testing.do_bench, contenders in turn, least of {ROUNDS[False]} "
     f"rounds ({ROUNDS[True]} where a call is slow) after {HEAT_S} s or more that heat the GPU, all "
-    "threads on the quickest core; 'replayed' is the ratio of recorded graphs, without what Python "
-    "costs, and decides nothing.",
+    "threads on the quickest core; what is in other units is taken once. 'replayed' is the ratio "
+    "of recorded graphs, without what Python costs, and decides nothing.",
     _in_rounds,
     _replayed,
     partial(_in_rounds, pinned=False),

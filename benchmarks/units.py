@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -33,12 +34,15 @@ _NATIVE: dict[str, nn.Module] = {
 def gated_units(shape: tuple[int, ...], place: Place) -> Iterator[Work]:
     """SwiGLU and GEGLU in one pass against eager, torch.compile and Liger's kernels."""
     for name in UNITS:
+        missing = place.device == "cuda" and name in _LIGER and not _liger(name)
+        note = "without Liger, which is not installed" if missing else ""
         for backward in (False, True):
             work = f"{name} {'+ backward' if backward else 'forward'}"
             build = partial(_unit, name, shape, place, backward)
             yield Work(
-                "gated units", work, build, {"best": 1.02}, ("frozen times",), backward=backward
-            )
+                "gated units", work, build, {"best": 1.02}, ("frozen times",), backward=backward,
+                note=note,
+            )  # fmt: skip
 
 
 def _unit(name: str, shape: tuple[int, ...], place: Place, backward: bool) -> Contenders:
@@ -68,13 +72,22 @@ def _unit(name: str, shape: tuple[int, ...], place: Place, backward: bool) -> Co
     return found
 
 
+# units with a kernel of Liger's: its module and function
+_LIGER = {
+    "swiglu": ("swiglu", "LigerSiLUMulFunction"),
+    "geglu tanh": ("geglu", "LigerGELUMulFunction"),
+}
+
+
 def _liger(name: str) -> dict[str, Callable[..., Tensor]]:
+    if name not in _LIGER:
+        return {}
+    module, function = _LIGER[name]
     try:
-        from liger_kernel.ops import geglu, swiglu  # type: ignore[import-not-found]
+        found = importlib.import_module(f"liger_kernel.ops.{module}")
     except ImportError:
         return {}
-    made = {"swiglu": swiglu.LigerSiLUMulFunction, "geglu tanh": geglu.LigerGELUMulFunction}
-    return {"liger": made[name].apply} if name in made else {}
+    return {"liger": getattr(found, function).apply}
 
 
 def frozen(shape: tuple[int, ...], dtype: torch.dtype, place: Place) -> Iterator[Work]:

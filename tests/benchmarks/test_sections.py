@@ -1,13 +1,15 @@
 """What a run refuses, prints and writes, and that every row for a GPU can be built."""
 
 import json
+import sys
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 from small import FAKE, SMALL, fake_rows
 
-from benchmarks import checking, pages, sections, timing
+from benchmarks import checking, pages, sections, timing, units
 from benchmarks.__main__ import main
 from benchmarks.conversion import OF_TIMM
 from benchmarks.sections import here
@@ -239,6 +241,26 @@ def test_gated_units_that_are_wrong_are_not_timed(monkeypatch, backward):
     assert [row.failed.split()[:2] for row in rows] == [
         ["WrongError:", "dx" if backward else "y"]
     ] * 3
+
+
+def test_gated_units_without_liger_say_so(monkeypatch):
+    def notes():
+        return {w.name: w.note for w in units.gated_units((4, 8), Place("cuda", None))}
+
+    monkeypatch.setitem(sys.modules, "liger_kernel", None)  # as if it were not installed
+    said = "without Liger, which is not installed"
+    ways = ("forward", "+ backward")
+    assert {name for name, note in notes().items() if note == said} == {
+        f"{unit} {way}" for unit in ("swiglu", "geglu tanh") for way in ways
+    }
+    for module, function in units._LIGER.values():
+        apply = SimpleNamespace(apply=max)
+        found = SimpleNamespace(**{function: apply})
+        monkeypatch.setitem(sys.modules, f"liger_kernel.ops.{module}", found)
+    monkeypatch.setitem(sys.modules, "liger_kernel.ops", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "liger_kernel", SimpleNamespace())
+    assert set(notes().values()) == {""}
+    assert units._liger("swiglu") == {"liger": max}
 
 
 def test_what_is_wrong_at_its_own_size_fails_the_run_and_is_written(monkeypatch, tmp_path, few):

@@ -16,6 +16,12 @@ assert len(calls) >= 2 * len(t.SHAPES)  # it was the kernels
 large, two_soft._LARGE = two_soft._LARGE, 1  # the weights of convolutions half by half
 t.check_all("cpu", [torch.float32])
 two_soft._LARGE = large
+two_soft.interpreting = lambda: False  # and in the tiles of a GPU, several each way
+t.SHAPES.append((129, 300))
+for planned in (two_soft._forward, two_soft._backward):
+    planned.cache_clear()
+t.check_all("cpu", [torch.float32])
+assert two_soft._tile(300, *two_soft._TILE_BACK) == (8, 128)
 t.check_values()
 split, joined = two_soft.split, two_soft.joined
 wrong = {  # on purpose: what is gated, where, and the gradients of tau and theta alone

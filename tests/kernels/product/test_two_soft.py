@@ -94,7 +94,8 @@ def check_values():
             y = tg.kernels.gated_product(x, *given)
             grads.append([y, *torch.autograd.grad(y.sum(), gate)])
     for ours, theirs in zip(*grads[2:], strict=True):
-        torch.testing.assert_close(ours, theirs)
+        # gates in float64, but x and the kernels are in float32
+        torch.testing.assert_close(ours, theirs, rtol=2e-6, atol=2e-6)
 
 
 def test_the_kernels_equal_float64_step_by_step(step_by_step):
