@@ -123,6 +123,7 @@ HELD_BY = {
     "kernels/synapse/kernels.py": "kernels/synapse/test_synapse.py",
     "kernels/synapse/pair_kernels.py": "kernels/synapse/test_synapse.py",
     "kernels/runtime.py": "kernels/blend/test_blend.py",
+    "kernels/weights.py": "kernels/blend/test_pairs.py",
     "logits.py": "nn/test_attention.py",
     "nn/rnn_steps.py": "nn/test_rnn.py",
     "nn/tying.py": "nn/test_dense.py",

@@ -11,7 +11,8 @@ import torch
 from tests.kernels.layers import moved
 from threshold_gating import TAXONOMY, TG, Activation, kernels
 from threshold_gating.kernels.call import common_shape, of_call, whole
-from threshold_gating.kernels.structure import Gate, Rows, Structure, Tensors, Weights, exact
+from threshold_gating.kernels.structure import Gate, Rows, Structure, Tensors, exact
+from threshold_gating.kernels.weights import Weights
 
 LEARNABLE = ("tau", "theta", "s", "c")
 

@@ -15,10 +15,10 @@ from threshold_gating.kernels.structure import (
     Shape,
     Structure,
     Tensors,
-    Weights,
     gate_of,
     is_fused,
 )
+from threshold_gating.kernels.weights import Weights
 from threshold_gating.primitive import FORMS, GateForm, Values, are_huge
 
 

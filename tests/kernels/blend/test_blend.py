@@ -15,7 +15,7 @@ from torch import nn
 
 from threshold_gating import Activation, Linear, kernels, primitive
 from threshold_gating.instance import TG
-from threshold_gating.kernels import layout, runtime, structure
+from threshold_gating.kernels import layout, runtime, structure, weights
 from threshold_gating.kernels.blend import autograd, cpu, one_pass, steps
 from threshold_gating.kernels.call import of_call
 from threshold_gating.kernels.lowering import native
@@ -447,7 +447,7 @@ def test_the_steps_for_a_compiler_keep_the_type(dtype, c):
 def test_the_steps_for_a_compiler_have_small_weights_right(key):
     t = TAXONOMY[key]
     known = structure.exact(t)
-    assert known.weights >= structure.Weights.SMALL
+    assert known.weights >= weights.Weights.SMALL
     x = torch.cat([torch.linspace(-40, 40, 4001), torch.tensor([1e30, -1e30, 3e38, INF, -INF])])
     y, want = steps.steps(x, None, known, known.rows(structure.Tensors())), t(x.double())
     # an argument of 70 is off by its rounding, 4e-6, where the gate is not yet shut

@@ -12,7 +12,7 @@ import torch.utils.checkpoint
 from benchmarks import checking, timing
 from benchmarks.pairs import ALLOWED, PAIRS, disagreement
 from threshold_gating import TAXONOMY, TG, Activation, kernels, primitive
-from threshold_gating.kernels import runtime, structure
+from threshold_gating.kernels import runtime, structure, weights
 from threshold_gating.kernels.attention import function as attending
 from threshold_gating.kernels.blend import cpu, gpu, one_pass, steps
 from threshold_gating.kernels.blend import function as blending
@@ -428,7 +428,7 @@ def check_jumps_of_a_gated_unit(device="cpu"):
 
 def check_own_taus(device="cpu"):
     """Frozen ones have half of the exponentials where they can, and stand still far out."""
-    assert [structure._are_mirrored(t) for t in OWN_TAUS] == [True, True, False]
+    assert [weights._are_mirrored(t) for t in OWN_TAUS] == [True, True, False]
     near = torch.linspace(-40, 40, 1201)
     points = torch.cat([near, torch.tensor([-1e4, 1e4, -1e30, 1e30, -3e38, 3e38])])
     for t in OWN_TAUS:
@@ -440,14 +440,14 @@ def check_own_taus(device="cpu"):
         torch.testing.assert_close(slope.cpu(), true.float(), rtol=1e-5, atol=1e-5)
     # thresholds so far out that tau x - tau theta would lose digits: as exact as the formulas are
     far = TG((1.5, 2.0, 1.5), (98.0, 100.1, 102.0), (0.2, -0.3, 1.2, 1.0), (0.1, 0.5, -0.4, 0.3))
-    assert not structure._are_small(far)
+    assert not weights._are_small(far)
     x = torch.linspace(90, 110, 1201, device=device)
     have, plain, want = kernels.blend(x, far), far(x), far(x.double())
     assert (have - want).abs().max() <= 1.5 * (plain - want).abs().max()
     # gates so steep that in the middle, where y is flat, a difference of means would be 1e-4
     for tau in (150.0, (150.0, 149.0)):
         steep = TG(tau, (-0.1, 0.1), (0.0, 0.0, 1.0), (0.0, 1.7, 0.0))
-        assert not structure._are_small(steep)
+        assert not weights._are_small(steep)
         x = torch.linspace(-0.02, 0.02, 101, device=device, requires_grad=True)
         z = x.detach().double().requires_grad_()
         slope = torch.autograd.grad(kernels.blend(x, steep).sum(), x)[0]

@@ -484,7 +484,7 @@ INLINE void row_of(double *to, const float *tensor, double known, long n)
         to[g] = read ? tensor[g] : known;
 }
 
-/* Whether branches can be counted from below everywhere (structure._are_small): what is left of a
+/* Whether branches can be counted from below everywhere (weights._are_small): what is left of a
    branch where the exponential stops growing is no more than a unit in the last place of the last. */
 INLINE int are_small(double w[K][BLOCK], double s[K][BLOCK], double c[K][BLOCK], long g)
 {

@@ -44,12 +44,11 @@ from threshold_gating.kernels.structure import (
     Shape,
     Structure,
     Tensors,
-    Weights,
     check_fits,
     exact,
     viewed,
-    weights_of,
 )
+from threshold_gating.kernels.weights import Weights, weights_of
 from threshold_gating.primitive.graphs import is_known, keeps_gates
 from threshold_gating.primitive.reading import read
 

@@ -26,9 +26,9 @@ from threshold_gating.kernels.structure import (
     Shape,
     Structure,
     Wanted,
-    Weights,
     check_fits,
 )
+from threshold_gating.kernels.weights import Weights
 
 MANY_GROUPS = 2**16  # the parameters of more do not stay in a cache
 FEW_TILES = 16  # are summed by one program: a second launch takes longer

@@ -32,9 +32,9 @@ from threshold_gating.kernels.structure import (
     Structure,
     Tensors,
     Wanted,
-    Weights,
     held_rows,
 )
+from threshold_gating.kernels.weights import Weights
 from threshold_gating.primitive.graphs import constant, is_known
 
 # A node pays from so many elements on: a call takes some 10 us. And from so many for each group,

@@ -29,7 +29,8 @@ from threshold_gating.kernels import host
 from threshold_gating.kernels.backend import BackendError
 from threshold_gating.kernels.compiler import CompilerError, library
 from threshold_gating.kernels.layout import Sizes, like
-from threshold_gating.kernels.structure import Gate, Held, Structure, Tensors, Weights
+from threshold_gating.kernels.structure import Gate, Held, Structure, Tensors
+from threshold_gating.kernels.weights import Weights
 
 _SOURCE = Path(__file__).with_name("blend.c")
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}

@@ -14,7 +14,8 @@ import triton.language as tl
 
 from threshold_gating.kernels.instructions import LOG2E, constants, exp2
 from threshold_gating.kernels.layout import Layout
-from threshold_gating.kernels.structure import Gate, Role, Weights, rho_bound
+from threshold_gating.kernels.structure import Gate, Role, rho_bound
+from threshold_gating.kernels.weights import Weights
 
 TWO, CENTRED, ONE_TAU, OWN_TAUS, HARD = constants(Gate)
 ALONE, READ, TIMES, KEPT, NORMED, JOINED = constants(Role)
@@ -134,7 +135,7 @@ def _large(tau, theta, s, c, K: tl.constexpr, BOTH: tl.constexpr):
     """Whether branches are too large for sums of powers, which hold them in float32 times 2^112.
 
     With exponentials of BOTH signs `turns_by_powers` is off by roundings of the largest branch
-    times tau, so the bounds are those of small weights (`structure._are_small`).
+    times tau, so the bounds are those of small weights (`weights._are_small`).
     """
     slope, constant, start = tl.abs(s[0]), tl.abs(c[0]), tl.abs(theta[0])
     for k in tl.static_range(1, K):

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from threshold_gating import primitive
-from threshold_gating.kernels.structure import Gate, Rows, Structure, Weights
+from threshold_gating.kernels.structure import Gate, Rows, Structure
+from threshold_gating.kernels.weights import Weights
 from threshold_gating.primitive import Value, soft
 
 AUDITED_AS = "gates"  # see conversion.audit
