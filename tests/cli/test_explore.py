@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+from contextlib import contextmanager
 
 import pytest
 
@@ -95,21 +96,34 @@ def test_a_caller_that_leaves_is_no_error_to_print(capsys, error, said):
     assert bool(capsys.readouterr().err) == said
 
 
+@contextmanager
+def heard():
+    """Let programs begun here hear an interrupt: where these tests run behind a shell, none does."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def test_it_serves_until_interrupted_and_ends_cleanly():
     words = [sys.executable, "-m", "threshold_gating", "explore", "--port", "0", "--json", "-"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(words, **pipes) as process:
-        assert "Ctrl-C ends" in process.stderr.readline()
-        lines = iter(process.stdout.readline, "}\n")
-        url = json.loads("".join(lines) + "}")["url"]
-        port = int(re.fullmatch(r"http://127\.0\.0\.1:(\d+)/", url)[1])
-        connection = http.client.HTTPConnection(ADDRESS, port, timeout=10)
-        connection.request("GET", "/")
-        assert connection.getresponse().status == 200
-        connection.close()
-        process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=30)
-        assert (process.returncode, out, err) == (0, "", "\nEnded.\n")
+    with heard(), subprocess.Popen(words, **pipes) as process:
+        try:
+            assert "Ctrl-C ends" in process.stderr.readline()
+            lines = iter(process.stdout.readline, "}\n")
+            url = json.loads("".join(lines) + "}")["url"]
+            port = int(re.fullmatch(r"http://127\.0\.0\.1:(\d+)/", url)[1])
+            connection = http.client.HTTPConnection(ADDRESS, port, timeout=10)
+            connection.request("GET", "/")
+            assert connection.getresponse().status == 200
+            connection.close()
+            process.send_signal(signal.SIGINT)
+            out, err = process.communicate(timeout=30)
+            assert (process.returncode, out, err) == (0, "", "\nEnded.\n")
+        finally:
+            process.kill()  # or whoever fails here would wait for it
     with socket.socket() as gone:
         assert gone.connect_ex((ADDRESS, port)) != 0
 
